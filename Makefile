@@ -1,0 +1,38 @@
+# make train   install what is pinned, then run the embedded example to its end
+# make test    the same environment, then the tests
+# PIP_ARGS=... is handed to pip; README.md says what for.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test test-slow bench lint clean
+
+train: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.train $(ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+# Whole runs over three seeds and the shuffled-reward control: about 25 minutes on 2 cores.
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.installed: setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev]'
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,bench]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,39 @@
+"""fastgrpo: Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) on fused kernels.
+
+Importing this package costs torch alone: every public name is loaded on first use, and only the trainer needs
+transformers and datasets (`pip install fastgrpo[train]`).
+"""
+
+import importlib
+from pathlib import Path
+
+__version__ = "0.1.0"
+
+# The kernels live beside this package in a checkout and inside it in a wheel; `fastgrpo.kernels` finds both. A
+# top-level package `kernels` would shadow Hugging Face's package of that name, which transformers imports.
+if not (Path(__file__).parent / "kernels").is_dir():
+    __path__.append(str(Path(__file__).parent.parent))
+
+_HOME = {
+    "group_advantages": "advantage",
+    "Objective": "objective",
+    "GRPOLossOutput": "loss",
+    "grpo_loss": "loss",
+    "linear_grpo_loss": "loss",
+    "linear_logprob": "loss",
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "RolloutEngine": "rollout.engine",
+    "SamplingParams": "rollout.sampling",
+}
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastgrpo' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"fastgrpo.{_HOME[name]}"), name)
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,40 @@
+"""Packaging. `kernels/` at the top level is installed as `fastgrpo.kernels`: see fastgrpo/__init__.py for why."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastgrpo" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="fastgrpo",
+    version=VERSION,
+    description="The fastest and most exact GRPO engine: fused kernels, a trainer, and the loss as a library",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
+    package_dir={"fastgrpo.kernels": "kernels"},
+    package_data={"fastgrpo": ["recipes/*.yaml"]},
+    install_requires=["torch>=2.8", "triton>=3.4; platform_system == 'Linux'"],
+    extras_require={
+        "train": [
+            "transformers>=5.8,<6",
+            "tokenizers>=0.22,<1",
+            "datasets>=4,<6",
+            "tyro>=1.0,<2",
+            "pyyaml>=6,<7",
+            "tqdm>=4.66,<5",
+            "matplotlib>=3.9,<4",
+            "tensorboard>=2.17,<3",
+            "math-verify>=0.8,<1",
+        ],
+        "flash": ["flash-attn>=2.7,<3"],
+        "liger": ["liger-kernel>=0.8,<0.9"],
+        "bench": ["pytest>=8,<10", "pytest-benchmark>=5,<6", "trl>=1.16,<2", "liger-kernel>=0.8,<0.9"],
+        "dev": ["pytest>=8,<10", "pytest-benchmark>=5,<6", "ruff>=0.14,<1", "pre-commit>=4,<5", "build>=1.2,<2"],
+    },
+)
