@@ -57,7 +57,7 @@ def linear_logprob(hidden, weight, targets, *, bias=None, temperature=1.0, retur
     """
     _choose_backend(backend)
     _check_head(hidden, weight, bias, targets)
-    flat = targets.reshape(-1)
+    flat = targets.reshape(-1).long()
     _check_targets(flat, weight.shape[0])
     logps, entropy = chunked.LinearLogprob.apply(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -113,7 +113,7 @@ def linear_grpo_loss(hidden, weight, targets, advantages, *, mask=None, cu_seqle
     _check_head(hidden, weight, bias, targets)
     layout = _Layout.of(targets, cu_seqlens)
     kept = _keep_rows(layout, objective, advantages, mask, rows, old_logps, ref_logps, token_weights,
-                      num_items_in_batch, temperature, targets)  # fmt: skip
+                      num_items_in_batch, temperature, targets.long())  # fmt: skip
     _check_targets(kept.targets, weight.shape[0])
     grad = torch.is_grad_enabled()
     needs = tuple(grad and t is not None and t.requires_grad for t in (hidden, weight, bias))

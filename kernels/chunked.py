@@ -189,24 +189,23 @@ class _Gradients:
         self.weight = weight
         self.dtype = compute_dtype(hidden)
         accumulator = {"dtype": self.dtype, "device": hidden.device}
-        self.hidden = torch.zeros_like(hidden) if needs[0] else None
+        self.hidden = torch.zeros(hidden.shape, **accumulator) if needs[0] else None
         self.weight_sum = torch.zeros(weight.shape, **accumulator) if needs[1] else None
         self.bias_sum = torch.zeros(bias.shape, **accumulator) if needs[2] else None
-        self.bias_dtype = bias.dtype if needs[2] else None
 
     def add(self, dz, h, rows):
         """dz [n, V] and h [n, D] of the hidden rows `rows` (a slice or an index)."""
         if self.hidden is not None:
             products = (dz[:, block] @ w for block, w in _weight_blocks(self.weight, self.dtype))
-            self.hidden[rows] = sum(products).to(self.hidden.dtype)
+            self.hidden[rows] = sum(products)
         if self.weight_sum is not None:
             self.weight_sum.addmm_(dz.T, h)
         if self.bias_sum is not None:
             self.bias_sum += dz.sum(0)
 
     def result(self):
-        dw = None if self.weight_sum is None else self.weight_sum.to(self.weight.dtype)
-        return self.hidden, dw, None if self.bias_sum is None else self.bias_sum.to(self.bias_dtype)
+        """In fp32 still: grad_output comes before the one rounding to the inputs' dtype, which is autograd's."""
+        return self.hidden, self.weight_sum, self.bias_sum
 
 
 def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, return_entropy=False, index=None):
@@ -220,6 +219,7 @@ def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, return_
         logps[part], part_entropy = _softmax_(z, targets[part], return_entropy)
         if return_entropy:
             entropy[part] = part_entropy
+        del z  # before the next chunk's logits
     return logps, entropy
 
 
@@ -255,6 +255,7 @@ class LinearLogprob(torch.autograd.Function):
                     slope = _entropy_gradient(z, all_logps, entropy[part], grad_entropy[part])
                 dz = _logit_gradient_(z, targets[part], grad_logps[part]).add_(slope).div_(t)
                 grads.add(dz, h, part)
+                del z, dz, all_logps, slope  # before the next chunk's logits
         return *grads.result(), None, None, None, None
 
 
@@ -288,9 +289,11 @@ class LinearGRPO(torch.autograd.Function):
                 loss += part_loss.sum(dtype=torch.float64)
                 outputs.append({"logps": logps, **({"entropy": entropy} if return_entropy else {}), **metrics})
                 if any(needs):
-                    dz = _logit_gradient_(z, targets, g / t)
+                    dz = _logit_gradient_(z, targets, (g / t).to(dtype))
                     if not keep_dz:
                         grads.add(dz, h, where)
+                        dz = None
+                del z  # before the next chunk's logits
         if keep_dz:
             ctx.save_for_backward(hidden, weight, bias, rows.index, dz)
         elif grads is not None:
@@ -305,14 +308,14 @@ class LinearGRPO(torch.autograd.Function):
             return (None,) * 8
         grads = ctx.saved_tensors
         if ctx.keep_dz:
-            hidden, weight, bias, index, dz = ctx.saved_tensors
+            hidden, weight, bias, index, dz = grads
             where = slice(None) if index is None else index
             with _no_autocast(hidden):
                 products = _Gradients(hidden, weight, bias, ctx.needs)
                 products.add(dz, hidden[where].to(dz.dtype), where)
             grads = products.result()
         # Out of place: the saved gradients may be asked for again (retain_graph).
-        return *(None if grad is None else grad * grad_loss.to(grad.dtype) for grad in grads), *(None,) * 5
+        return *(None if grad is None else grad * grad_loss for grad in grads), *(None,) * 5
 
 
 class PolicyLoss(torch.autograd.Function):
@@ -324,7 +327,7 @@ class PolicyLoss(torch.autograd.Function):
         logps = logps.to(compute_dtype(logps))
         loss, g, metrics = policy_loss_fwd(logps, rows, objective)
         ctx.save_for_backward(g)
-        return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps, **metrics}
+        return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps.detach(), **metrics}
 
     @staticmethod
     @torch.autograd.function.once_differentiable

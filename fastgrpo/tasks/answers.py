@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 # A model's text is hostile input: a value of a million digits, or a tower of powers, must not stall a training step.
 MAX_NUMBER_LENGTH = 64
-MAX_EXPONENT = 100
 MAX_EXPRESSION_LENGTH = 200
 MAX_POWERS = 2
 MATH_VERIFY_TIMEOUT = 2  # seconds
@@ -25,25 +24,24 @@ _MARKER = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>", re.IGNORECASE)
 
 _CURRENCY = "$€£¥₹"
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|(?<![\w.)])\.[0-9]+)(?:[eE][-+]?[0-9]+(?![0-9A-Za-z]))?"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|(?<![\w.)])\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9A-Za-z]))?"
 _NUMBER = re.compile(
     # A sign after an operand or a word is an operator or a hyphen: 10-3, 5 -3, COVID-19.
     rf"(?:(?<![\w)}}\]%+-])(?<![0-9)}}%] )(?P<sign>[-+]))?"
     rf"(?:[{_CURRENCY}] ?(?P<inner_sign>[-+])?)?"
-    rf"(?:(?P<whole>{_INTEGER})(?: and)? +(?P<part>{_INTEGER}/{_INTEGER})"
-    rf"|(?P<numerator>{_DECIMAL})(?: ?/ ?(?P<denominator>{_DECIMAL}))?)"
+    rf"(?:(?P<whole>{_INTEGER})(?: and)? +(?=[0-9,]+/[0-9]))?"
+    rf"(?P<numerator>{_DECIMAL})(?: ?/ ?(?P<denominator>{_DECIMAL}))?"
 )
 
 # What stands next to a number and makes it an operand of a larger expression. A hyphen does not: 5-10 is a range.
 _FUNCTION = r"\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm|log|ln|exp|sin|cos|tan|binom|choose|bmod)(?![A-Za-z])"
 _OPERATOR = r"[+*/×÷·]"
 _OPERAND_BEFORE = re.compile(
-    rf"(?:[{{^_√]|{_FUNCTION}|[0-9)]\*\*|[0-9)}}\]%] *{_OPERATOR} *"
+    rf"(?:[{{^_√]|{_FUNCTION}|[0-9)]\*\*|[0-9][eE][-+]?|[0-9)}}\]%] *{_OPERATOR} *"
     # After a word, "is *42*" is emphasis and "is +3" a sign: only "x+3", "x + 3" are sums.
     rf"|[A-Za-z](?:{_OPERATOR} *| {_OPERATOR} +))[ ({_CURRENCY}]*$"
 )
 _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
-_OPERAND_WINDOW = 40  # characters before a number that can make it an operand
 
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -51,7 +49,6 @@ _REWRITES = [
         ("[−﹣－]", "-"),
         (r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))|\\[,!]|\\(?:left|right)(?![A-Za-z])", ""),
         (r"[\u00a0\u2009\u202f~]|\\[;: ]|\\q?quad(?![A-Za-z])", " "),
-        ("[¼-¾⅐-⅞]", lambda match: " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
         (r"\{,\}", ","),
         (rf"\\([%{_CURRENCY}])", r"\1"),
         # Degrees and square or cubic units: their exponent is no part of the value.
@@ -59,17 +56,22 @@ _REWRITES = [
         (r"(?:\\(?:text|mathrm)\{[^{}0-9]*\}|(?<![A-Za-z])(?:[ckm]?m|in|ft|yd|mi)) ?\^\{?[23]\}?", " "),
         (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|underline)\{([^{}]*)\}", r" \1 "),
         # The space parts the whole of a mixed number from its fraction.
-        (r"(?<=[0-9])\s*(?=\\[dtc]?frac)", " "),
+        (r"(?<=[0-9])\s*(?=\\[dtc]?frac|[¼-¾⅐-⅞])", " "),
+        ("[¼-¾⅐-⅞]", lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
         (rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}", r"\1/\2"),
         (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\1/\2"),
+        # Where an answer begins with it, a sign apart from its number is a sign still.
+        (r"\A\s*([-+])\s+", r"\1"),
     )
 ]
 
 # An alarm cannot stop one long operation on integers, so what grows without bound (powers of powers, factorials,
-# functions) is never handed to math-verify. Variables only go there under an alarm: simplifying them may not end.
+# functions) is never handed to math-verify. Variables and powers of sums go there only under an alarm: simplifying
+# them may not end.
+_POWER = r"\^(?:[0-9]|\{-?[0-9]\})(?!\s*\^)"
 _BOUNDED_EXPRESSION = re.compile(
-    r"(?:\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm)(?![A-Za-z])|\\[()\[\]]"
-    r"|\^(?:[0-9]|\{-?[0-9]\})(?!\s*\^)|\*(?!\*)|(?P<variable>[A-Za-z])|[0-9\s.,+\-/=()\[\]{}×÷·π])*"
+    r"(?:\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm)(?![A-Za-z])|\\[()\[\]]|\*(?!\*)|[0-9\s.,+\-/=()\[\]{}×÷·π]"
+    rf"|(?<=[0-9]){_POWER}|(?P<needs_alarm>[A-Za-z]|(?<![0-9]){_POWER}))*"
 )
 
 
@@ -77,12 +79,11 @@ def completion_text(completion: str | list[dict]) -> str:
     """Return the text that the model wrote, of a plain or a conversational completion.
 
     Args:
-        completion: a string, or a list of messages such as ``[{"role": "assistant", "content": "..."}]``. The
-            assistant's messages are joined by newlines; others (a tool's, a user's) were not written by the model.
-            A content may be a list of parts, of which the text parts are taken, or None, which reads as empty.
+        completion: a string, or messages such as ``[{"role": "assistant", "content": "..."}]``. Only the assistant's
+            are taken, joined by newlines. A content is a string, a list of parts (their texts are taken) or None.
 
     Raises:
-        TypeError: the completion is neither.
+        TypeError: the completion is neither a string nor a list.
 
     Example:
         >>> completion_text([{"role": "assistant", "content": "42"}])
@@ -102,15 +103,13 @@ def completion_text(completion: str | list[dict]) -> str:
 def extract_answer(text: str) -> str:
     r"""Return the content of the last marker of a text, or the text itself where it has no marker.
 
-    A marker left open (``<answer>42``, ``\boxed{42``) reaches to the end of the text.
+    A tag or a brace left open reaches to the end of the text, ``####`` to the end of its line.
 
     Example:
         >>> extract_answer(r"#### 41, no, \boxed{\frac{1}{2}} indeed")
         '\\frac{1}{2}'
     """
-    marker = None
-    for marker in _MARKER.finditer(text):
-        pass
+    marker = _last_match(_MARKER, text)
     if marker is None:
         return text
     rest = text[marker.end() :]
@@ -127,18 +126,16 @@ def extract_answer(text: str) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    r"""Return the value of the final answer of a text, or None where it holds no number that can be read.
+    r"""Return the value of the final answer of a text, or None where it has none that can be read.
 
-    Thousands separators, signs, decimals, currency, scientific notation, fractions and mixed numbers are read, in
-    plain text and in LaTeX; a percent sign and a unit are dropped. None is also the value of an answer whose last
-    number is a part of an expression, is divided by zero, or is too long. A last marker without a number is None too,
-    whatever number stands before it: to guess there would reward a text that gave its answer up.
+    Thousands separators, signs, decimals, currency, scientific notation, fractions and mixed numbers are read, plain
+    or in LaTeX; a percent sign and a unit are dropped. A number that is part of an expression, divided by zero or too
+    long gives None. So does a last marker without a number, whatever number stands before it: to guess there would
+    reward a text that gave its answer up.
 
     Examples:
         >>> read_number("She pays $3.50 a day. #### -$1,234.50")
         Fraction(-2469, 2)
-        >>> read_number("<answer>1 1/2 cups</answer>")
-        Fraction(3, 2)
         >>> read_number("The answer is 42, <answer>I do not know</answer>") is None
         True
     """
@@ -146,19 +143,16 @@ def read_number(text: str) -> Fraction | None:
 
 
 def answers_match(text: str, reference: str) -> bool | None:
-    r"""Say whether the final answer of a text has the value of the reference's.
+    r"""Say whether the final answers of a text and of its reference have the same value.
 
-    Two numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either is an expression,
-    math-verify decides if it is installed; if it is not, or fails on the text, the answer does not match.
+    Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
+    math-verify decides; where it is not installed or fails, the answer does not match.
 
     Returns:
-        None where the reference gives nothing to compare with: it holds no digit, or it is an expression that
-        math-verify cannot read or is not there to read.
+        None where the reference gives nothing to compare with: no digit, or an expression and no math-verify for it.
 
-    Examples:
+    Example:
         >>> answers_match("<answer>75%</answer>", "#### 75")
-        True
-        >>> answers_match("<answer>75</answer>", "no answer is known") is None
         True
     """
     answer, expected = _normalize(extract_answer(text)), _normalize(extract_answer(reference))
@@ -175,63 +169,62 @@ def _normalize(text: str) -> str:
     """Rewrite LaTeX and Unicode spellings of numbers to plain ones."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    return re.sub(r"^\s*([-+])\s+", r"\1", text)
+    return text
 
 
 def _last_number(text: str) -> Fraction | None:
-    number = None
-    for number in _NUMBER.finditer(text):
-        pass
+    number = _last_match(_NUMBER, text)
     if number is None or len(number[0]) > MAX_NUMBER_LENGTH:
         return None
-    before = text[max(0, number.start() - _OPERAND_WINDOW) : number.start()]
+    before = text[max(0, number.start() - 40) : number.start()]  # an operator and its surroundings are shorter
     if _OPERAND_BEFORE.search(before) or _OPERAND_AFTER.match(text, number.end()):
         return None
-    negative = (number["sign"] == "-") != (number["inner_sign"] == "-")
-    try:
-        if number["part"]:
-            value = _decimal(number["whole"]) + Fraction(number["part"].replace(",", ""))
-        else:
-            value = _decimal(number["numerator"]) / _decimal(number["denominator"] or "1")
-    except (ValueError, ZeroDivisionError):
+    whole, numerator, denominator = (
+        Fraction((digits or default).replace(",", ""))
+        for digits, default in zip(number.group("whole", "numerator", "denominator"), "001", strict=True)
+    )
+    if denominator == 0:
         return None
-    return -value if negative else value
+    sign = -1 if (number["sign"] == "-") != (number["inner_sign"] == "-") else 1
+    return sign * (whole + numerator / denominator)
 
 
-def _decimal(digits: str) -> Fraction:
-    exponent = digits.lower().partition("e")[2]
-    if exponent and abs(int(exponent)) > MAX_EXPONENT:
-        raise ValueError(f"the exponent of {digits} is beyond {MAX_EXPONENT}")
-    return Fraction(digits.replace(",", ""))
+def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
+    return max(pattern.finditer(text), key=re.Match.start, default=None)
 
 
 def _math_verify(answer: str, expected: str) -> bool | None:
-    """Ask math-verify; None where it is not installed, cannot read the expected answer, or must not be asked."""
-    # A percent sign is dropped here as well (math-verify would divide by 100), and 5,000 it would take for a list.
-    answer, expected = (
-        re.sub(rf"[%{_CURRENCY}]|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))", "", expression).strip()
-        for expression in (answer, expected)
-    )
-    # The time-out is a signal, which Python allows in the main thread only.
-    timeout = MATH_VERIFY_TIMEOUT if threading.current_thread() is threading.main_thread() else None
-    for expression in (answer, expected):
-        bounded = _BOUNDED_EXPRESSION.fullmatch(expression)
-        if not bounded or len(expression) > MAX_EXPRESSION_LENGTH or expression.count("^") > MAX_POWERS:
-            return None
-        if bounded["variable"] and timeout is None:
-            return None
+    """Ask math-verify; None where it is not installed or the expected answer is none that it can be asked about."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
         from math_verify.errors import TimeoutException  # not an Exception: it must be named to be caught
     except ImportError:
         return None
+    # A percent sign is dropped here as well (math-verify would divide by 100), and 5,000 it would take for a list.
+    answer, expected = (
+        re.sub(rf"[%{_CURRENCY}]|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))", "", expression).strip()
+        for expression in (answer, expected)
+    )
+    # math-verify's time-out is a signal, which Python allows in the main thread only.
+    timeout = MATH_VERIFY_TIMEOUT if threading.current_thread() is threading.main_thread() else None
+    if not _is_bounded(expected, timeout):
+        return None
+    if not _is_bounded(answer, timeout):
+        return False
     try:
         # LaTeX only: the reader of plain expressions ends in sympy's parse_expr, which evaluates Python.
         gold, target = (
-            parse(f"${expression}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=timeout)
+            parse(f"${expression}$", [LatexExtractionConfig()], "no_fallback", parsing_timeout=timeout)
             for expression in (expected, answer)
         )
         return verify(gold, target, timeout_seconds=timeout) if gold else None
     except (Exception, TimeoutException) as error:
         logger.warning("math-verify failed on %r against %r: %s", answer, expected, error)
-        return None
+        return False
+
+
+def _is_bounded(expression: str, timeout: int | None) -> bool:
+    if len(expression) > MAX_EXPRESSION_LENGTH or expression.count("^") > MAX_POWERS:
+        return False
+    bounded = _BOUNDED_EXPRESSION.fullmatch(expression)
+    return bounded is not None and not (bounded["needs_alarm"] and timeout is None)

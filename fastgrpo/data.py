@@ -1,0 +1,175 @@
+"""Rows -> a stream of prompts, with a cursor that can be saved and restored.
+
+A row is a dict with a `prompt` (a string, or a list of messages) and any columns the rewards need. A source gives rows
+by `take(n)`, hears by `observe(accuracy)` how the policy fared on them, and can save and restore its place.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastgrpo.batch import Prompt
+
+
+class ShuffledRows:
+    """Rows in epochs, each in a random order of its own."""
+
+    def __init__(self, rows, *, seed=0, shuffle=True):
+        if not len(rows):
+            raise ValueError("the data set has no rows")
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self.drawn = 0
+        self._cached = (None, None)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def take(self, count):
+        """The next `count` rows."""
+        start, self.drawn = self.drawn, self.drawn + count
+        return [self.rows[self._order(n // len(self.rows))[n % len(self.rows)]] for n in range(start, self.drawn)]
+
+    def _order(self, epoch):
+        """Indices of the rows in this epoch's order; the one in use is kept."""
+        if self._cached[0] != epoch:
+            order = list(range(len(self.rows)))
+            if self.shuffle:
+                random.Random(f"{self.seed}-{epoch}").shuffle(order)
+            self._cached = (epoch, order)
+        return self._cached[1]
+
+    def observe(self, accuracy):
+        """Accuracy changes nothing here."""
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """A stage of a curriculum: left when the mean accuracy of `WINDOW` steps reaches until_accuracy, or after
+    until_steps; the last level is never left."""
+
+    name: str
+    source: ShuffledRows
+    until_accuracy: float | None = None
+    until_steps: int | None = None
+
+
+class Curriculum:
+    """Levels in order, each drawn from until it is left."""
+
+    WINDOW = 3
+
+    def __init__(self, levels):
+        self.levels = levels
+        self.level, self.recent, self.steps = 0, [], 0
+
+    @property
+    def name(self):
+        return self.levels[self.level].name
+
+    def __len__(self):
+        return len(self.levels[-1].source)
+
+    def take(self, count):
+        """The next `count` rows of the current level."""
+        return self.levels[self.level].source.take(count)
+
+    def observe(self, accuracy):
+        """Count a step on the current level, and move on where it is done."""
+        level = self.levels[self.level]
+        self.steps += 1
+        self.recent = [*self.recent, accuracy][-self.WINDOW :]
+        able = (
+            level.until_accuracy is not None
+            and len(self.recent) == self.WINDOW
+            and sum(self.recent) / self.WINDOW >= level.until_accuracy
+        )
+        if self.level + 1 < len(self.levels) and (able or self.steps == level.until_steps):
+            self.level, self.recent, self.steps = self.level + 1, [], 0
+
+    def state_dict(self):
+        return {
+            "level": self.level,
+            "recent": self.recent,
+            "steps": self.steps,
+            "sources": [level.source.state_dict() for level in self.levels],
+        }
+
+    def load_state_dict(self, state):
+        self.level, self.recent, self.steps = state["level"], state["recent"], state["steps"]
+        for level, source in zip(self.levels, state["sources"], strict=True):
+            level.source.load_state_dict(source)
+
+
+def load_rows(name, config=None, split="train"):
+    """Rows of a .jsonl file, of SPLIT.jsonl in a folder, or of a hub data set.
+
+    A file serves its own split: for another one, SPLIT.jsonl beside it is looked up.
+
+    Returns:
+        A sequence of dicts, or None where a file or folder has no such split.
+
+    Raises:
+        ValueError: a line that is not a JSON object (file and line named).
+    """
+    path = Path(name)
+    if path.is_dir():
+        path = path / f"{split}.jsonl"
+    elif path.suffix == ".jsonl":
+        if not path.exists():
+            raise ValueError(f"no such file: {path}")
+        if split != "train":
+            path = path.with_name(f"{split}.jsonl")
+    else:
+        import datasets
+
+        return datasets.load_dataset(name, config, split=split)
+    return read_jsonl(path) if path.exists() else None
+
+
+def read_jsonl(path):
+    """A list of dicts, one a line; empty lines are passed over."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def to_prompt(row, tokenizer):
+    """A row -> `Prompt`: a list of messages through the chat template, a string as it is.
+
+    Raises:
+        ValueError: no `prompt` column, or messages without a chat template.
+    """
+    if "prompt" not in row:
+        raise ValueError(f"a row has no column 'prompt', only {', '.join(row)}")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif tokenizer.chat_template is None:
+        raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        ids = ids["input_ids"]
+    return Prompt(list(ids), prompt, {name: value for name, value in row.items() if name != "prompt"})
+
+
+def to_completion(prompt, ids, tokenizer):
+    """Completion ids -> what reward functions see: a string, or a message list where the prompt was one."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]

@@ -1,0 +1,65 @@
+"""AdamW with fp32 masters, and its schedule.
+
+A bf16 weight has 8 bits of mantissa: an update below 1/256 of it is rounded away, which at learning rate 1e-6 is nearly
+every update. So the module holds bf16 for speed, and the optimizer holds fp32 masters, gradients and states; after each
+step the masters are copied into the same storage, which rollouts read.
+"""
+
+import torch
+from transformers import get_scheduler
+
+
+class MasterAdamW:
+    """AdamW (arXiv 1711.05101) over a module's trainable parameters; those below fp32 get an fp32 master.
+
+    Gradients of a low-precision parameter are added to its master's in fp32 as soon as they exist, so accumulation over
+    micro-batches loses nothing and no second copy of the gradients stays.
+    """
+
+    def __init__(self, model, *, learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not named:
+            raise ValueError(f"{type(model).__name__} has no trainable parameters")
+        self.pairs = []  # (parameter, master) where they differ
+        masters = [self._master(parameter) for parameter in named.values()]
+        # Norms and biases are not decayed, as everywhere.
+        groups = [
+            {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.masters = masters
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
+        )
+
+    def _master(self, parameter):
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        master = parameter.detach().float().requires_grad_()
+        self.pairs.append((parameter, master))
+
+        def move(parameter):
+            gradient = parameter.grad.float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+        parameter.register_post_accumulate_grad_hook(move)
+        return master
+
+    @torch.no_grad()
+    def step(self, max_grad_norm=0.0):
+        """Clip (0 is off), update the masters, copy them into the module. Returns the norm before clipping."""
+        limit = max_grad_norm if max_grad_norm > 0 else torch.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.masters, limit)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        for parameter, master in self.pairs:
+            parameter.copy_(master)
+        return norm
+
+
+def make_schedule(optimizer, name, *, warmup_steps, total_steps):
+    """transformers' learning-rate schedule of this name. warmup_steps below 1 is a share of total_steps."""
+    if 0 < warmup_steps < 1:
+        warmup_steps = round(warmup_steps * total_steps)
+    return get_scheduler(name, optimizer.adamw, num_warmup_steps=int(warmup_steps), num_training_steps=total_steps)

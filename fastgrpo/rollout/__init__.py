@@ -1,0 +1,1 @@
+"""Generation inside the trainer's process, from the policy's own weights."""

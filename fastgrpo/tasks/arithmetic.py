@@ -1,0 +1,119 @@
+"""The embedded default: a small character-level model learns sums of two two-digit numbers, on any machine.
+
+    47+38=7+8=15 4+3+1=8 85
+
+The model writes the sum of the units, that of the tens with the carry, then the result; only the result is rewarded.
+A short supervised warm start teaches the form and the sums without a carry; GRPO does the rest, over a curriculum of
+two digits plus one, two plus two without a carry, and two plus two with one. `HELD_OUT` pairs of the hardest level appear neither
+in the warm start nor in GRPO.
+"""
+
+import random
+
+import torch
+
+from fastgrpo.checkpoint import save_model
+from fastgrpo.data import Curriculum, Level, ShuffledRows
+from fastgrpo.model import load_policy
+from fastgrpo.sft import sft
+from fastgrpo.tasks import Task
+from fastgrpo.tasks.answers import completion_text
+
+HELD_OUT = 500
+PAIRS_SEED = 0  # of which pairs are held out: the same ones in every run, so that runs compare
+CHARACTERS = "0123456789+= "
+WARM_START = {"steps": 300, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START_EXAMPLES = 8192
+CARRY_SHARE = 0.1  # of the warm start's examples: enough to show the carry, too few to learn it
+
+
+def correctness(prompts, completions, answer, **columns):
+    """1.0 where the last number of the completion is the sum, else 0.0."""
+    last = [completion_text(completion).split(" ")[-1] for completion in completions]
+    return [float(text == value) for text, value in zip(last, answer, strict=True)]
+
+
+def pairs_by_level():
+    """-> (two digits and one, two and two without carry, two and two with carry, held-out with carry), all disjoint."""
+    one = [(a, b) for a in range(10, 100) for b in range(10) if a % 10 + b < 10]
+    two = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    plain = [(a, b) for a, b in two if a % 10 + b % 10 < 10]
+    carry = [(a, b) for a, b in two if a % 10 + b % 10 >= 10]
+    random.Random(PAIRS_SEED).shuffle(carry)
+    return one, plain, carry[HELD_OUT:], carry[:HELD_OUT]
+
+
+def to_row(a, b):
+    """The prompt and the answer of a sum."""
+    return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
+
+
+def written(a, b):
+    """A sum as it is written out in the warm start: units, tens with the carry, result."""
+    units = a % 10 + b % 10
+    carry = "+1" if units >= 10 else ""
+    return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}{carry}={(a + b) // 10} {a + b}"
+
+
+def build(config, tokenizer):
+    """The curriculum over the three levels; the held-out pairs are the test."""
+    *levels, held_out = pairs_by_level()
+    sources = [ShuffledRows([to_row(*pair) for pair in level], seed=config.seed) for level in levels]
+    thresholds = (0.9, 0.8, None)
+    names = ("two digits and one", "two digits and two", "two digits and two with carry")
+    curriculum = [Level(*level) for level in zip(names, sources, thresholds, strict=True)]
+    return Task(Curriculum(curriculum), [to_row(*pair) for pair in held_out], [correctness])
+
+
+def make_policy(run_dir, config, announce):
+    """A random 0.2M-parameter Llama and its tokenizer, warm-started and saved in Hugging Face format.
+
+    Args:
+        run_dir: Path; the model goes to run_dir/warm-start. announce: called with (step, steps, loss).
+
+    Returns:
+        the Path to load the policy from.
+    """
+    path = run_dir / "warm-start"
+    make_model(path, config.seed)
+    model, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
+    rng = random.Random(config.seed)
+    *levels, _ = pairs_by_level()
+    examples = []
+    for _ in range(WARM_START_EXAMPLES):
+        a, b = rng.choice(rng.choices(levels, ((1 - CARRY_SHARE) / 2, (1 - CARRY_SHARE) / 2, CARRY_SHARE))[0])
+        prompt, completion = (tokenizer(text)["input_ids"] for text in (f"{a}+{b}=", written(a, b)))
+        examples.append((prompt, [*completion, tokenizer.eos_token_id]))
+    steps = WARM_START["steps"]
+    sft(model, examples, seed=config.seed, on_step=lambda step, loss: announce(step, steps, loss), **WARM_START)
+    save_model(path, model, tokenizer)
+    return path
+
+
+def make_model(path, seed):
+    """Write a random-weight character-level causal LM and its tokenizer to `path`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<eos>", *CHARACTERS])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<eos>")
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=True,
+        )
+    )
+    save_model(path, model, tokenizer)

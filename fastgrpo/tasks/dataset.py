@@ -1,0 +1,30 @@
+"""Prompts of any data set with a `prompt` column; rewards from --reward_funcs module:function."""
+
+from fastgrpo.data import ShuffledRows, load_rows
+from fastgrpo.tasks import Task
+
+
+def build(config, tokenizer):
+    """Rows as they are; with --system_prompt, a system message goes before the messages of a row.
+
+    Raises:
+        ValueError: no data set, or no train split.
+    """
+    if config.dataset_name is None:
+        raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
+    splits = [
+        load_rows(config.dataset_name, config.dataset_config, split)
+        for split in (config.dataset_train_split, config.dataset_test_split)
+    ]
+    if splits[0] is None:
+        raise ValueError(f"{config.dataset_name} has no split {config.dataset_train_split!r}")
+    train, test = (
+        None if rows is None else [_with_system(row, config.system_prompt) for row in rows] for rows in splits
+    )
+    return Task(ShuffledRows(train, seed=config.seed, shuffle=config.shuffle_dataset), test, [])
+
+
+def _with_system(row, system_prompt):
+    if system_prompt is None or isinstance(row.get("prompt"), str):
+        return row
+    return {**row, "prompt": [{"role": "system", "content": system_prompt}, *row["prompt"]]}

@@ -1,0 +1,70 @@
+"""GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
+
+The model is asked to think in <think> tags and to answer in <answer> tags; correctness, format and length are rewarded
+apart. `--curriculum_iters N` draws plain sums in the same template for the first N steps, so that a model that has
+never seen the tags earns its first rewards on problems it can solve.
+"""
+
+import random
+
+from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows
+from fastgrpo.tasks import Task
+from fastgrpo.tasks.gsm8k_rewards import correctness, format_reward, length_reward
+
+__all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward"]
+
+DATASET, CONFIG = "openai/gsm8k", "main"
+SYSTEM_PROMPT = (
+    "Solve the problem. Think step by step inside <think> and </think>, then give the final number inside <answer> "
+    "and </answer>, like this: <think>6 times 7 is 42.</think><answer>42</answer>"
+)
+CURRICULUM_ROWS = 4096
+
+
+def build(config, tokenizer):
+    """GSM8K from the hub, or from --dataset_name: a .jsonl file or a folder with `question` and `answer` rows."""
+    name = config.dataset_name or DATASET
+    name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)
+    conversational = tokenizer.chat_template is not None
+    system_prompt = config.system_prompt or SYSTEM_PROMPT
+
+    def rows(split):
+        loaded = load_rows(name, name_of_config, split)
+        return None if loaded is None else [to_row(row, system_prompt, conversational) for row in loaded]
+
+    train, test = rows(config.dataset_train_split), rows(config.dataset_test_split)
+    if train is None:
+        raise ValueError(f"{name} has no split {config.dataset_train_split!r}")
+    source = ShuffledRows(train, seed=config.seed, shuffle=config.shuffle_dataset)
+    if config.curriculum_iters:
+        sums = [to_row(row, system_prompt, conversational) for row in arithmetic_rows(config.seed)]
+        first = Level("arithmetic", ShuffledRows(sums, seed=config.seed), until_steps=config.curriculum_iters)
+        source = Curriculum([first, Level("gsm8k", source)])
+    return Task(source, test, [correctness, format_reward, length_reward])
+
+
+def to_row(row, system_prompt, conversational):
+    """A data set row with its prompt: messages for a chat template, or plain text.
+
+    Raises:
+        ValueError: the row lacks `question` or `answer`.
+    """
+    for column in ("question", "answer"):
+        if column not in row:
+            raise ValueError(f"a GSM8K row needs the columns question and answer, got {', '.join(row)}")
+    if conversational:
+        prompt = [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
+    else:
+        prompt = f"{system_prompt}\n\nProblem: {row['question']}\nSolution: "
+    return {**row, "prompt": prompt}
+
+
+def arithmetic_rows(seed):
+    """Sums and differences of small numbers as GSM8K rows."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(CURRICULUM_ROWS):
+        a, b = sorted((rng.randrange(2, 100), rng.randrange(2, 100)), reverse=True)
+        sign, value = rng.choice((("+", a + b), ("-", a - b)))
+        rows.append({"question": f"What is {a} {sign} {b}?", "answer": f"{a} {sign} {b} = {value}\n#### {value}"})
+    return rows

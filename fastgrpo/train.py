@@ -1,0 +1,98 @@
+"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, the embedded example."""
+
+import sys
+
+import tyro
+
+from fastgrpo.config import GRPOConfig, load_yaml, task_defaults
+
+
+def parse(argv):
+    """Settings from the command line. Flags go before --config FILE, which goes before the task's recipe.
+
+    Raises:
+        ValueError: a setting that is out of range. SystemExit(2): a flag that does not exist (the nearest is named).
+    """
+    argv, config_file = _take_flag(argv, "--config")
+    from_file = load_yaml(config_file) if config_file else {}
+    task = _take_flag(argv, "--task")[1] or from_file.get("task", "arithmetic")
+    defaults = GRPOConfig(**{**task_defaults(task), **from_file, "task": task})
+    return tyro.cli(
+        GRPOConfig, args=argv, default=defaults, use_underscores=True, config=(tyro.conf.FlagConversionOff,),
+        prog="python -m fastgrpo.train", description=__doc__,
+    )  # fmt: skip
+
+
+def _take_flag(argv, name):
+    """The arguments without `name VALUE` or `name=VALUE`, and the value (None where it is not there)."""
+    rest, value, wanted = [], None, False
+    for argument in argv:
+        if wanted:
+            value, wanted = argument, False
+        elif argument == name:
+            wanted = True
+        elif argument.startswith(name + "="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    if wanted:
+        raise ValueError(f"{name} needs a value")
+    return rest, value
+
+
+def run(config):
+    """Train by these settings. Returns the summary."""
+    from transformers import AutoTokenizer
+
+    from fastgrpo.metrics import RunLog
+    from fastgrpo.rewards import load_reward
+    from fastgrpo.tasks import find_task
+    from fastgrpo.trainer import GRPOTrainer
+
+    task_module = find_task(config.task)
+    log = RunLog(config)
+    log.say(f"fastgrpo: task {config.task}, run folder {log.dir}")
+    path = config.model_name_or_path
+    if path is None:
+        if not hasattr(task_module, "make_policy"):
+            raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+        path = _make_policy(task_module, config, log)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    task = task_module.build(config, tokenizer)
+    functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
+    trainer = GRPOTrainer(path, functions, config, task.train, task.test, tokenizer, log)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    log.say(
+        f"GRPO: {parameters:,} parameters on {trainer.model.device}, {trainer.max_steps} steps of "
+        f"{config.prompts_per_step} prompts x {config.num_generations} completions"
+    )
+    return trainer.train()
+
+
+def _make_policy(task_module, config, log):
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # of loading and saving a model this small
+    log.say("warm start: supervised training of the task's own small model")
+
+    def announce(step, steps, loss):
+        if log.bar is None:
+            log.progress(steps, "SFT")
+        log.advance(loss=loss)
+
+    path = task_module.make_policy(log.dir, config, announce)
+    log.close_bar()
+    return path
+
+
+def main(argv=None):
+    try:
+        run(parse(sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
