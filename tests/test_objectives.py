@@ -111,7 +111,7 @@ def run_reference(p, knobs, *, old=True, sampler=False, rows=None):
     mask = p.mask.flatten()
     rows = mask.nonzero()[:, 0] if rows is None else rows.flatten().nonzero()[:, 0]
     starts = torch.arange(p.mask.shape[0] + 1) * p.mask.shape[1]
-    per_token = p.advantages[:, None].expand(p.mask.shape)
+    per_token = p.advantages if p.advantages.ndim == 2 else p.advantages[:, None].expand(p.mask.shape)
     hidden, weight, bias = leaves(p)
     loss, logps, metrics = reference.linear_grpo_loss(
         hidden.flatten(0, 1)[rows], weight, p.targets.flatten()[rows], per_token.flatten()[rows],
@@ -169,6 +169,24 @@ def test_equals_the_reference(monkeypatch, name, old):
 @pytest.mark.parametrize("name", SAMPLER_CASES)
 def test_equals_the_reference_with_a_sampler(monkeypatch, name, old):
     check_against_reference(monkeypatch, SAMPLER_CASES[name], old, sampler=True)
+
+
+@pytest.mark.parametrize("name", ["gspo", "vespo", "luspo-k3", "dapo-sequence_truncate", "vespo-token_mask"])
+def test_tokens_without_advantage_or_weight_still_move_their_sequence(name):
+    """Advantages per token, a third of them 0, and a token of weight 0: its sequence's factor must not lose them."""
+    knobs, sampler = (CASES | SAMPLER_CASES)[name], name in SAMPLER_CASES
+    p = problem()
+    p.advantages = p.advantages[:, None] * (torch.arange(7) % 3 > 0)
+    expected, _, _, grads = run_reference(p, knobs, sampler=sampler)
+    objective, starts = Objective(**knobs), torch.arange(7) * 7
+    weights = objective.token_weights(p.mask.flatten(), starts).view(p.mask.shape)
+    out, own = run(p, knobs, sampler=sampler)
+    by_hand, _ = run(p, knobs, sampler=sampler, token_weights=weights * (p.advantages != 0))
+    assert_close(out.loss, expected, 1e-10)
+    for actual, gradient in zip(own, grads, strict=True):
+        assert_close(actual, gradient, 1e-10)
+    if not knobs.get("beta"):  # without a KL a weight of 0 and an advantage of 0 are the same
+        assert_close(by_hand.loss, expected, 1e-10)
 
 
 @pytest.mark.parametrize("name", ["dapo", "gspo", "delta", "sapo", "sapo-sequence", "luspo-corrected", "k1-gspo"])
