@@ -37,11 +37,12 @@ AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # the conte
 
 
 @contextmanager
-def registered_attention(model):
-    """The model attends through this module inside, and as before outside (its own `generate` keeps working)."""
+def attention_of(model, name=NAME):
+    """The model attends through the function of this name inside, and as before outside (its own `generate` keeps
+    working)."""
     config = model.config
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -86,7 +86,7 @@ class ObjectiveConfig:
     scale_rewards: str = "group"
     """What centred rewards are divided by: the deviation of the group, of the batch, or none."""
     loss_type: str = "dapo"
-    """grpo, bnpo, dapo or dr_grpo: how token losses are aggregated."""
+    """grpo, bnpo, dapo, dr_grpo, luspo, cispo, sapo or vespo: see OBJECTIVES.md."""
     importance_sampling_level: str = "token"
     """token, or sequence (GSPO)."""
     epsilon: float = 0.2
@@ -98,7 +98,23 @@ class ObjectiveConfig:
     beta: float = 0.0
     """Coefficient of the KL to the reference. 0: no reference in memory."""
     kl: str = "k3"
-    """Estimator of the KL: k1, k2 or k3."""
+    """Estimator of the KL: k1, k2, k3 or abs."""
+    use_bias_correction_kl: bool = False
+    """Multiply the KL by the ratio, so that it stays unbiased off-policy."""
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus. 0: off."""
+    sapo_temperature_pos: float = 1.0
+    """sapo: temperature of the gate where the advantage is positive."""
+    sapo_temperature_neg: float = 1.05
+    """sapo: and elsewhere."""
+    vespo_k_pos: float = 2.0
+    """vespo: power of the sequence weight where the advantage is positive."""
+    vespo_lambda_pos: float = 3.0
+    """vespo: its decay there."""
+    vespo_k_neg: float = 3.0
+    """vespo: power where the advantage is negative."""
+    vespo_lambda_neg: float = 2.0
+    """vespo: its decay there."""
     mask_truncated_completions: bool = False
     """Truncated completions give no gradient."""
 
@@ -205,7 +221,9 @@ class GRPOConfig(LoggingConfig, OptimConfig, ObjectiveConfig, RolloutConfig, Dat
     @property
     def objective(self):
         """The loss's `Objective`."""
-        names = [field.name for field in dataclasses.fields(Objective)]
+        names = {field.name for field in dataclasses.fields(Objective)} & {
+            field.name for field in dataclasses.fields(self)
+        }
         return Objective(**{name: getattr(self, name) for name in names})
 
 

@@ -1,9 +1,11 @@
 """The policy: loading, and token ids -> hidden states. Logits are never made here; the head belongs to the loss."""
 
+from contextlib import nullcontext
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastgrpo.attention import PackedAttention, registered_attention
+from fastgrpo.attention import PackedAttention, attention_of
 
 
 def choose_device(name="auto"):
@@ -51,7 +53,11 @@ def prepare(model, gradient_checkpointing=False):
     # Checkpointing looks at `training`; nothing else does, now that dropout is off.
     model.train(gradient_checkpointing)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The layers run a second time in the backward pass, outside of `hidden_states`: they must attend as they did.
+        def contexts():
+            return nullcontext(), attention_of(model, model.config._attn_implementation)
+
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     else:
         model.gradient_checkpointing_disable()
     return model
@@ -72,7 +78,7 @@ def hidden_states(model, input_ids, position_ids, context):
     Returns:
         [N, D] final hidden states, in the model's dtype.
     """
-    with registered_attention(model):
+    with attention_of(model):
         out = model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
         )

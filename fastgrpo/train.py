@@ -63,7 +63,7 @@ def run(config):
     trainer = GRPOTrainer(path, functions, config, task.train, task.test, tokenizer, log)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     log.say(
-        f"GRPO: {parameters:,} parameters on {trainer.model.device}, {trainer.max_steps} steps of "
+        f"GRPO: {parameters:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
         f"{config.prompts_per_step} prompts x {config.num_generations} completions"
     )
     return trainer.train()

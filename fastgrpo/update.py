@@ -21,12 +21,10 @@ class Updater:
             samples: the `Sample`s of this update. loss_fn: (part, Batch) -> scalar loss to be summed over parts.
 
         Returns:
-            the gradient norm before clipping, a scalar tensor (0 where there were no samples: nothing moved).
+            the gradient norm before clipping, a scalar tensor; 0 where there were no samples: nothing moves then.
         """
-        norm = None
         for part in split_by_tokens(samples, self.max_tokens):
             loss_fn(part, Batch.pack(part, self.device)).backward()
-        if samples:
-            norm = self.optimizer.step(self.max_grad_norm)
+        norm = self.optimizer.step(self.max_grad_norm)
         self.schedule.step()
         return norm

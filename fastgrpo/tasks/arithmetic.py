@@ -3,9 +3,9 @@
     47+38=7+8=15 4+3+1=8 85
 
 The model writes the sum of the units, that of the tens with the carry, then the result; only the result is rewarded.
-A short supervised warm start teaches the form and the sums without a carry; GRPO does the rest, over a curriculum of
-two digits plus one, two plus two without a carry, and two plus two with one. `HELD_OUT` pairs of the hardest level appear neither
-in the warm start nor in GRPO.
+A short supervised warm start teaches the form and some of the sums; GRPO does the rest, over a curriculum of small
+numbers, larger ones, and the hardest level: any two, with a carry. `HELD_OUT` pairs of that level appear neither in the
+warm start nor in GRPO.
 """
 
 import random
@@ -22,9 +22,9 @@ from fastgrpo.tasks.answers import completion_text
 HELD_OUT = 500
 PAIRS_SEED = 0  # of which pairs are held out: the same ones in every run, so that runs compare
 CHARACTERS = "0123456789+= "
-WARM_START = {"steps": 300, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 250, "batch_size": 64, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 8192
-CARRY_SHARE = 0.1  # of the warm start's examples: enough to show the carry, too few to learn it
+CARRY_SHARE = 0.06  # of these examples: enough to show the carry, too few to learn it
 
 
 def correctness(prompts, completions, answer, **columns):
@@ -34,13 +34,17 @@ def correctness(prompts, completions, answer, **columns):
 
 
 def pairs_by_level():
-    """-> (two digits and one, two and two without carry, two and two with carry, held-out with carry), all disjoint."""
-    one = [(a, b) for a in range(10, 100) for b in range(10) if a % 10 + b < 10]
-    two = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    plain = [(a, b) for a, b in two if a % 10 + b % 10 < 10]
-    carry = [(a, b) for a, b in two if a % 10 + b % 10 >= 10]
+    """-> (both below 40, both below 70, any two with a carry, held-out with a carry); no level has a held-out pair.
+
+    The easy levels have sums with and without a carry: a policy that practises sums without one unlearns the carry.
+    """
+    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    carry = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
     random.Random(PAIRS_SEED).shuffle(carry)
-    return one, plain, carry[HELD_OUT:], carry[:HELD_OUT]
+    held_out = set(carry[:HELD_OUT])
+    pairs = [pair for pair in pairs if pair not in held_out]
+    small, larger = ([pair for pair in pairs if max(pair) < bound] for bound in (40, 70))
+    return small, larger, carry[HELD_OUT:], carry[:HELD_OUT]
 
 
 def to_row(a, b):
@@ -59,8 +63,8 @@ def build(config, tokenizer):
     """The curriculum over the three levels; the held-out pairs are the test."""
     *levels, held_out = pairs_by_level()
     sources = [ShuffledRows([to_row(*pair) for pair in level], seed=config.seed) for level in levels]
-    thresholds = (0.9, 0.8, None)
-    names = ("two digits and one", "two digits and two", "two digits and two with carry")
+    thresholds = (0.5, 0.5, None)
+    names = ("below 40", "below 70", "any, with a carry")
     curriculum = [Level(*level) for level in zip(names, sources, thresholds, strict=True)]
     return Task(Curriculum(curriculum), [to_row(*pair) for pair in held_out], [correctness])
 
@@ -78,10 +82,11 @@ def make_policy(run_dir, config, announce):
     make_model(path, config.seed)
     model, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
     rng = random.Random(config.seed)
-    *levels, _ = pairs_by_level()
+    *_, carry, _ = pairs_by_level()
+    plain = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 < 10]
     examples = []
     for _ in range(WARM_START_EXAMPLES):
-        a, b = rng.choice(rng.choices(levels, ((1 - CARRY_SHARE) / 2, (1 - CARRY_SHARE) / 2, CARRY_SHARE))[0])
+        a, b = rng.choice(carry if rng.random() < CARRY_SHARE else plain)
         prompt, completion = (tokenizer(text)["input_ids"] for text in (f"{a}+{b}=", written(a, b)))
         examples.append((prompt, [*completion, tokenizer.eos_token_id]))
     steps = WARM_START["steps"]

@@ -1,0 +1,115 @@
+"""Settings: defaults, validation, YAML and the command line."""
+
+import dataclasses
+
+import pytest
+
+from fastgrpo.config import RECIPES, GRPOConfig, load_yaml
+from fastgrpo.train import main, parse
+
+
+def test_unstated_defaults_are_trls():
+    config = GRPOConfig()
+    assert (config.beta, config.epsilon, config.num_generations, config.loss_type) == (0.0, 0.2, 8, "dapo")
+    assert (config.learning_rate, config.temperature, config.scale_rewards) == (1e-6, 1.0, "group")
+    assert (config.max_completion_length, config.logging_steps, config.max_grad_norm) == (512, 10, 1.0)
+    trl = pytest.importorskip("trl", reason="TRL is not installed (extra: bench)")
+    for field in dataclasses.fields(trl.GRPOConfig):
+        if field.name in ("seed", "report_to", "output_dir", "reward_weights", "lr_scheduler_type"):
+            continue  # of other types, or of transformers' Trainer
+        if hasattr(config, field.name) and field.name != "use_bias_correction_kl":
+            assert getattr(config, field.name) == field.default, field.name
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"loss_type": "ppo"}, "loss_type must be one of grpo"),
+        ({"scale_rewards": "std"}, "scale_rewards"),
+        ({"num_generations": 1}, "num_generations must be at least 2"),
+        ({"temperature": 0}, "temperature must be positive"),
+        ({"learning_rate": 0}, "learning_rate"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"updates_per_rollout": 9}, "raise prompts_per_step"),
+        ({"report_to": ["mlflow"]}, "report_to must be of none, tensorboard, wandb, got mlflow"),
+        ({"epsilon": 1.5}, "epsilon"),
+        ({"beta": -0.1}, "beta"),
+        ({"dtype": "float8"}, "dtype"),
+    ],
+)
+def test_out_of_range(settings, match):
+    with pytest.raises(ValueError, match=match):
+        GRPOConfig(**settings)
+
+
+def test_frozen_and_lists_are_welcome():
+    config = GRPOConfig(reward_weights=[1, 2], report_to="tensorboard")
+    assert config.reward_weights == (1, 2) and config.report_to == ("tensorboard",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.beta = 1
+
+
+def test_the_objective_gets_every_knob_of_its_own():
+    config = GRPOConfig(
+        loss_type="dr_grpo", epsilon_high=0.28, delta=4.0, beta=0.1, kl="k2", max_completion_length=77,
+        importance_sampling_level="sequence",
+    )  # fmt: skip
+    objective = config.objective
+    for name in ("loss_type", "epsilon_high", "delta", "beta", "kl", "max_completion_length"):
+        assert getattr(objective, name) == getattr(config, name)
+    assert objective.importance_sampling_level == "sequence"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_are_valid(path):
+    GRPOConfig(**load_yaml(path))
+
+
+def test_yaml_names_the_nearest_setting(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("learning_rat: 1\n")
+    with pytest.raises(ValueError, match="unknown setting 'learning_rat'; did you mean 'learning_rate'"):
+        load_yaml(path)
+
+
+def test_flags_go_before_the_file_before_the_tasks_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("beta: 0.5\nnum_generations: 4\n")
+    recipe = load_yaml(RECIPES / "arithmetic.yaml")
+    config = parse(["--config", str(path), "--num_generations", "6", "--report_to", "tensorboard"])
+    assert (config.beta, config.num_generations) == (0.5, 6)
+    assert config.prompts_per_step == recipe["prompts_per_step"]
+    assert config.report_to == ("tensorboard",)
+    gsm8k = parse(["--task", "gsm8k", "--reward_weights", "1", "0.5", "0.1", "--gradient_checkpointing", "False"])
+    assert gsm8k.task == "gsm8k" and gsm8k.prompts_per_step == 8
+    assert gsm8k.reward_weights == (1.0, 0.5, 0.1) and gsm8k.gradient_checkpointing is False
+
+
+@pytest.mark.parametrize(
+    "argv, match",
+    [
+        (["--learning_rat", "1"], "learning_rate"),
+        (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
+        (["--beta", "much"], "beta"),
+    ],
+)
+def test_a_bad_flag_exits_with_2_and_a_hint(argv, match, capsys):
+    with pytest.raises(SystemExit) as error:
+        parse(argv)
+    assert error.value.code == 2
+    assert match in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    "argv, match",
+    [
+        (["--task", "gsm9k"], "task must be one of arithmetic, dataset, gsm8k"),
+        (["--task", "gsm8k"], "needs --model_name_or_path"),
+        (["--config"], "--config needs a value"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(argv, match, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert match in error and "Traceback" not in error and len(error.strip().splitlines()) <= 2

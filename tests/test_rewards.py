@@ -1,0 +1,115 @@
+"""Reward functions: how they are called, found, weighted and checked."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from fastgrpo.batch import Prompt
+from fastgrpo.rewards import Rewards, load_reward
+
+PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]
+
+
+def call(rewards, **changes):
+    arguments = {"trainer_state": "state", "log_metric": None, "log_extra": None, **changes}
+    return rewards(PROMPTS, ["c0", "c1"], [[3], [4, 5]], **arguments)
+
+
+def test_called_as_trl_calls_them():
+    seen = {}
+
+    def reward(prompts, completions, **columns):
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [1, 0.5]
+
+    assert call(Rewards([reward])).tolist() == [[1.0], [0.5]]
+    assert seen == {
+        "prompts": ["p0", "p1"],
+        "completions": ["c0", "c1"],
+        "answer": ["x", "y"],
+        "hint": [None, 7],
+        "completion_ids": [[3], [4, 5]],
+        "trainer_state": "state",
+        "log_metric": None,
+        "log_extra": None,
+    }
+
+
+def test_weights_and_rewards_that_were_not_given():
+    def first(**_):
+        return [1.0, None]
+
+    def second(**_):
+        return [10.0, None]
+
+    rewards = Rewards([first, second], [2.0, 0.5])
+    per_function = call(rewards)
+    assert per_function[0].tolist() == [1.0, 10.0] and per_function[1].isnan().all()
+    total = rewards.total(per_function)
+    assert total[0] == 7.0 and math.isnan(total[1])
+    assert rewards.total(torch.tensor([[math.nan, 4.0]])).item() == 2.0
+
+
+def test_async_functions_run_together():
+    order = []
+
+    async def slow(**_):
+        order.append("slow starts")
+        await asyncio.sleep(0.01)
+        order.append("slow ends")
+        return [1, 2]
+
+    async def quick(**_):
+        order.append("quick")
+        return [3, 4]
+
+    def plain(**_):
+        return [5, 6]
+
+    assert call(Rewards([slow, plain, quick])).tolist() == [[1, 5, 3], [2, 6, 4]]
+    assert order == ["slow starts", "quick", "slow ends"]
+
+
+@pytest.mark.parametrize(
+    "result, match",
+    [
+        ([1.0], "'reward' returned 1 rewards for 2 completions"),
+        ([1.0, "good"], "'reward' returned 'good' for completion 1"),
+        ([math.nan, 1.0], "'reward' returned nan for completion 0"),
+        ([1.0, math.inf], "'reward' returned inf for completion 1"),
+    ],
+)
+def test_bad_results_are_named(result, match):
+    def reward(**_):
+        return result
+
+    with pytest.raises(ValueError, match=match):
+        call(Rewards([reward]))
+
+
+def test_bad_sets_are_refused():
+    def f(**_):
+        return []
+
+    with pytest.raises(ValueError, match="at least one"):
+        Rewards([])
+    with pytest.raises(ValueError, match="1 entries for 2|names of their own"):
+        Rewards([f, f])
+    with pytest.raises(ValueError, match="2 entries for 1"):
+        Rewards([f], [1.0, 2.0])
+
+
+def test_finding_functions():
+    def correctness(**_):
+        return []
+
+    assert load_reward("correctness", [correctness]) is correctness
+    assert load_reward("math:sqrt") is math.sqrt
+    with pytest.raises(ValueError, match="no reward function 'accuracy'; the task has correctness"):
+        load_reward("accuracy", [correctness])
+    with pytest.raises(ValueError, match="cannot be imported"):
+        load_reward("no_such_module:f")
+    with pytest.raises(ValueError, match="cannot be imported"):
+        load_reward("math:no_such_function")

@@ -1,0 +1,28 @@
+"""Supervised training on completions."""
+
+import pytest
+import tiny
+
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.sft import sft
+
+
+def test_it_learns_the_completions_and_reports_their_likelihood():
+    examples = [([5, 6, i], [i, i + 1, 1]) for i in range(10, 18)]
+    model = tiny.model("llama")
+    losses = []
+    sft(
+        model, examples, steps=80, batch_size=8, learning_rate=1e-2, max_tokens=20,
+        on_step=lambda step, loss: losses.append(loss),
+    )  # fmt: skip
+    assert len(losses) == 80 and losses[0] > 2 and losses[-1] < 0.05
+    rollouts = RolloutEngine(model).generate(
+        [prompt for prompt, _ in examples], 1, SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(1,))
+    )
+    assert [rollout.ids for rollout in rollouts] == [completion for _, completion in examples]
+
+
+def test_no_examples():
+    with pytest.raises(ValueError, match="at least one example"):
+        sft(tiny.model(), [], steps=1, batch_size=1, learning_rate=1e-3)
