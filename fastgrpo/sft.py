@@ -18,7 +18,7 @@ def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_n
     Args:
         model: a prepared policy. examples: (prompt ids, completion ids) pairs, the stop token included.
         steps, batch_size: updates, and examples in each, drawn in shuffled epochs. learning_rate: at the start.
-        on_step: called with (step, loss) after each update, or None.
+        on_step: called with (step, loss) after each update, or None; training ends where it returns True.
 
     Raises:
         ValueError: no examples.
@@ -45,5 +45,5 @@ def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_n
             return loss
 
         updater.step(samples, loss_fn)
-        if on_step is not None:
-            on_step(step, torch.stack(losses).sum().item())
+        if on_step is not None and on_step(step, torch.stack(losses).sum().item()):
+            return

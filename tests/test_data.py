@@ -79,7 +79,9 @@ def test_hub_data_sets_go_through_datasets(monkeypatch):
     assert load_rows("openai/gsm8k", "main", "test") == [("openai/gsm8k", "main"), {"split": "test"}]
 
 
-@pytest.mark.parametrize("line, match", [("{oops", r":2: not JSON"), ("[1]", r":2: a row must be a JSON object, got list")])
+@pytest.mark.parametrize(
+    "line, match", [("{oops", r":2: not JSON"), ("[1]", r":2: a row must be a JSON object, got list")]
+)
 def test_bad_lines_are_named(tmp_path, line, match):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"a": 1}}\n{line}\n')

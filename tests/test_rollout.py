@@ -49,7 +49,9 @@ def test_both_finish_reasons_and_growing_slots(monkeypatch):
     model = tiny.model()
     first = greedy_of_transformers(model, PROMPTS[0], 40, ())
     stop = (first[7],)
-    rollouts = RolloutEngine(model).generate(PROMPTS, 2, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=stop))
+    rollouts = RolloutEngine(model).generate(
+        PROMPTS, 2, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=stop)
+    )
     assert rollouts[0].ids == first[: first.index(stop[0]) + 1]
     assert rollouts[0].finish_reason == "stop"
     by_length = [rollout for rollout in rollouts if rollout.finish_reason == "length"]
@@ -85,7 +87,9 @@ def test_waves_hold_at_most_max_num_seqs(monkeypatch):
     whole = RolloutEngine(model).generate(PROMPTS, 2, sampling)
     engine, sizes = RolloutEngine(model, max_num_seqs=5), []
     wave = engine._wave
-    monkeypatch.setattr(engine, "_wave", lambda prompts, n, *rest: sizes.append(len(prompts) * n) or wave(prompts, n, *rest))
+    monkeypatch.setattr(
+        engine, "_wave", lambda prompts, n, *rest: sizes.append(len(prompts) * n) or wave(prompts, n, *rest)
+    )
     finished = []
     in_waves = engine.generate(PROMPTS, 2, sampling, progress=finished.append)
     assert sizes == [4, 4] and finished == [4, 4]
@@ -110,7 +114,9 @@ def test_a_prompt_is_computed_once_a_group(monkeypatch):
     tokens = []
     forward = model.base_model.forward
     monkeypatch.setattr(
-        model.base_model, "forward", lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw)
+        model.base_model,
+        "forward",
+        lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw),
     )
     RolloutEngine(model).generate(PROMPTS, 8, SamplingParams(max_tokens=3, seed=0))
     assert tokens == [sum(map(len, PROMPTS)), 8 * len(PROMPTS), 8 * len(PROMPTS)]

@@ -13,8 +13,10 @@ import random
 import torch
 
 from fastgrpo.checkpoint import save_model
-from fastgrpo.data import Curriculum, Level, ShuffledRows
+from fastgrpo.data import Curriculum, Level, ShuffledRows, to_prompt
 from fastgrpo.model import load_policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.sft import sft
 from fastgrpo.tasks import Task
 from fastgrpo.tasks.answers import completion_text
@@ -22,9 +24,11 @@ from fastgrpo.tasks.answers import completion_text
 HELD_OUT = 500
 PAIRS_SEED = 0  # of which pairs are held out: the same ones in every run, so that runs compare
 CHARACTERS = "0123456789+= "
-WARM_START = {"steps": 250, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 400, "batch_size": 64, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 8192
-CARRY_SHARE = 0.06  # of these examples: enough to show the carry, too few to learn it
+ENOUGH = 0.3  # greedy accuracy on sums with a carry at which the warm start ends: a start that GRPO can learn from
+CHECK_STEPS, CHECK_PROMPTS = 10, 200
+CARRY_SHARE = 0.08  # of these examples: enough to show the carry, too few to learn it
 
 
 def correctness(prompts, completions, answer, **columns):
@@ -89,8 +93,19 @@ def make_policy(run_dir, config, announce):
         a, b = rng.choice(carry if rng.random() < CARRY_SHARE else plain)
         prompt, completion = (tokenizer(text)["input_ids"] for text in (f"{a}+{b}=", written(a, b)))
         examples.append((prompt, [*completion, tokenizer.eos_token_id]))
-    steps = WARM_START["steps"]
-    sft(model, examples, seed=config.seed, on_step=lambda step, loss: announce(step, steps, loss), **WARM_START)
+    probe = [to_prompt(to_row(*pair), tokenizer).ids for pair in carry[:CHECK_PROMPTS]]
+    sums = [str(a + b) for a, b in carry[:CHECK_PROMPTS]]
+    engine = RolloutEngine(model, max_num_seqs=CHECK_PROMPTS)
+    greedy = SamplingParams(temperature=0, max_tokens=28, stop_token_ids=(tokenizer.eos_token_id,))
+
+    def enough(step, loss):
+        announce(step, WARM_START["steps"], loss)
+        if step % CHECK_STEPS:
+            return False
+        texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(probe, 1, greedy)]
+        return sum(correctness(probe, texts, sums)) / len(sums) >= ENOUGH
+
+    sft(model, examples, seed=config.seed, on_step=enough, **WARM_START)
     save_model(path, model, tokenizer)
     return path
 
