@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def _log1p(x):
+def log1p(x):
     """log(1 + x) for x >= 0 to full relative precision: a confident token's log-prob is -x."""
     series = x * (1.0 - x * (0.5 - x * (0.33333333 - x * 0.25)))
     return tl.where(x < 0.01, series, tl.log(1.0 + x))
@@ -94,7 +94,7 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
         entropy = tl.where(moved, tl.sum(ents * shrink, axis=0), entropy)
     target_e = tl.exp2(c2 - base)  # 1 where the anchor is the target
     norm = total + target_e
-    log_norm = tl.where(base == c2, _log1p(total), tl.log(norm))
+    log_norm = tl.where(base == c2, log1p(total), tl.log(norm))
     logp = (c2 - base) * LN2 - log_norm
     # H = log sum_v E - sum_v E (z - a) / sum_v E
     row_entropy = log_norm - (entropy + target_e * tl.maximum(c2 - base, -1e30)) * LN2 / norm

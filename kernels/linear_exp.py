@@ -133,7 +133,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    if flag_ptr is not None:
+    if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
         if tl.max(flagged(flag_ptr, rows, n_rows).to(tl.int32)) == 0:
             return
     if LOOP:

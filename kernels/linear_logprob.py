@@ -108,6 +108,12 @@ def _(exps, targets, rows, g, h):
     return torch.empty_like(exps)
 
 
+@torch.library.custom_op("fastgrpo::head_entropy_bwd_", mutates_args=("exps",))
+def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> None:
+    """The same in place."""
+    entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, exps)
+
+
 @torch.library.custom_op("fastgrpo::head_products", mutates_args=())
 def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
                   weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -192,10 +198,10 @@ def grad_dtype(parameter):
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def wanted(gradients, needs, bias):
-    """(dH, dW, dbias), None where not needed, dbias in the bias's dtype."""
+def wanted(gradients, needs, bias_dtype):
+    """(dH, dW, dbias), None where not needed."""
     dh, dw, db = gradients
-    return dh if needs[0] else None, dw if needs[1] else None, db.to(grad_dtype(bias)) if needs[2] else None
+    return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
 
 
 class LinearLogprob(torch.autograd.Function):
@@ -231,7 +237,7 @@ class LinearLogprob(torch.autograd.Function):
         else:
             gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
                                            h, list(needs), grad_dtype(weight), chunk_rows)  # fmt: skip
-        return *wanted(gradients, needs, bias), *(None,) * 8
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 8
 
 
 def linear_logprob(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, return_entropy=False,

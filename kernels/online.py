@@ -24,7 +24,7 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
     split = tl.program_id(0) // num_m
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < n_rows
-    if flag_ptr is not None:
+    if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
         if tl.max(flagged(flag_ptr, rows, n_rows).to(tl.int32)) == 0:
             return
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
