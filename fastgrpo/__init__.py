@@ -21,6 +21,7 @@ _HOME = {
     "grpo_loss": "loss",
     "linear_grpo_loss": "loss",
     "linear_logprob": "loss",
+    "logits_grpo_loss": "loss",
     "GRPOConfig": "config",
     "GRPOTrainer": "trainer",
     "RolloutEngine": "rollout.engine",

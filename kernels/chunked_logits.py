@@ -1,0 +1,69 @@
+"""The GRPO loss of logits that are already there, by chunks of rows: results of reference.logits_grpo_loss.
+
+Shapes: N rows, M <= N kept rows, V vocabulary. The forward reads the kept rows once and keeps vectors [M] alone; the
+backward reads them again and writes dz = g dlogp/dz chunk by chunk, each chunk computed in fp32 in one buffer, into the
+one [N, V] tensor that autograd receives: a new one in the logits' dtype, or, where asked, the logits themselves.
+"""
+
+import torch
+
+from .chunked import compute_dtype, no_autocast, row_slices
+from .objectives import cut, policy_loss_fwd
+from .softmax import Vocabulary, logit_gradient_, softmax_
+
+
+def _chunks(logits, rows, size):
+    """(rows of logits, their places among the kept rows, a copy in fp32 or fp64 divided by the temperature)."""
+    for part in row_slices(len(rows.targets), size):
+        where = part if rows.index is None else rows.index[part]
+        t = cut(rows.temperature, part)
+        z = logits[where].to(compute_dtype(logits), copy=True)
+        yield where, part, z.div_(t[:, None] if isinstance(t, torch.Tensor) else t)
+
+
+class LogitsGRPO(torch.autograd.Function):
+    """logits [N, V] -> loss (scalar) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+
+    inplace: the backward overwrites the logits with their gradient; autograd then refuses a second backward.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, rows, objective, size, return_entropy, inplace):
+        ctx.set_materialize_grads(False)
+        bonus = rows.entropy_weights
+        return_entropy = return_entropy or bonus is not None
+        vocabulary = Vocabulary(0, logits.shape[1], logits.shape[1], None)
+        logps = torch.empty(len(rows.targets), dtype=compute_dtype(logits), device=logits.device)
+        entropy = torch.empty_like(logps) if return_entropy else None
+        with no_autocast(logits):
+            for _, part, z in _chunks(logits, rows, size):
+                logps[part], part_entropy = softmax_(z, rows.targets[part], vocabulary, return_entropy)
+                if return_entropy:
+                    entropy[part] = part_entropy
+            loss, g, metrics = policy_loss_fwd(logps, rows, objective)
+        if bonus is not None:
+            loss = loss - bonus * entropy  # - sum_n e_n H_n
+        ctx.save_for_backward(logits, g, entropy)
+        ctx.rows, ctx.size, ctx.vocabulary, ctx.inplace = rows, size, vocabulary, inplace
+        outputs = {"logps": logps, **({"entropy": entropy} if return_entropy else {}), **metrics}
+        return loss.sum(dtype=torch.float64).to(loss.dtype), outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * 6
+        logits, g, entropy = ctx.saved_tensors
+        rows = ctx.rows
+        grad = logits if ctx.inplace else torch.empty_like(logits)
+        with no_autocast(logits):
+            for where, part, z in _chunks(logits, rows, ctx.size):
+                scale, targets = grad_loss / cut(rows.temperature, part), rows.targets[part]
+                softmax_(z, targets, ctx.vocabulary)
+                slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * scale
+                dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * scale, cut(entropy, part), slope)
+                grad[where] = dz.to(grad.dtype)
+        if rows.index is not None:
+            dropped = torch.ones(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, rows.index, False)
+            grad.masked_fill_(dropped[:, None], 0)
+        return grad.detach(), None, None, None, None, None

@@ -1,0 +1,193 @@
+"""The loss of every objective from log-probabilities, with its gradient in closed form: reference.policy_loss by hand.
+
+Shapes: M rows (tokens), S sequences. Per row, with r the ratio, A the advantage, w the weight and I the importance
+weight against the sampler,
+
+    loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
+
+A surrogate s is one small function in SURROGATES: it returns its value, its slope through log r (which a
+sequence-level ratio spreads over the tokens of the sequence), and its slope through logp itself.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+LOG_RATIO_MAX = 20.0  # vespo: log-ratios are held to +-20, sequence weights to [1e-8, e^20], as TRL does
+LOG_WEIGHT_MIN = math.log(1e-8)
+
+
+class PolicyRows(NamedTuple):
+    """What the loss needs to know of the M kept rows; nothing in it carries gradient.
+
+    index: [M] int64, increasing, the kept rows among the N rows of hidden, or None where all are kept.
+    targets: [M] int64. temperature: float or [M]. advantages, weights: [M] fp32. old_logps, ref_logps: [M] or None.
+    lengths: [S] int64, kept rows of each sequence, or None where the objective never looks at sequences.
+    sampler_logps: [M] or None; NaN where the sampler gave none. entropy_weights: [M], coefficient included, or None.
+    """
+
+    index: torch.Tensor | None
+    targets: torch.Tensor
+    temperature: float | torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logps: torch.Tensor | None
+    ref_logps: torch.Tensor | None
+    lengths: torch.Tensor | None
+    sampler_logps: torch.Tensor | None = None
+    entropy_weights: torch.Tensor | None = None
+
+    def cut(self, part, sequences):
+        """The rows of slice `part`, which are those of the sequences in slice `sequences`."""
+        fields = {name: cut(value, part) for name, value in self._asdict().items()}
+        return PolicyRows(**{**fields, "lengths": cut(self.lengths, sequences)})
+
+
+def cut(value, part):
+    """A slice of a per-row value; floats and None stand for all rows."""
+    return value[part] if isinstance(value, torch.Tensor) else value
+
+
+class Tokens(NamedTuple):
+    """What a surrogate reads, all [M]: ratio is at the objective's level, log_ratio per token; importance or None."""
+
+    logps: torch.Tensor
+    log_ratio: torch.Tensor
+    ratio: torch.Tensor
+    advantages: torch.Tensor
+    importance: torch.Tensor | None
+    lengths: torch.Tensor | None
+
+
+class Surrogate(NamedTuple):
+    """value: [M]. by_log_ratio, by_logp: d value / d log r and d value / d logp, [M] or 0."""
+
+    value: torch.Tensor
+    by_log_ratio: torch.Tensor | float
+    by_logp: torch.Tensor | float
+
+
+def _clip(tokens, objective):
+    """-min(r A, clip(r) A): PPO (arXiv 1707.06347 eq. 7), with the first r held under delta (arXiv 2505.07291)."""
+    ratio, advantages = tokens.ratio, tokens.advantages
+    low, high = objective.ratio_bounds
+    bounded = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
+    unclipped, clipped = bounded * advantages, ratio.clamp(low, high) * advantages
+    # The gradient flows through the smaller branch, and there only where its clamp does not hold the ratio.
+    flows = torch.where(unclipped <= clipped, bounded == ratio, (low <= ratio) & (ratio <= high))
+    return Surrogate(-torch.min(unclipped, clipped), torch.where(flows, -advantages * ratio, 0.0), 0.0)
+
+
+def _cispo(tokens, objective):
+    """-sg(min(r, epsilon_high)) A logp: every token keeps its gradient (arXiv 2506.13585; cap of 2510.13786)."""
+    slope = -tokens.ratio.clamp(max=objective.ratio_bounds[1]) * tokens.advantages
+    return Surrogate(slope * tokens.logps, 0.0, slope)
+
+
+def _sapo(tokens, objective):
+    """-4/tau sigmoid(tau (r - 1)) A: a soft gate instead of the clip (arXiv 2511.20347)."""
+    ratio, advantages = tokens.ratio, tokens.advantages
+    tau = _choose(advantages > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg, advantages)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    # d gate / d log r = tau gate (1 - gate) r
+    return Surrogate(-4 / tau * gate * advantages, -4 * gate * (1 - gate) * ratio * advantages, 0.0)
+
+
+def _vespo(tokens, objective):
+    """-sg(phi(W)) A logp, log phi = lambda + k log W - lambda W, W the ratio of the sequence (arXiv 2602.10693)."""
+    log_w = sequence_sum(tokens.log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)
+    if tokens.importance is not None:  # W is the ratio to the sampler: pi/old times old/sampler
+        log_w = log_w + sequence_sum(tokens.importance.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX), tokens.lengths)
+    log_w = log_w.clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX)
+    gained = tokens.advantages >= 0
+    k = _choose(gained, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
+    rate = _choose(gained, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
+    slope = -(rate + k * log_w - rate * log_w.exp()).exp() * tokens.advantages
+    return Surrogate(slope * tokens.logps, 0.0, slope)
+
+
+def _choose(condition, yes, no, like):
+    """One of two floats per row in the dtype of `like`; torch.where would round both to fp32."""
+    return torch.full_like(like, no).masked_fill_(condition, yes)
+
+
+SURROGATES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
+
+# Estimators of KL(policy || reference) from d = ref - logp: (value, derivative by logp).
+KL_ESTIMATORS = {
+    "k1": lambda d: (-d, torch.ones_like(d)),
+    "k2": lambda d: (d.square() / 2, -d),
+    "k3": lambda d: (torch.expm1(d) - d, -torch.expm1(d)),  # e^d - d - 1
+    "abs": lambda d: (d.abs(), -d.sign()),
+}
+
+
+def policy_loss_fwd(logps, rows, objective):
+    """reference.policy_loss with its gradient in closed form. logps [M] -> (loss [M], g [M], metrics).
+
+    `loss` is per row, weight applied; g = d(sum loss)/d(logp). The metrics are per row [M]: `policy_loss` (weighted),
+    `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
+    """
+    advantages, weights = rows.advantages, rows.weights
+    per_sequence = objective.importance_sampling_level == "sequence"
+    log_ratio = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+    ratio = (sequence_mean(log_ratio, rows.lengths) if per_sequence else log_ratio).exp()
+    importance, metrics = importance_weights(logps, rows, objective)
+    surrogate = SURROGATES[objective.surrogate](
+        Tokens(logps, log_ratio, ratio, advantages, importance, rows.lengths), objective
+    )
+    # vespo has the importance weight inside of phi
+    scale = weights if importance is None or objective.surrogate == "vespo" else weights * importance
+    policy = scale * surrogate.value
+    g, g_ratio = scale * surrogate.by_logp, scale * surrogate.by_log_ratio
+    kl = torch.zeros_like(logps)
+    if objective.beta != 0:
+        kl, dkl = KL_ESTIMATORS[objective.kl](rows.ref_logps - logps)
+        if objective.use_bias_correction_kl:
+            kl, dkl = kl * ratio, dkl * ratio
+            g_ratio = g_ratio + objective.beta * weights * kl
+        g = g + objective.beta * weights * dkl
+    # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
+    g = g + (sequence_mean(g_ratio, rows.lengths) if per_sequence else g_ratio)
+    low, high = objective.ratio_bounds
+    metrics |= {
+        "policy_loss": policy,
+        "kl": kl,
+        "ratio": ratio,
+        "clipped_low": (ratio < low) & (advantages < 0),
+        "clipped_high": (ratio > high) & (advantages > 0),
+    }
+    return policy + objective.beta * weights * kl, g, metrics
+
+
+def importance_weights(logps, rows, objective):
+    """I = exp(old - sampler) per token or of the sequence, truncated or masked: ([M], metrics), (None, {}) without one.
+
+    No gradient flows through it. A token without a sampler's log-prob (NaN) counts as log-ratio 0.
+    """
+    if rows.sampler_logps is None:
+        return None, {}
+    gap = (logps if rows.old_logps is None else rows.old_logps) - rows.sampler_logps
+    log_importance = torch.where(gap.isnan(), 0.0, gap)
+    level, action = objective.importance_sampling_mode.split("_")
+    if level == "sequence":
+        log_importance = sequence_sum(log_importance, rows.lengths)
+    importance, (low, high) = log_importance.exp(), objective.importance_bounds
+    if action == "truncate":
+        importance = importance.clamp(low, high)
+    else:
+        importance = torch.where((importance < low) | (importance > high), 0.0, importance)
+    return importance, {"importance": importance, "sampler_gap": gap.abs()}
+
+
+def sequence_sum(values, lengths):
+    """[M] -> [M]: each row gets the sum over its sequence. segment_reduce sums in a fixed order."""
+    total = torch.segment_reduce(values, "sum", lengths=lengths)
+    return total.repeat_interleave(lengths, output_size=len(values))
+
+
+def sequence_mean(values, lengths):
+    """[M] -> [M]: each row gets the mean over its sequence."""
+    mean = torch.segment_reduce(values, "sum", lengths=lengths) / lengths.clamp(min=1)
+    return mean.repeat_interleave(lengths, output_size=len(values))
