@@ -18,6 +18,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_ROWS = 8192  # rows whose exponentials are held at once: 2 * 8192 * V bytes in bf16
 GUARD_SPLITS = 16  # programs a row block in the passes over flagged rows, which nearly always return at once
 REDUCE_ROWS, REDUCE_TILES = 32, 64
+LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for logits that are already there
 
 
 class Blocks(NamedTuple):

@@ -61,7 +61,7 @@ class LinearGRPO(torch.autograd.Function):
 
         def head_fwd(part, keep):
             where = part if rows.index is None else rows.index[part]
-            h = hidden[where]
+            h = _gather(hidden, rows.index, rows.active, part)
             stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
                                              keep, with_entropy, chunk_rows)  # fmt: skip
             return where, h, stats, exps
@@ -101,12 +101,12 @@ class LinearGRPO(torch.autograd.Function):
                 {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
             )
         if ctx.form == "one":
-            ctx.save_for_backward(hidden, weight, bias, rows.index, exps, v)
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
         elif ctx.form == "many":
             ctx.save_for_backward(*wanted(grads.result(torch.float32), needs, torch.float32))
             ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
         elif ctx.form == "recompute":
-            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.targets, ts, stats, g, bonus)
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, rows.targets, ts, stats, g, bonus)
         ctx.options = (needs, t, softcap, chunk_rows, grad_dtype(weight))
         merged = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return merged.pop("loss").sum(dtype=torch.float64).float(), merged
@@ -125,13 +125,13 @@ class LinearGRPO(torch.autograd.Function):
                 for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             )
             return dh, dw, db, *(None,) * 7
-        hidden, weight, bias, index = ctx.saved_tensors[:4]
-        h = hidden if index is None else hidden[index]
+        hidden, weight, bias, index, active = ctx.saved_tensors[:5]
+        h = _gather(hidden, index, active, slice(None))
         if ctx.form == "one":
-            exps, v = ctx.saved_tensors[4:]
+            exps, v = ctx.saved_tensors[5:]
             gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype)
         else:
-            targets, ts, stats, g, bonus = ctx.saved_tensors[4:]
+            targets, ts, stats, g, bonus = ctx.saved_tensors[5:]
             entropy_grad = None if bonus is None else -bonus * grad_loss
             gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
                                            list(needs), weight_dtype, chunk_rows)  # fmt: skip
@@ -141,12 +141,18 @@ class LinearGRPO(torch.autograd.Function):
         return dh, dw, db, *(None,) * 7
 
 
+def _gather(hidden, index, active, part):
+    """Kept rows of hidden in the slice `part`; 0 where not active: v = 0 does not protect dW from a NaN."""
+    h = hidden[part] if index is None else hidden[index[part]]
+    return h if active is None else h.masked_fill_(~active[part][:, None], 0)
+
+
 def _parts(rows, objective, chunk_rows, forward_only):
     """The chunks as (rows, sequences), and the policy loss where it must be known before the first chunk."""
     parts = [(part, slice(None)) for part in chunk_slices(len(rows.targets), chunk_rows)]
     if rows.lengths is None:
         return parts, None
-    lengths = rows.lengths.tolist()
+    lengths = rows.lengths.tolist() if rows.host_lengths is None else rows.host_lengths  # the first waits
     if max(lengths) <= chunk_rows:
         return sequence_slices(lengths, chunk_rows), None
     return parts, policy_loss_fwd(forward_only()[0], rows, objective)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import objectives
-from .objectives import sequence_mean
+from .objectives import Tokens, sequence_mean
 
 # Rows of the kernel's [6, M] output.
 LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)
@@ -79,7 +79,7 @@ def _kl(KIND: tl.constexpr, d):
 def policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
                 out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE: tl.constexpr, KIND: tl.constexpr,
                 CORRECT_KL: tl.constexpr):  # fmt: skip
-    """Loss and metrics of some rows into out [6, M]; returns g, without what a given log_ratio hands to its sequence."""
+    """Loss and metrics of some rows into out [6, M]; returns g, less what a given log_ratio hands to its sequence."""
     ok = rows < n_rows
     log_ratio = tl.zeros_like(logp)
     if log_ratio_ptr is not None:
@@ -136,12 +136,13 @@ def policy_loss_rows(logps: torch.Tensor, old: torch.Tensor | None, log_ratio: t
                      tau_neg: float) -> torch.Tensor:  # fmt: skip
     """-> [6, M] fp32: loss, g, the part of g through a given log_ratio, policy loss, KL, ratio."""
     n = len(logps)
-    out = logps.new_empty(6, n)
+    out = logps.new_empty(6, n, dtype=torch.float32)
     if n:
         rows = (logps, old, log_ratio, ref, advantages, weights, importance, phi)
         assert all(x is None or x.shape == (n,) for x in rows), [None if x is None else x.shape for x in rows]
+        rows = (None if x is None else x.float().contiguous() for x in rows)
         _policy_loss_fwd_kernel[(triton.cdiv(n, BLOCK),)](
-            *(None if x is None else x.contiguous() for x in rows), out, low, high, delta, beta, tau_pos, tau_neg, n,
+            *rows, out, low, high, delta, beta, tau_pos, tau_neg, n,
             SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, BLOCK=BLOCK,
         )  # fmt: skip
     return out
@@ -149,11 +150,11 @@ def policy_loss_rows(logps: torch.Tensor, old: torch.Tensor | None, log_ratio: t
 
 @policy_loss_rows.register_fake
 def _(logps, *_):
-    return logps.new_empty(6, len(logps))
+    return logps.new_empty(6, len(logps), dtype=torch.float32)
 
 
 def kernel_knobs(objective):
-    """(surrogate, kl, correct_kl, low, high, delta, beta, tau_pos, tau_neg) of an Objective, as the kernels take them."""
+    """(surrogate, kl, correct_kl, low, high, delta, beta, tau_pos, tau_neg): an Objective as the kernels take it."""
     return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
             objective.delta, objective.beta, objective.sapo_temperature_pos,
             objective.sapo_temperature_neg)  # fmt: skip
@@ -174,12 +175,14 @@ def policy_metrics(out, advantages, objective):
 def policy_loss_fwd(logps, rows, objective):
     """logps [M] fp32, rows a PolicyRows -> (loss [M], g [M], metrics), as objectives.policy_loss_fwd."""
     per_sequence = objective.importance_sampling_level == "sequence"
-    log_ratio = None
+    log_ratio = phi = None
+    per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
     if per_sequence:
-        per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
         log_ratio = sequence_mean(per_token, rows.lengths)
     importance, metrics = objectives.importance_weights(logps, rows, objective)
-    phi = objectives.vespo_phi(logps, rows, importance, objective) if objective.surrogate == "vespo" else None
+    if objective.surrogate == "vespo":
+        tokens = Tokens(logps, per_token, None, rows.advantages, importance, rows.lengths)
+        phi = objectives.vespo_phi(tokens, objective)
     out = policy_loss_rows(
         logps, rows.old_logps, log_ratio, None if objective.beta == 0 else rows.ref_logps, rows.advantages,
         rows.weights, None if phi is not None else importance, phi, *kernel_knobs(objective),
@@ -200,7 +203,7 @@ class PolicyLoss(torch.autograd.Function):
         logps = logps.float()
         loss, g, metrics = policy_loss_fwd(logps, rows, objective)
         ctx.save_for_backward(g)
-        return loss.sum(dtype=torch.float64).float(), {"logps": logps, **metrics}
+        return loss.sum(dtype=torch.float64).float(), {"logps": logps.detach(), **metrics}
 
     @staticmethod
     @torch.autograd.function.once_differentiable
