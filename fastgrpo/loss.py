@@ -10,11 +10,10 @@ are read: padded, hidden [B, T, D] with per-token tensors [B, T]; and packed, hi
 and `cu_seqlens` [S+1], the row where each sequence starts and the end of the last.
 """
 
-import importlib.util
 import logging
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from importlib.util import find_spec
 
 import torch
 
@@ -22,6 +21,11 @@ from fastgrpo.kernels import chunked, chunked_logits
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.objective import Objective
 from fastgrpo.rows import Layout, keep_rows, per_token
+
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
+    from fastgrpo.kernels import launch, linear_grpo, logits_grpo, policy_loss
+    from fastgrpo.kernels import linear_logprob as triton_logprob
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +84,7 @@ def linear_logprob(hidden, weight, targets, *, bias=None, logit_softcap=None, te
     hidden = hidden.reshape(-1, hidden.shape[-1])
     temperature = per_token(temperature, "temperature", targets.shape)
     if backend == "triton":
-        logps, entropy = _kernels().linear_logprob.linear_logprob(
+        logps, entropy = triton_logprob.linear_logprob(
             hidden, weight, flat, bias=bias, temperature=temperature, softcap=logit_softcap,
             return_entropy=return_entropy,
         )  # fmt: skip
@@ -147,7 +151,7 @@ def linear_grpo_loss(hidden, weight, targets, advantages, *, mask=None, cu_seqle
     _check_targets(kept.targets, vocabulary.total)
     flat = hidden.reshape(-1, hidden.shape[-1])
     if backend == "triton":
-        loss, outputs = _kernels().linear_grpo.linear_grpo_loss(
+        loss, outputs = linear_grpo.linear_grpo_loss(
             flat, weight, bias, kept, objective, return_entropy=return_entropy, softcap=logit_softcap
         )
     else:
@@ -194,7 +198,7 @@ def logits_grpo_loss(logits, targets, advantages, *, mask=None, cu_seqlens=None,
     _check_targets(kept.targets, vocab_size)
     flat = logits.reshape(-1, vocab_size)
     if backend == "triton":
-        loss, outputs = _kernels().logits_grpo.logits_grpo_loss(
+        loss, outputs = logits_grpo.logits_grpo_loss(
             flat, kept, objective, return_entropy=return_entropy, inplace=inplace
         )
     else:
@@ -227,7 +231,7 @@ def grpo_loss(logps, old_logps, advantages, *, mask=None, cu_seqlens=None, rows=
     flat = flat if kept.index is None else flat[kept.index]
     if kept.active is not None:
         flat = torch.where(kept.active, flat, 0)
-    implementation = _kernels().policy_loss if backend == "triton" else chunked
+    implementation = policy_loss if backend == "triton" else chunked
     loss, outputs = implementation.PolicyLoss.apply(flat, kept, objective)
     return _output(loss, outputs, kept, logps)
 
@@ -310,8 +314,8 @@ def _check_token_ids(targets, like, name):
 
 
 def _check_targets(targets, vocab_size):
-    """On the CPU alone: a look at GPU memory would stall it."""
-    if targets.device.type == "cpu" and targets.numel():
+    """On the CPU alone: a look at GPU memory would stall it. Nor inside of a compiled graph, which cannot raise."""
+    if targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
         low, high = targets.min().item(), targets.max().item()
         if low < 0 or high >= vocab_size:
             raise ValueError(f"targets must be in [0, {vocab_size}) on active rows, got {low} to {high}")
@@ -324,10 +328,11 @@ def _choose_backend(backend, process_group, **tensors):
     if backend == "auto":
         on_gpu = all(t.is_cuda and t.dtype in TRITON_DTYPES for t in tensors.values())
         one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        backend = "triton" if on_gpu and one_dtype and process_group is None and _has_triton() else "chunked"
-        _log_choice(backend)
+        backend = "triton" if on_gpu and one_dtype and process_group is None and HAS_TRITON else "chunked"
+        if not torch.compiler.is_compiling():
+            _log_choice(backend)
     elif backend == "triton":
-        if not _has_triton():
+        if not HAS_TRITON:
             raise ValueError("backend='triton' needs Triton (pip install triton, Linux); use backend='chunked'")
         if process_group is not None:
             raise ValueError("backend='triton' has no vocabulary-parallel head yet; use backend='chunked'")
@@ -335,12 +340,12 @@ def _choose_backend(backend, process_group, **tensors):
         if len(dtypes) > 1:
             raise ValueError(f"backend='triton' needs {' and '.join(tensors)} of one dtype, got {dtypes}")
         for name, tensor in tensors.items():
-            _kernels().launch.check_device(tensor, name)
+            launch.check_device(tensor, name)
     return backend
 
 
 def _autocast(backend, hidden, weight):
-    """Both in autocast's dtype where it is on for their device, as nn.Linear would have them; chunked is fp32 anyway."""
+    """Both in autocast's dtype where it is on, as nn.Linear would have them; the chunked path is fp32 anyway."""
     device = hidden.device.type
     if backend == "chunked" or (backend == "auto" and not hidden.is_cuda):
         return hidden, weight
@@ -355,18 +360,6 @@ def _compacts(compact, backend, tokens):
     if compact not in (None, "sync"):
         raise ValueError(f"compact must be None or 'sync', got {compact!r}")
     return compact == "sync" or backend == "chunked" or tokens.device.type == "cpu"
-
-
-@cache
-def _has_triton():
-    return importlib.util.find_spec("triton") is not None
-
-
-@cache
-def _kernels():
-    """The Triton modules: imported when first asked for, since Triton is not everywhere."""
-    names = ("launch", "linear_logprob", "linear_grpo", "logits_grpo", "policy_loss")
-    return SimpleNamespace(**{name: importlib.import_module(f"fastgrpo.kernels.{name}") for name in names})
 
 
 @cache

@@ -161,40 +161,54 @@ def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g
     )
 
 
+@torch.library.custom_op("fastgrpo::head_products_add_", mutates_args=("weight_sum", "bias_sum"))
+def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, need_hidden: bool,
+                       weight_sum: Tensor | None, bias_sum: Tensor | None, first: bool) -> Tensor:  # fmt: skip
+    """Products 2 and 3 of a chunk: dH [n, D] is returned, dW and dbias are written where first, else added (fp32)."""
+    with no_autocast(hidden):
+        if weight_sum is not None:
+            add_weight_product_(weight_sum, exps, v, hidden, first)
+        if bias_sum is not None:
+            product = bias_product(exps, v)
+            bias_sum.copy_(product) if first else bias_sum.add_(product)
+        return hidden_product(exps, v, weight) if need_hidden else hidden.new_empty(0)
+
+
+@head_products_add_.register_fake
+def _(exps, v, hidden, weight, need_hidden, weight_sum, bias_sum, first):
+    return hidden.new_empty(hidden.shape if need_hidden else 0)
+
+
 class HeadGradients:
     """dH, dW, dbias over several chunks; dW and dbias add up in fp32."""
 
     def __init__(self, hidden, weight, needs):
-        self.weight, self.needs = weight, needs
+        self.weight, self.needs, self.first = weight, needs, True
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
-        self.weight_sum = self.bias_sum = None
+        fp32 = {"dtype": torch.float32, "device": weight.device}
+        self.weight_sum = torch.empty(weight.shape, **fp32) if needs[1] else None
+        self.bias_sum = torch.empty(weight.shape[0], **fp32) if needs[2] else None
 
     def add(self, exps, v, hidden, where):
         """exps [n, V], v [n], hidden [n, D]: the rows `where` (a slice or an index) of the whole."""
+        dh = head_products_add_(exps, v, hidden, self.weight, self.needs[0], self.weight_sum, self.bias_sum, self.first)
+        self.first = False
         if self.needs[0]:
-            self.hidden[where] = hidden_product(exps, v, self.weight)
-        if self.needs[1]:
-            if self.weight_sum is None:  # the first chunk writes, the others read and write
-                self.weight_sum = weight_product(exps, v, hidden, torch.float32)
-            else:
-                add_weight_product_(self.weight_sum, exps, v, hidden)
-        if self.needs[2]:
-            product = bias_product(exps, v)
-            self.bias_sum = product if self.bias_sum is None else self.bias_sum.add_(product)
+            self.hidden[where] = dh
 
     def result(self, weight_dtype):
-        weight = self.weight
-        dw = weight.new_zeros(weight.shape if self.needs[1] else 0, dtype=weight_dtype)
-        if self.weight_sum is not None:
-            dw = self.weight_sum.to(weight_dtype)
-        db = self.bias_sum
-        if db is None:
-            db = weight.new_zeros(weight.shape[0] if self.needs[2] else 0, dtype=torch.float32)
-        return (weight.new_empty(0) if self.hidden is None else self.hidden), dw, db
+        """As head_products."""
+        sums = (self.weight_sum, self.bias_sum)
+        if self.first:  # no rows
+            sums = tuple(None if x is None else x.zero_() for x in sums)
+        dw, db = (self.weight.new_empty(0, dtype=torch.float32) if x is None else x for x in sums)
+        return (self.weight.new_empty(0) if self.hidden is None else self.hidden), dw.to(weight_dtype), db
 
 
 def grad_dtype(parameter):
     """What the parameter wants its gradient in: a bf16 weight may ask for fp32 (torch 2.10 and later)."""
+    if torch.compiler.is_compiling():  # the attribute cannot be traced
+        return parameter.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 

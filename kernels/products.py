@@ -13,11 +13,13 @@ def no_autocast(tensor):
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def mm_fp32(a, b):
+def mm_fp32(a, b, out=None):
     """a @ b with fp32 output whatever the operands; the CPU (interpreted tests) has no such product for 16 bits."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    if a.is_cuda and a.dtype != torch.float32:
+        if out is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
 
 
 @cache
@@ -64,13 +66,13 @@ def weight_product(exps, v, hidden, dtype):
     return (product if factor is None else product.mul_(factor)).to(dtype)
 
 
-def add_weight_product_(total, exps, v, hidden):
-    """total [V, D] fp32 += E^T (v H)."""
+def add_weight_product_(total, exps, v, hidden, first):
+    """total [V, D] fp32 += E^T (v H); the first is written: nothing is read, nothing need be zeroed."""
     scaled, factor = _scaled(hidden, v)
     if factor is None:
-        add_mm_(total, exps.T, scaled)
-    else:
-        total.addcmul_(mm_fp32(exps.T, scaled), factor)
+        return mm_fp32(exps.T, scaled, out=total) if first else add_mm_(total, exps.T, scaled)
+    product = mm_fp32(exps.T, scaled)
+    return torch.mul(product, factor, out=total) if first else total.addcmul_(product, factor)
 
 
 def bias_product(exps, v):
