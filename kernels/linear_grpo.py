@@ -117,21 +117,22 @@ class LinearGRPO(torch.autograd.Function):
         if grad_loss is None:
             return (None,) * 10
         needs, t, softcap, chunk_rows, weight_dtype = ctx.options
+        saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
         if ctx.form == "many":
             # Out of place: the saved gradients may be asked for again (retain_graph). One pass each: scaled and cast.
             # Of one dimension, grad_loss keeps its fp32 beside a bf16 gradient.
             dh, dw, db = (
                 None if x is None else torch.mul(x, grad_loss.reshape(1), out=torch.empty_like(x, dtype=dtype))
-                for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+                for x, dtype in zip(saved, ctx.dtypes, strict=True)
             )
             return dh, dw, db, *(None,) * 7
-        hidden, weight, bias, index, active = ctx.saved_tensors[:5]
+        hidden, weight, bias, index, active = saved[:5]
         h = _gather(hidden, index, active, slice(None))
         if ctx.form == "one":
-            exps, v = ctx.saved_tensors[5:]
+            exps, v = saved[5:]
             gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype)
         else:
-            targets, ts, stats, g, bonus = ctx.saved_tensors[5:]
+            targets, ts, stats, g, bonus = saved[5:]
             entropy_grad = None if bonus is None else -bonus * grad_loss
             gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
                                            list(needs), weight_dtype, chunk_rows)  # fmt: skip

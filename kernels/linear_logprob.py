@@ -118,6 +118,8 @@ def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h:
 def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
                   weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Products 2 and 3 -> dH [N, D], dW [V, D] in weight_dtype, dbias [V] fp32; empty where not needed."""
+    if len(hidden) == 0:
+        return HeadGradients(hidden, weight, needs).result(weight_dtype)
     with no_autocast(hidden):
         return (
             hidden_product(exps, v, weight) if needs[0] else hidden.new_empty(0),
