@@ -34,7 +34,7 @@ class Layout:
             raise ValueError(f"tokens must be [B, T] or packed [N], got {tuple(shape)}")
         if cu_seqlens is not None:
             cu_seqlens = torch.as_tensor(cu_seqlens).long()
-            on_host = cu_seqlens.device.type == "cpu"
+            on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()  # a graph cannot look
             if cu_seqlens.ndim != 1 or (on_host and not _is_partition(cu_seqlens, shape[0])):
                 raise ValueError(f"cu_seqlens must rise from 0 to N={shape[0]}, got {cu_seqlens.tolist()}")
             return cls(shape, to_device(cu_seqlens, per_token), cu_seqlens if on_host else None)

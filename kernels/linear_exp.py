@@ -180,6 +180,11 @@ def anchor_fwd(head):
     return out
 
 
+def flattens(has_bias):
+    """Whether tiles and depth are one loop: the next tile's loads then fly during the epilogue; a bias makes it spill."""
+    return not has_bias
+
+
 def linear_exp_fwd(head, anchor, exps=None, patch=None, mix=None, sums=True, entropy=False, flags=None):
     """E of the module docstring into `exps` [N, V] (or nowhere), and its sums over each vocabulary tile.
 
@@ -218,8 +223,8 @@ def linear_exp_fwd(head, anchor, exps=None, patch=None, mix=None, sums=True, ent
             TensorDescriptor.from_tensor(head.weight, [blocks.cols, blocks.depth]),
             None if exps is None else TensorDescriptor.from_tensor(exps, [blocks.rows, blocks.cols]),
         )
-        # Flattened, the next tile's loads fly during the epilogue; with a bias that spills.
-        _linear_exp_fwd_kernel[(count,)](*descriptors, *common, PROGRAMS=count, FLATTEN=head.bias is None, **options)
+        flatten = flattens(head.bias is not None)
+        _linear_exp_fwd_kernel[(count,)](*descriptors, *common, PROGRAMS=count, FLATTEN=flatten, **options)
     else:
         splits = tiles if flags is None else launch.GUARD_SPLITS
         _linear_exp_ptr_fwd_kernel[(row_blocks * splits,)](

@@ -209,7 +209,7 @@ class HeadGradients:
 
 def grad_dtype(parameter):
     """What the parameter wants its gradient in: a bf16 weight may ask for fp32 (torch 2.10 and later)."""
-    if torch.compiler.is_compiling():  # the attribute cannot be traced
+    if torch.compiler.is_compiling() or not parameter.is_leaf:  # not traceable; only leaves have a choice
         return parameter.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 

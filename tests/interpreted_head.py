@@ -1,11 +1,10 @@
-"""The head's kernels on the CPU: forward and gradients of every option, every form, and every bug that shipped elsewhere.
+"""The head's kernels on the CPU: values and gradients of every option and form, every bug that shipped elsewhere.
 
 Collected by test_triton_interpret.py, in a process of its own with TRITON_INTERPRET=1.
 """
 
 import math
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -161,7 +160,7 @@ def test_dw_over_64_chunks_is_as_good_as_over_one():
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("scale", (8, 30))
+@pytest.mark.parametrize("scale", (20, 60))
 def test_targets_far_below_the_rest(scale, path):
     """Both guarded passes: rows 60 to 1,000 nats from the anchor beside ordinary rows of the same block."""
     head = random_head(40, 16, 100)
@@ -188,7 +187,7 @@ def test_the_guard_rewrites_flagged_blocks_alone(monkeypatch):
     monkeypatch.setattr(linear_logprob, "linear_exp_fwd", _only_first(linear_exp.linear_exp_fwd))
     unguarded_rows, unguarded = linear_logprob.linear_logprob_fwd(*arguments)
     assert not unguarded[3].isfinite().all() or unguarded[3].max() > 2.0**60
-    assert exps[3].isfinite().all() and exps[3].max() <= 1
+    assert exps[3].isfinite().all() and exps[3].max() < 1.001
     keep = torch.arange(40) != 3
     assert torch.equal(exps[keep], unguarded[keep]) and torch.equal(rows[:, keep], unguarded_rows[:, keep])
 
@@ -213,13 +212,17 @@ def test_one_logit_60_nats_above(path, target):
     head = random_head(20, 16, 50, bias=True)
     head.bias[7] += 60
     head.targets[:] = 7 if target else 9
-    ours = run_grpo(head, Objective(), path=path)
-    z = (head.hidden.double() @ head.weight.double().T + head.bias.double()) - 0
+    ours = run_logprob(head, path=path, entropy=False)
+    z = head.hidden.double() @ head.weight.double().T + head.bias.double()
     others = z.clone()
     others[:, head.targets[0]] = -math.inf
-    rest = (others - z[:, head.targets[0], None]).exp().sum(-1)  # 1 - p_t = rest / (1 + rest), no cancellation
+    rest = (others - z[:, head.targets[0], None]).exp().sum(-1)
     torch.testing.assert_close(ours["logps"].double(), -rest.log1p(), rtol=1e-5, atol=0 if target else 1e-4)
-    assert error("weight", ours["weight"], truth(head, policy_scalar(head, Objective()))["weight"]) < 1e-4
+    dz = -z.softmax(-1)
+    dz[:, head.targets[0]] = rest / (1 + rest)  # 1 - p_t: the difference has no digit left even in fp64
+    dz *= head.grad_logps[:, None].double()
+    assert error("weight", ours["weight"], dz.T @ head.hidden.double()) < 1e-4
+    assert error("hidden", ours["hidden"], dz @ head.weight.double()) < 1e-4
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -360,18 +363,16 @@ def test_one_chunk_of_exponentials_at_a_time(monkeypatch):
     assert len(alive) == 4
 
 
-def test_a_weight_that_wants_fp32_gradients_gets_them(monkeypatch):
+def test_fp32_gradients_of_an_fp16_weight():
     head = random_head(37, 24, 50, torch.float16)
-    monkeypatch.setattr(linear_logprob, "grad_dtype", lambda parameter: torch.float32)
-    leaves = head.leaves()
-    rows, exps = linear_logprob.linear_logprob_fwd(
+    rows, _ = linear_logprob.linear_logprob_fwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64
     )
     _, dw, _ = linear_logprob.linear_logprob_bwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, rows, head.grad_logps, None,
         [False, True, False], torch.float32, 64,
     )  # fmt: skip
-    assert dw.dtype == torch.float32 and leaves["weight"].dtype == torch.float16
+    assert dw.dtype == torch.float32
     assert error("weight", dw, truth(head, weighted(head, False))["weight"]) < 1e-3
 
 
@@ -383,8 +384,10 @@ def test_row_offsets_pass_2_to_the_31():
     near, _ = linear_logprob.linear_logprob(head.hidden, head.weight, head.targets)
     assert torch.equal(linear_logprob.linear_logprob(far, head.weight, head.targets)[0], near)
     exps = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
-    stats = head_rows.Rows(*linear_logprob.linear_logprob_fwd(
-        head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64)[0]).normalized()  # fmt: skip
+    rows, _ = linear_logprob.linear_logprob_fwd(
+        head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64
+    )
+    stats = head_rows.Rows(*rows).normalized()
     plain_head = linear_logprob.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
     linear_exp.linear_exp_fwd(plain_head, stats.anchor, exps, patch=stats.patch, sums=False)
     p = (head.hidden.float() @ head.weight.float().T).softmax(-1)

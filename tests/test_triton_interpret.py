@@ -1,8 +1,8 @@
 """Runs the interpreted kernel tests, each file in a process of its own.
 
-TRITON_INTERPRET=1 changes what @triton.jit returns, for good and for the whole process: interpreted kernels cannot share
-one with compiled ones. The tests that need the interpreter therefore lie in interpreted_*.py, which pytest does not
-collect by itself, and this file hands each of them to a fresh pytest with the variable set. By hand:
+TRITON_INTERPRET=1 changes what @triton.jit returns, for good and for the whole process: interpreted kernels cannot
+share one with compiled ones. The tests that need the interpreter therefore lie in interpreted_*.py, which pytest does
+not collect by itself, and this file hands each of them to a fresh pytest with the variable set. By hand:
 
     TRITON_INTERPRET=1 python -m pytest tests/interpreted_head.py
 """
