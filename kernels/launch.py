@@ -66,7 +66,7 @@ def exp_blocks(major, has_softcap):
 def exp_ptr_blocks(major, minor, dtype, tf32, plain):
     """The pointer kernel. plain: no soft-cap, no entropy, depth a multiple of the block, one tile a program."""
     if dtype == torch.float32:
-        return Blocks(128, 128, 32, 8, 3) if tf32 else Blocks(64, 64, 32, 8, 3)
+        return Blocks(128, 128, 32, 8, 3) if tf32 else Blocks(32, 64, 32, 4, 3)
     if plain and major == 8:
         # 99 KiB of shared memory a block on sm_86 and sm_89, 163 KiB on sm_80
         return Blocks(128, 256, 64, 8, 3) if minor == 0 else Blocks(128, 256, 32, 8, 3)

@@ -181,7 +181,7 @@ def anchor_fwd(head):
 
 
 def flattens(has_bias):
-    """Whether tiles and depth are one loop: the next tile's loads then fly during the epilogue; a bias makes it spill."""
+    """Whether tiles and depth are one loop: the next tile's loads fly during the epilogue; with a bias it spills."""
     return not has_bias
 
 
