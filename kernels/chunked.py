@@ -95,33 +95,43 @@ def no_autocast(tensor):
 
 
 class _Gradients:
-    """dH [N, D], dW [V, D], dbias [V], summed over chunks in fp32 (fp64 for fp64 inputs): products 2 and 3.
+    """dH [N, D], dW [V, D], dbias [V] of the inputs that want one: products 2 and 3, summed over chunks in fp32.
 
-    A sharded vocabulary sums dH over the ranks before it is rounded to the dtype of hidden.
+    fp64 inputs sum in fp64. A sharded vocabulary sums dH over the ranks.
     """
 
     def __init__(self, hidden, weight, bias, needs, vocabulary):
-        self.weight, self.vocabulary = weight, vocabulary
+        self.inputs, self.vocabulary = (hidden, weight, bias), vocabulary
         self.dtype = compute_dtype(hidden)
-        accumulator = {"dtype": self.dtype, "device": hidden.device}
-        self.hidden = torch.zeros_like(hidden) if needs[0] else None
-        self.weight_sum = torch.zeros(weight.shape, **accumulator) if needs[1] else None
-        self.bias_sum = torch.zeros(bias.shape, **accumulator) if needs[2] else None
-        self.bias_dtype = bias.dtype if needs[2] else None
+        self.sums = [
+            torch.zeros(value.shape, dtype=self.dtype, device=hidden.device) if needed else None
+            for value, needed in zip(self.inputs, needs, strict=True)
+        ]
 
     def add(self, dz, h, rows):
         """dz [n, V] and h [n, D] of the hidden rows `rows` (a slice or an index)."""
-        if self.hidden is not None:
-            products = (dz[:, block] @ w for block, w in _weight_blocks(self.weight, self.dtype))
-            self.hidden[rows] = self.vocabulary.sum_(sum(products)).to(self.hidden.dtype)
-        if self.weight_sum is not None:
-            self.weight_sum.addmm_(dz.T, h)
-        if self.bias_sum is not None:
-            self.bias_sum += dz.sum(0)
+        dh, dw, dbias = self.sums
+        if dh is not None:
+            products = (dz[:, block] @ w for block, w in _weight_blocks(self.inputs[1], self.dtype))
+            dh[rows] = self.vocabulary.sum_(sum(products))
+        if dw is not None:
+            dw.addmm_(dz.T, h)
+        if dbias is not None:
+            dbias += dz.sum(0)
 
-    def result(self):
-        dw = None if self.weight_sum is None else self.weight_sum.to(self.weight.dtype)
-        return self.hidden, dw, None if self.bias_sum is None else self.bias_sum.to(self.bias_dtype)
+
+def _dtypes(*inputs):
+    return [None if value is None else value.dtype for value in inputs]
+
+
+def _rounded(sums, dtypes, scale=1.0):
+    """The sums times `scale`, rounded once to the dtypes of their inputs: a gradient of fp16 or bf16 that is rounded
+    before a loss scale multiplies it may have vanished. Out of place: they may be asked for again (retain_graph).
+    """
+    return [
+        None if total is None else torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
+        for total, dtype in zip(sums, dtypes, strict=True)
+    ]
 
 
 def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy=False,
@@ -134,6 +144,7 @@ def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, vocabul
         where = part if index is None else index[part]
         z, _ = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
+        del z  # here and below: before the next chunk's are allocated
         if return_entropy:
             entropy[part] = part_entropy
     return logps, entropy
@@ -174,7 +185,8 @@ class LinearLogprob(torch.autograd.Function):
                 if bend is not None:
                     dz *= bend
                 grads.add(dz, h, part)
-        return *grads.result(), *(None,) * 6
+                del z, bend, dz
+        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 6
 
 
 class LinearGRPO(torch.autograd.Function):
@@ -217,11 +229,14 @@ class LinearGRPO(torch.autograd.Function):
                         dz *= bend
                     if not keep_dz:
                         grads.add(dz, h, where)
+                        dz = None
+                del z, bend
         if keep_dz:
             ctx.save_for_backward(hidden, weight, bias, rows.index, dz)
         elif grads is not None:
-            ctx.save_for_backward(*grads.result())
+            ctx.save_for_backward(*grads.sums)
         ctx.keep_dz, ctx.needs, ctx.vocabulary = keep_dz, needs, vocabulary
+        ctx.dtypes = _dtypes(hidden, weight, bias)
         return loss.to(dtype), {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
     @staticmethod
@@ -229,16 +244,15 @@ class LinearGRPO(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * 10
-        grads = ctx.saved_tensors
+        sums = ctx.saved_tensors
         if ctx.keep_dz:
-            hidden, weight, bias, index, dz = grads
+            hidden, weight, bias, index, dz = sums
             where = slice(None) if index is None else index
             with no_autocast(hidden):
                 products = _Gradients(hidden, weight, bias, ctx.needs, ctx.vocabulary)
                 products.add(dz, hidden[where].to(dz.dtype), where)
-            grads = products.result()
-        # Out of place: the saved gradients may be asked for again (retain_graph).
-        return *(None if grad is None else grad * grad_loss.to(grad.dtype) for grad in grads), *(None,) * 7
+            sums = products.sums
+        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 7
 
 
 class PolicyLoss(torch.autograd.Function):

@@ -17,8 +17,8 @@ def _chunks(logits, rows, size):
     for part in row_slices(len(rows.targets), size):
         where = part if rows.index is None else rows.index[part]
         t = cut(rows.temperature, part)
-        z = logits[where].to(compute_dtype(logits), copy=True)
-        yield where, part, z.div_(t[:, None] if isinstance(t, torch.Tensor) else t)
+        t = t[:, None] if isinstance(t, torch.Tensor) else t
+        yield where, part, logits[where].to(compute_dtype(logits), copy=True).div_(t)
 
 
 class LogitsGRPO(torch.autograd.Function):
@@ -38,6 +38,7 @@ class LogitsGRPO(torch.autograd.Function):
         with no_autocast(logits):
             for _, part, z in _chunks(logits, rows, size):
                 logps[part], part_entropy = softmax_(z, rows.targets[part], vocabulary, return_entropy)
+                del z  # here and below: before the next chunk's are allocated
                 if return_entropy:
                     entropy[part] = part_entropy
             loss, g, metrics = policy_loss_fwd(logps, rows, objective)
@@ -63,6 +64,7 @@ class LogitsGRPO(torch.autograd.Function):
                 slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * scale
                 dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * scale, cut(entropy, part), slope)
                 grad[where] = dz.to(grad.dtype)
+                del z, dz
         if rows.index is not None:
             dropped = torch.ones(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, rows.index, False)
             grad.masked_fill_(dropped[:, None], 0)

@@ -1,0 +1,109 @@
+"""A head sharded by vocabulary rows over 2 and 4 processes gives what one process gives."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fastgrpo.kernels import chunked, reference
+
+from fastgrpo import linear_grpo_loss, linear_logprob
+
+N, D = 14, 5
+CU_SEQLENS = torch.tensor([0, 5, 9, 9, 14])
+SHARDS = {2: [9, 12], 4: [7, 1, 8, 5]}  # rows of each rank: uneven, one rank with a single row
+V = 21
+KNOBS = {
+    "dapo-k3": {"beta": 0.2},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "vespo-entropy": {"loss_type": "vespo", "entropy_coef": 0.3},
+}
+
+
+def problem(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(2)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    head = {"hidden": noise(N, D).to(dtype), "weight": noise(V, D).to(dtype), "bias": noise(V).to(dtype)}
+    if dtype == torch.float64:
+        head["weight"][17] += 40 * head["hidden"][3].sign()  # one logit far above the rest, on one rank
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[:3] = torch.tensor([0, V - 1, 8])  # the first and the last id, and a shard's border
+    logps = reference.linear_logprob(**head, targets=targets, temperature=0.8)
+    mask = torch.rand(N, generator=generator) < 0.8
+    rest = {"mask": mask, "old_logps": logps + 0.3 * noise(N), "temperature": 0.8}
+    return head, targets, noise(N), rest, logps + 0.3 * noise(N)
+
+
+def results(head, targets, advantages, rest, ref, group):
+    """Everything the two public functions return, and every gradient, by name."""
+    found = {}
+    for size in (100, 6, 3):  # one chunk, chunks of sequences, sequences longer than a chunk
+        chunked.chunk_rows = lambda vocab_size, size=size: size
+        for name, knobs in KNOBS.items():
+            leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
+            out = linear_grpo_loss(
+                **leaves, targets=targets, advantages=advantages, cu_seqlens=CU_SEQLENS, return_entropy=True,
+                ref_logps=ref if "beta" in knobs else None, process_group=group, **rest, **knobs,
+            )  # fmt: skip
+            (1.5 * out.loss).backward()
+            found[name, size] = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
+            found[name, size] |= {key: leaf.grad for key, leaf in leaves.items()}
+        leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
+        logps, entropy = linear_logprob(
+            **leaves, targets=targets, temperature=0.8, return_entropy=True, process_group=group
+        )
+        (logps * advantages + entropy).sum().backward()
+        found["linear_logprob", size] = {"logps": logps.detach(), "entropy": entropy.detach()}
+        found["linear_logprob", size] |= {key: leaf.grad for key, leaf in leaves.items()}
+    return found
+
+
+def shard(tensor, rank, sizes):
+    return tensor.split(sizes)[rank]
+
+
+def check(rank, sizes, dtype, tolerance):
+    """This rank's results against the whole head on this process alone."""
+    head, *rest = problem(dtype)
+    expected = results(head, *rest, group=None)
+    sharded = {key: shard(value, rank, sizes) if key != "hidden" else value for key, value in head.items()}
+    actual = results(sharded, *rest, group=dist.group.WORLD)
+    for case, values in expected.items():
+        for name, whole in values.items():
+            value = shard(whole, rank, sizes) if name in ("weight", "bias") else whole
+            scale = whole.abs().max().clamp(min=1 if name == "loss" else 0)  # the loss sums terms of both signs
+            assert actual[case][name].dtype == value.dtype and actual[case][name].shape == value.shape
+            assert (actual[case][name] - value).abs().max() <= tolerance * scale, (case, name)
+    replicated = torch.cat([values[name].flatten() for values in actual.values() for name in ("logps", "hidden")])
+    first = replicated.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, replicated)  # ranks may not drift apart
+
+
+def check_errors(rank):
+    head, targets, advantages, rest, _ = problem()
+    empty = {**head, "weight": head["weight"][: 0 if rank else V], "bias": None}
+    with pytest.raises(ValueError, match=r"at least one row on every rank of process_group, got \[21, 0"):
+        linear_logprob(**empty, targets=targets, process_group=dist.group.WORLD)
+    half = {**head, "weight": head["weight"][:5], "bias": None}
+    with pytest.raises(ValueError, match=rf"targets must be in \[0, {5 * dist.get_world_size()}\)"):
+        linear_grpo_loss(**half, targets=targets + 100, advantages=advantages, process_group=dist.group.WORLD, **rest)
+
+
+def worker(rank, sizes, path):
+    torch.set_num_threads(1)
+    store = dist.FileStore(path, len(sizes))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(sizes), timeout=timedelta(seconds=60))
+    check(rank, sizes, torch.float64, 1e-10)
+    check(rank, sizes, torch.float32, 3e-6)
+    check_errors(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", SHARDS)
+def test_equals_one_process(tmp_path, world):
+    mp.spawn(worker, args=(SHARDS[world], str(tmp_path / "store")), nprocs=world)
