@@ -54,13 +54,13 @@ def precision(dtype):
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def exp_blocks(major, has_softcap):
+def exp_blocks(major, has_softcap, has_bias):
     """The persistent descriptor kernel (sm_90 and later, 16-bit): 3 stages and the stored tile fill 213,016 bytes.
 
-    The soft-cap's tanh needs registers: half the columns, or it spills.
+    The soft-cap's tanh needs registers, and so does a bias on sm_100: half the columns, or it spills.
     """
     assert major >= 9
-    return Blocks(128, 128 if has_softcap else 256, 64, 8, 3)
+    return Blocks(128, 128 if has_softcap or (has_bias and major >= 10) else 256, 64, 8, 3)
 
 
 def exp_ptr_blocks(major, minor, dtype, tf32, plain):

@@ -203,7 +203,7 @@ def linear_exp_fwd(head, anchor, exps=None, patch=None, mix=None, sums=True, ent
     plain = head.softcap is None and not entropy and head.hidden.shape[1] % 64 == 0 and flags is None and mix is None
     by_descriptor = flags is None and mix is None and launch.uses_descriptors(head.hidden, head.weight)
     if by_descriptor:
-        blocks = blocks_of(launch.exp_blocks(major, head.softcap is not None))
+        blocks = blocks_of(launch.exp_blocks(major, head.softcap is not None, head.bias is not None))
     else:
         tf32 = launch.precision(head.hidden.dtype) == "tf32"
         blocks = blocks_of(launch.exp_ptr_blocks(major, minor, head.hidden.dtype, tf32, plain))
