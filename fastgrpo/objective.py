@@ -195,12 +195,14 @@ def _batch_tokens(mask, cu_seqlens, num_items, max_length):
 def _step_tokens(mask, cu_seqlens, num_items, max_length):
     if num_items is None:
         return _batch_tokens(mask, cu_seqlens, num_items, max_length)
-    return torch.as_tensor(num_items, dtype=torch.float32, device=mask.device).clamp(min=1)
+    if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
+        return torch.full((), max(num_items, 1), dtype=torch.float32, device=mask.device)
+    return num_items.to(mask.device, torch.float32, non_blocking=True).clamp(min=1)
 
 
 def _sequence_mean(mask, cu_seqlens, num_items, max_length):
     lengths = cu_seqlens.diff()
-    kept = torch.segment_reduce(mask.float(), "sum", lengths=lengths).clamp(min=1)
+    kept = torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True).clamp(min=1)
     return (len(lengths) * kept).repeat_interleave(lengths, output_size=len(mask))
 
 

@@ -12,10 +12,14 @@ from fastgrpo.kernels.objectives import PolicyRows
 
 @dataclass(frozen=True)
 class Layout:
-    """Where sequences lie among the N flat tokens. shape: of per-token tensors. cu_seqlens: [S+1] or None."""
+    """Where sequences lie among the N flat tokens. shape: of per-token tensors. cu_seqlens: [S+1] or None.
+
+    host_cu_seqlens: the same on the host, where it is known there.
+    """
 
     shape: torch.Size
     cu_seqlens: torch.Tensor | None
+    host_cu_seqlens: torch.Tensor | None = None
 
     @classmethod
     def of(cls, per_token, cu_seqlens):
@@ -25,15 +29,16 @@ class Layout:
             if cu_seqlens is not None:
                 raise ValueError(f"cu_seqlens goes with the packed layout [N], but the tokens are {tuple(shape)}")
             starts = torch.arange(shape[0] + 1, device=per_token.device) * shape[1]
-            return cls(shape, starts)
+            return cls(shape, starts, torch.arange(shape[0] + 1) * shape[1])
         if per_token.ndim != 1:
             raise ValueError(f"tokens must be [B, T] or packed [N], got {tuple(shape)}")
         if cu_seqlens is not None:
-            cu_seqlens = torch.as_tensor(cu_seqlens, device=per_token.device).long()
-            on_host = cu_seqlens.device.type == "cpu"
+            cu_seqlens = torch.as_tensor(cu_seqlens).long()
+            on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()  # a graph cannot look
             if cu_seqlens.ndim != 1 or (on_host and not _is_partition(cu_seqlens, shape[0])):
                 raise ValueError(f"cu_seqlens must rise from 0 to N={shape[0]}, got {cu_seqlens.tolist()}")
-        return cls(shape, cu_seqlens)
+            return cls(shape, to_device(cu_seqlens, per_token), cu_seqlens if on_host else None)
+        return cls(shape, None)
 
     def per_token(self, value, name):
         """[S], [B, T] or [N] -> flat [N]."""
@@ -53,6 +58,11 @@ def _is_partition(cu_seqlens, total):
     )
 
 
+def to_device(value, like):
+    """Without a wait for the device; a copy from pageable memory is staged before the call returns."""
+    return value.to(like.device, non_blocking=True)
+
+
 def per_token(value, name, shape):
     """Floats and None pass; a tensor must have the tokens' shape and comes back flat."""
     if not isinstance(value, torch.Tensor):
@@ -63,8 +73,12 @@ def per_token(value, name, shape):
 
 
 def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, ref_logps, sampler_logps,
-              token_weights, num_items_in_batch, temperature):  # fmt: skip
-    """Flatten everything, compute the weights over all rows, then drop the rows that carry no gradient: PolicyRows."""
+              token_weights, num_items_in_batch, temperature, compact=True):  # fmt: skip
+    """Flatten everything, compute the weights over all rows, then drop the rows that carry no gradient: PolicyRows.
+
+    How many those are, the host must learn from the device, unless the caller passes `rows`. compact=False spares that
+    wait: the rows that carry gradient are moved to the front, the others follow with finite stand-ins.
+    """
     ref_logps = ref_logps if objective.beta != 0 else None
     coupled = objective.couples_tokens(sampler_logps is not None)
     _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, token_weights, coupled)
@@ -80,21 +94,35 @@ def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, 
     if objective.entropy_coef != 0:
         entropy_weights = objective.entropy_weights(mask, num_items_in_batch).to(dtype)
     advantages = layout.per_token(advantages, "advantages").to(dtype)
-    index = _active_rows(layout, objective, mask, weights, advantages, coupled) if rows is None else rows
-    if len(index) == total:
-        index = None
+    active = lengths = host_lengths = None
+    if rows is not None:
+        index = None if len(rows) == total else to_device(rows, targets)
+        host_lengths = _host_lengths(layout, rows, total) if coupled else None
+    else:
+        active = _active_rows(layout, objective, mask, weights, advantages, coupled)
+        index = active.nonzero()[:, 0] if compact else torch.argsort(~active, stable=True)
+        if compact and len(index) == total:
+            index = None
+    if coupled:
+        lengths = layout.cu_seqlens.diff()
+        if active is not None and index is not None:
+            counts = torch.segment_reduce(active.float(), "sum", lengths=lengths, unsafe=True).long()
+            lengths = counts if compact else torch.cat([counts, total - counts.sum(0, keepdim=True)])
+        elif index is not None:
+            lengths = torch.searchsorted(index, layout.cu_seqlens).diff()
+    active = None if active is None or compact else active[index]
 
     def keep(value):
-        return value if index is None or not isinstance(value, torch.Tensor) else value[index]
+        if index is None or not isinstance(value, torch.Tensor):
+            return value
+        kept = value[index]
+        return kept if active is None else torch.where(active, kept, 1 if value is temperature else 0)
 
-    lengths = None
-    if coupled:
-        bounds = layout.cu_seqlens if index is None else torch.searchsorted(index, layout.cu_seqlens)
-        lengths = bounds.diff()
+    temperature = per_token(temperature, "temperature", layout.shape)
     return PolicyRows(
         index=index,
         targets=keep(targets.reshape(-1)),
-        temperature=keep(per_token(temperature, "temperature", layout.shape)),
+        temperature=keep(temperature),
         advantages=keep(advantages),
         weights=keep(weights.to(dtype)),
         old_logps=keep(per_token(old_logps, "old_logps", layout.shape)),
@@ -102,7 +130,17 @@ def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, 
         lengths=lengths,
         sampler_logps=keep(per_token(sampler_logps, "sampler_logps", layout.shape)),
         entropy_weights=keep(entropy_weights),
+        active=active,
+        host_lengths=host_lengths,
     )
+
+
+def _host_lengths(layout, rows, total):
+    """Kept rows of each sequence as a tuple, where the host knows enough; else None."""
+    bounds = layout.host_cu_seqlens
+    if bounds is None or (len(rows) != total and rows.device.type != "cpu"):
+        return None
+    return tuple((bounds if len(rows) == total else torch.searchsorted(rows, bounds)).diff().tolist())
 
 
 def _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, token_weights, coupled):
@@ -127,7 +165,7 @@ def _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, t
 
 
 def _active_rows(layout, objective, mask, weights, advantages, coupled):
-    """Flat indices of the rows that carry gradient: masked-in, weighted, and (at beta = 0) of nonzero advantage; with
+    """[N] bool, the rows that carry gradient: masked-in, weighted, and (at beta = 0) of nonzero advantage; with
     an entropy bonus all that are masked-in.
     """
     active = mask & (weights != 0)
@@ -138,6 +176,6 @@ def _active_rows(layout, objective, mask, weights, advantages, coupled):
     if coupled:
         # A token of no weight still moves its sequence's factor: a sequence is kept or dropped as a whole.
         lengths = layout.cu_seqlens.diff()
-        any_active = torch.segment_reduce(active.float(), "max", lengths=lengths, initial=0) > 0
+        any_active = torch.segment_reduce(active.float(), "max", lengths=lengths, initial=0, unsafe=True) > 0
         active = mask & any_active.repeat_interleave(lengths, output_size=len(mask))
-    return active.nonzero()[:, 0]
+    return active

@@ -46,7 +46,7 @@ def _sequence_slices(lengths, size):
     return [*parts, (slice(row, end), slice(first, len(lengths)))]
 
 
-def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocabulary):
+def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocabulary, softcap):
     """The chunks as (rows, sequences), and the policy loss where it has to be known before the first chunk.
 
     A sequence-level factor (rows.lengths is there) needs all log-probs of its sequence: chunks end with sequences; one
@@ -59,7 +59,7 @@ def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocab
     if max(lengths) <= size:
         return _sequence_slices(lengths, size), None
     logps, _ = linear_logprob_fwd(
-        hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary, index=rows.index
+        hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary, softcap, index=rows.index
     )
     return parts, policy_loss_fwd(logps, rows, objective)
 
@@ -71,18 +71,23 @@ def _weight_blocks(weight, dtype):
         yield slice(start, start + step), weight[start : start + step].to(dtype)
 
 
-def _logits(hidden, weight, bias, temperature):
-    """z [n, V] in hidden's dtype (fp32 or fp64): product 1."""
+def _logits(hidden, weight, bias, temperature, softcap):
+    """z [n, V] in hidden's dtype (fp32 or fp64): product 1; and the soft-cap's slope dy/dx [n, V], or None."""
     z = hidden.new_empty(hidden.shape[0], weight.shape[0])
     for block, w in _weight_blocks(weight, hidden.dtype):
         torch.mm(hidden, w.T, out=z[:, block])
     if bias is not None:
         z += bias.to(z.dtype)
+    slope = None
+    if softcap is not None:  # y = cap tanh(x / cap), dy/dx = 1 - tanh^2
+        z.div_(softcap).tanh_()
+        slope = 1 - z.square()
+        z *= softcap
     if isinstance(temperature, torch.Tensor):
         z /= temperature.to(z.dtype)[:, None]
     elif temperature != 1:
         z /= temperature
-    return z
+    return z, slope
 
 
 def no_autocast(tensor):
@@ -129,14 +134,15 @@ def _rounded(sums, dtypes, scale=1.0):
     ]
 
 
-def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, vocabulary, return_entropy=False, index=None):
+def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy=False,
+                       index=None):  # fmt: skip
     """logps [M] and entropy [M] (or None) of the rows `index` of hidden, by chunks of `size` rows: one product."""
     dtype = compute_dtype(hidden)
     logps = torch.empty(len(targets), dtype=dtype, device=hidden.device)
     entropy = torch.empty_like(logps) if return_entropy else None
     for part in row_slices(len(targets), size):
         where = part if index is None else index[part]
-        z = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part))
+        z, _ = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
         del z  # here and below: before the next chunk's are allocated
         if return_entropy:
@@ -148,14 +154,15 @@ class LinearLogprob(torch.autograd.Function):
     """Log-probs and entropy with gradients of hidden, weight and bias; the backward recomputes the logits by chunk."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary):
+    def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary, softcap):
         with no_autocast(hidden):
             logps, entropy = linear_logprob_fwd(
-                hidden, weight, bias, targets, temperature, size, vocabulary, return_entropy
+                hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy
             )
         per_row = isinstance(temperature, torch.Tensor)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, temperature if per_row else None)
         ctx.temperature, ctx.size, ctx.vocabulary = None if per_row else temperature, size, vocabulary
+        ctx.softcap = softcap
         ctx.set_materialize_grads(False)
         return logps, entropy
 
@@ -170,14 +177,16 @@ class LinearLogprob(torch.autograd.Function):
         with no_autocast(hidden):
             for part in row_slices(len(targets), ctx.size):
                 h, t = hidden[part].to(grads.dtype), cut(temperature, part)
-                z = _logits(h, weight, bias, t)
+                z, bend = _logits(h, weight, bias, t, ctx.softcap)
                 softmax_(z, targets[part], ctx.vocabulary)
                 slope = None if grad_entropy is None else grad_entropy[part] / t
                 part_entropy = cut(entropy, part)
                 dz = logit_gradient_(z, targets[part], ctx.vocabulary, grad_logps[part] / t, part_entropy, slope)
+                if bend is not None:
+                    dz *= bend
                 grads.add(dz, h, part)
-                del z, dz
-        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), None, None, None, None, None
+                del z, bend, dz
+        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 6
 
 
 class LinearGRPO(torch.autograd.Function):
@@ -187,20 +196,21 @@ class LinearGRPO(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, objective, size, needs, return_entropy, vocabulary: Vocabulary):
+    def forward(ctx, hidden, weight, bias, rows, objective, size, needs, return_entropy, vocabulary: Vocabulary,
+                softcap):  # fmt: skip
         ctx.set_materialize_grads(False)
         dtype = compute_dtype(hidden)
         return_entropy = return_entropy or rows.entropy_weights is not None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         outputs, dz = [], None
         with no_autocast(hidden):
-            parts, known = _policy_parts(hidden, weight, bias, rows, objective, size, vocabulary)
+            parts, known = _policy_parts(hidden, weight, bias, rows, objective, size, vocabulary, softcap)
             keep_dz = any(needs) and len(parts) == 1
             grads = _Gradients(hidden, weight, bias, needs, vocabulary) if any(needs) and not keep_dz else None
             for part, sequences in parts:
                 where = part if rows.index is None else rows.index[part]
                 h, t, targets = hidden[where].to(dtype), cut(rows.temperature, part), rows.targets[part]
-                z = _logits(h, weight, bias, t)
+                z, bend = _logits(h, weight, bias, t, softcap)
                 logps, entropy = softmax_(z, targets, vocabulary, return_entropy)
                 if known is None:
                     part_loss, g, metrics = policy_loss_fwd(logps, rows.cut(part, sequences), objective)
@@ -215,10 +225,12 @@ class LinearGRPO(torch.autograd.Function):
                 if any(needs):
                     slope = None if bonus is None else -bonus / t
                     dz = logit_gradient_(z, targets, vocabulary, g / t, entropy, slope)
+                    if bend is not None:
+                        dz *= bend
                     if not keep_dz:
                         grads.add(dz, h, where)
                         dz = None
-                del z
+                del z, bend
         if keep_dz:
             ctx.save_for_backward(hidden, weight, bias, rows.index, dz)
         elif grads is not None:
@@ -231,7 +243,7 @@ class LinearGRPO(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 9
+            return (None,) * 10
         sums = ctx.saved_tensors
         if ctx.keep_dz:
             hidden, weight, bias, index, dz = sums
@@ -240,7 +252,7 @@ class LinearGRPO(torch.autograd.Function):
                 products = _Gradients(hidden, weight, bias, ctx.needs, ctx.vocabulary)
                 products.add(dz, hidden[where].to(dz.dtype), where)
             sums = products.sums
-        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 6
+        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 7
 
 
 class PolicyLoss(torch.autograd.Function):

@@ -25,6 +25,8 @@ class PolicyRows(NamedTuple):
     targets: [M] int64. temperature: float or [M]. advantages, weights: [M] fp32. old_logps, ref_logps: [M] or None.
     lengths: [S] int64, kept rows of each sequence, or None where the objective never looks at sequences.
     sampler_logps: [M] or None; NaN where the sampler gave none. entropy_weights: [M], coefficient included, or None.
+    active: [M] bool where only the device knows which rows carry gradient, else None (all do). The others have finite
+    stand-ins everywhere, weight 0, and hidden states that must not be read. host_lengths: lengths, known on the host.
     """
 
     index: torch.Tensor | None
@@ -37,6 +39,8 @@ class PolicyRows(NamedTuple):
     lengths: torch.Tensor | None
     sampler_logps: torch.Tensor | None = None
     entropy_weights: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+    host_lengths: tuple[int, ...] | None = None
 
     def cut(self, part, sequences):
         """The rows of slice `part`, which are those of the sequences in slice `sequences`."""
@@ -95,7 +99,13 @@ def _sapo(tokens, objective):
 
 
 def _vespo(tokens, objective):
-    """-sg(phi(W)) A logp, log phi = lambda + k log W - lambda W, W the ratio of the sequence (arXiv 2602.10693)."""
+    """-sg(phi(W)) A logp (arXiv 2602.10693)."""
+    slope = -vespo_phi(tokens, objective) * tokens.advantages
+    return Surrogate(slope * tokens.logps, 0.0, slope)
+
+
+def vespo_phi(tokens, objective):
+    """phi(W) [M], log phi = lambda + k log W - lambda W, W the ratio of the sequence. Reads no logps and no ratio."""
     log_w = sequence_sum(tokens.log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)
     if tokens.importance is not None:  # W is the ratio to the sampler: pi/old times old/sampler
         log_w = log_w + sequence_sum(tokens.importance.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX), tokens.lengths)
@@ -103,8 +113,7 @@ def _vespo(tokens, objective):
     gained = tokens.advantages >= 0
     k = _choose(gained, objective.vespo_k_pos, objective.vespo_k_neg, log_w)
     rate = _choose(gained, objective.vespo_lambda_pos, objective.vespo_lambda_neg, log_w)
-    slope = -(rate + k * log_w - rate * log_w.exp()).exp() * tokens.advantages
-    return Surrogate(slope * tokens.logps, 0.0, slope)
+    return (rate + k * log_w - rate * log_w.exp()).exp()
 
 
 def _choose(condition, yes, no, like):
@@ -183,11 +192,11 @@ def importance_weights(logps, rows, objective):
 
 def sequence_sum(values, lengths):
     """[M] -> [M]: each row gets the sum over its sequence. segment_reduce sums in a fixed order."""
-    total = torch.segment_reduce(values, "sum", lengths=lengths)
+    total = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # safe looks at the lengths: a host sync
     return total.repeat_interleave(lengths, output_size=len(values))
 
 
 def sequence_mean(values, lengths):
     """[M] -> [M]: each row gets the mean over its sequence."""
-    mean = torch.segment_reduce(values, "sum", lengths=lengths) / lengths.clamp(min=1)
+    mean = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True) / lengths.clamp(min=1)
     return mean.repeat_interleave(lengths, output_size=len(values))

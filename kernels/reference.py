@@ -14,10 +14,12 @@ def _compute_dtype(tensor):
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _linear(hidden, weight, bias):
+def _linear(hidden, weight, bias, logit_softcap):
     dtype = _compute_dtype(hidden)
     logits = hidden.to(dtype) @ weight.to(dtype).T  # z = h W^T + b
-    return logits if bias is None else logits + bias.to(dtype)
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
 def logits_logprob(logits, targets, *, temperature=1.0, return_entropy=False):
@@ -32,18 +34,19 @@ def logits_logprob(logits, targets, *, temperature=1.0, return_entropy=False):
     return logps, -(all_logps.exp() * all_logps).sum(-1)  # H = -sum_v p_v log p_v
 
 
-def linear_logprob(hidden, weight, targets, *, bias=None, temperature=1.0, return_entropy=False):
-    """Log-probability of `targets` under softmax((hidden @ weight.T + bias) / temperature).
+def linear_logprob(hidden, weight, targets, *, bias=None, logit_softcap=None, temperature=1.0, return_entropy=False):
+    """Log-probability of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
 
     Args:
         hidden: [N, D] floating point. weight: [V, D]. targets: [N] int64 in [0, V). bias: [V] or None.
+        logit_softcap: float or None; softcap(x) = cap tanh(x / cap), as in Gemma 2 (arXiv 2408.00118).
         temperature: float, or tensor [N].
         return_entropy: also return the entropy of each row, in nats.
 
     Returns:
         logps [N], or (logps [N], entropy [N]).
     """
-    logits = _linear(hidden, weight, bias)
+    logits = _linear(hidden, weight, bias, logit_softcap)
     return logits_logprob(logits, targets, temperature=temperature, return_entropy=return_entropy)
 
 
@@ -192,6 +195,8 @@ def logits_grpo_loss(logits, targets, advantages, weights, objective, *, old_log
     return loss, logps.detach(), metrics
 
 
-def linear_grpo_loss(hidden, weight, targets, advantages, weights, objective, *, bias=None, **per_row):
+def linear_grpo_loss(hidden, weight, targets, advantages, weights, objective, *, bias=None, logit_softcap=None,
+                     **per_row):  # fmt: skip
     """The head, then logits_grpo_loss: hidden [N, D] x weight [V, D] -> (loss, logps [N], metrics)."""
-    return logits_grpo_loss(_linear(hidden, weight, bias), targets, advantages, weights, objective, **per_row)
+    logits = _linear(hidden, weight, bias, logit_softcap)
+    return logits_grpo_loss(logits, targets, advantages, weights, objective, **per_row)

@@ -1,0 +1,170 @@
+"""The fused loss: head, log-prob and policy loss in one pass over the vocabulary, with the gradients of all three.
+
+    hidden -> z = softcap(H W^T + b) / T -> logp -> policy loss -> g = dloss/dlogp, h = dloss/dentropy
+    v E = dz,   dH = v (E W),   dW = E^T (v H),   dbias = E^T v          (E and v: linear_logprob.py)
+
+A GRPO gradient is separable by row: g is known as soon as logp is, so the exponentials that the forward computes are
+the backward's operands, and the whole is three products. By form:
+
+- one chunk (M <= chunk_rows): E is kept, both products run in the backward. Nothing is wasted under no_grad or in a
+  checkpointed region, dW comes in the weight's dtype.
+- more rows: by chunks in the forward, dW summed in fp32. A sequence-level factor needs all log-probs of its sequence:
+  chunks then end with sequences; a sequence longer than a chunk costs a forward-only pass over all rows.
+- fp16 and fp32 (and an entropy bonus under a soft-cap): g and h are kept, the backward recomputes E: four products.
+
+Shapes: N rows, M <= N kept rows, V vocabulary, D hidden, S sequences.
+"""
+
+import torch
+
+from . import launch
+from .linear_logprob import (
+    PATHS,
+    HeadGradients,
+    chunk_slices,
+    grad_dtype,
+    head_entropy_bwd_,
+    head_products,
+    linear_logprob_bwd,
+    linear_logprob_fwd,
+    needed,
+    wanted,
+)
+from .objectives import cut
+from .policy_loss import policy_loss_fwd
+
+
+def sequence_slices(lengths, size):
+    """(rows, sequences) of chunks that end where sequences end; no sequence is longer than `size`."""
+    parts, row, first, end = [], 0, 0, 0
+    for i, length in enumerate(lengths):
+        if end + length - row > size:
+            parts.append((slice(row, end), slice(first, i)))
+            row, first = end, i
+        end += length
+    return [*parts, (slice(row, end), slice(first, len(lengths)))]
+
+
+class LinearGRPO(torch.autograd.Function):
+    """-> loss (scalar, fp32) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+
+    needs: which of hidden, weight, bias want a gradient; ctx.needs_input_grad stays True under no_grad.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows):
+        ctx.set_materialize_grads(False)
+        bonus = rows.entropy_weights
+        with_entropy = return_entropy or bonus is not None
+        per_row = isinstance(rows.temperature, torch.Tensor)
+        t, ts = (1.0, rows.temperature) if per_row else (float(rows.temperature), None)
+
+        def head_fwd(part, keep):
+            where = part if rows.index is None else rows.index[part]
+            h = _gather(hidden, rows.index, rows.active, part)
+            stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
+                                             keep, with_entropy, chunk_rows)  # fmt: skip
+            return where, h, stats, exps
+
+        m = len(rows.targets)
+        keeps = any(needs) and anchored and (bonus is None or softcap is None)
+        everything = slice(0, m)
+        ctx.form, known = "one", None
+        parts = [(everything, slice(None))]
+        if keeps and m > chunk_rows:
+            ctx.form = "many"
+            parts, known = _parts(rows, objective, chunk_rows, lambda: head_fwd(everything, False)[2])
+        elif not keeps:
+            ctx.form = "recompute" if any(needs) else "none"
+        grads = HeadGradients(hidden, weight, needs) if ctx.form == "many" else None
+        outputs = []
+        for part, sequences in parts:
+            where, h, stats, exps = head_fwd(part, keeps)
+            if known is None:
+                loss, g, metrics = policy_loss_fwd(stats[0], rows.cut(part, sequences), objective)
+            else:
+                loss, g = known[0][part], known[1][part]
+                metrics = {name: values[part] for name, values in known[2].items()}
+            part_bonus = cut(bonus, part)
+            if part_bonus is not None:
+                loss = loss - part_bonus * stats[1]  # - sum_n e_n H_n
+            v = g
+            if keeps:
+                v = g * stats[3]
+                if part_bonus is not None:
+                    head_entropy_bwd_(exps, rows.targets[part], stats, g, -part_bonus)
+                    v = stats[3]
+            if grads is not None:
+                grads.add(exps, v, h, where)
+                exps = None  # before the next chunk's: one chunk of exponentials at a time
+            outputs.append(
+                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
+            )
+        if ctx.form == "one":
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
+        elif ctx.form == "many":
+            ctx.save_for_backward(*wanted(grads.result(torch.float32), needs, torch.float32))
+            ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
+        elif ctx.form == "recompute":
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, rows.targets, ts, stats, g, bonus)
+        ctx.options = (needs, t, softcap, chunk_rows, grad_dtype(weight))
+        merged = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+        return merged.pop("loss").sum(dtype=torch.float64).float(), merged
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * 10
+        needs, t, softcap, chunk_rows, weight_dtype = ctx.options
+        saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
+        if ctx.form == "many":
+            # Out of place: the saved gradients may be asked for again (retain_graph). One pass each: scaled and cast.
+            # Of one dimension, grad_loss keeps its fp32 beside a bf16 gradient.
+            dh, dw, db = (
+                None if x is None else torch.mul(x, grad_loss.reshape(1), out=torch.empty_like(x, dtype=dtype))
+                for x, dtype in zip(saved, ctx.dtypes, strict=True)
+            )
+            return dh, dw, db, *(None,) * 7
+        hidden, weight, bias, index, active = saved[:5]
+        h = _gather(hidden, index, active, slice(None))
+        if ctx.form == "one":
+            exps, v = saved[5:]
+            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype)
+        else:
+            targets, ts, stats, g, bonus = saved[5:]
+            entropy_grad = None if bonus is None else -bonus * grad_loss
+            gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
+                                           list(needs), weight_dtype, chunk_rows)  # fmt: skip
+        dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
+        if dh is not None and index is not None:
+            dh = torch.zeros_like(hidden).index_copy_(0, index, dh)
+        return dh, dw, db, *(None,) * 7
+
+
+def _gather(hidden, index, active, part):
+    """Kept rows of hidden in the slice `part`; 0 where not active: v = 0 does not protect dW from a NaN."""
+    h = hidden[part] if index is None else hidden[index[part]]
+    return h if active is None else h.masked_fill_(~active[part][:, None], 0)
+
+
+def _parts(rows, objective, chunk_rows, forward_only):
+    """The chunks as (rows, sequences), and the policy loss where it must be known before the first chunk."""
+    parts = [(part, slice(None)) for part in chunk_slices(len(rows.targets), chunk_rows)]
+    if rows.lengths is None:
+        return parts, None
+    lengths = rows.lengths.tolist() if rows.host_lengths is None else rows.host_lengths  # the first waits
+    if max(lengths) <= chunk_rows:
+        return sequence_slices(lengths, chunk_rows), None
+    return parts, policy_loss_fwd(forward_only()[0], rows, objective)
+
+
+def linear_grpo_loss(hidden, weight, bias, rows, objective, *, return_entropy=False, softcap=None, path=None,
+                     chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
+    """(loss, dict of [M]); hidden [N, D] and weight [V, D] of one dtype, rows a PolicyRows of M rows.
+
+    path: "anchored" or "recompute"; None is by dtype.
+    """
+    needs = needed(hidden, weight, bias)
+    anchored = (path or PATHS[hidden.dtype]) == "anchored"
+    return LinearGRPO.apply(hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows)

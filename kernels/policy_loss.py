@@ -1,0 +1,212 @@
+"""The loss of every objective from log-probs and its gradient, in one Triton kernel: objectives.policy_loss_fwd.
+
+    loss = w (I s(r, logp, A) + beta KL),   g = dloss/dlogp
+
+with r the ratio, A the advantage, w the weight that carries the aggregation, I the importance weight against the
+sampler. A surrogate s is one branch of `_surrogate`, which the other sums know nothing of. What couples the tokens of a
+sequence (its mean log-ratio, its importance weight, vespo's phi) is a handful of O(M) sums and comes in per row.
+
+Shapes: M rows (tokens). Per row fp32 [M].
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import objectives
+from .objectives import Tokens, sequence_mean
+
+# Rows of the kernel's [6, M] output.
+LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)
+BLOCK = 256
+
+
+@triton.jit
+def _expm1(x):
+    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _k3(d):
+    """e^d - d - 1 without its cancellation at small d."""
+    series = d * d * (0.5 + d * (0.16666667 + d * (0.041666668 + d * (0.008333334 + d * 0.0013888889))))
+    return tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
+
+
+@triton.jit
+def _surrogate(SURROGATE: tl.constexpr, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
+    """(s, ds/dlog r, ds/dlogp) of one token."""
+    zero = tl.zeros_like(ratio)
+    if SURROGATE == "clip":  # -min(r A, clip(r) A), the first r held under delta (arXiv 1707.06347, 2505.07291)
+        bounded = ratio
+        if delta is not None:
+            bounded = tl.minimum(ratio, delta)
+        unclipped = bounded * advantage
+        clipped = tl.minimum(tl.maximum(ratio, low), high) * advantage
+        inside = tl.where(unclipped <= clipped, bounded == ratio, (ratio >= low) & (ratio <= high))
+        result = -tl.minimum(unclipped, clipped), tl.where(inside, -advantage * ratio, 0.0), zero
+    elif SURROGATE == "cispo":  # -sg(min(r, high)) A logp (arXiv 2506.13585)
+        slope = -tl.minimum(ratio, high) * advantage
+        result = slope * logp, zero, slope
+    elif SURROGATE == "sapo":  # -4/tau sigmoid(tau (r - 1)) A (arXiv 2511.20347)
+        tau = tl.where(advantage > 0, tau_pos, tau_neg)
+        gate = tl.sigmoid(tau * (ratio - 1.0))
+        result = -4.0 / tau * gate * advantage, -4.0 * gate * (1.0 - gate) * ratio * advantage, zero
+    else:
+        tl.static_assert(SURROGATE == "vespo")  # -sg(phi) A logp (arXiv 2602.10693)
+        slope = -phi * advantage
+        result = slope * logp, zero, slope
+    return result
+
+
+@triton.jit
+def _kl(KIND: tl.constexpr, d):
+    """(estimate, its derivative by logp) from d = ref - logp: http://joschu.net/blog/kl-approx.html."""
+    if KIND == "k1":
+        result = -d, tl.full(d.shape, 1.0, tl.float32)
+    elif KIND == "k2":
+        result = 0.5 * d * d, -d
+    elif KIND == "k3":
+        result = _k3(d), -_expm1(d)
+    else:
+        tl.static_assert(KIND == "abs")
+        result = tl.abs(d), tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
+    return result
+
+
+@triton.jit
+def policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
+                out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE: tl.constexpr, KIND: tl.constexpr,
+                CORRECT_KL: tl.constexpr):  # fmt: skip
+    """Loss and metrics of some rows into out [6, M]; returns g, less what a given log_ratio hands to its sequence."""
+    ok = rows < n_rows
+    log_ratio = tl.zeros_like(logp)
+    if log_ratio_ptr is not None:
+        log_ratio = tl.load(log_ratio_ptr + rows, mask=ok, other=0.0)
+    elif old_ptr is not None:
+        log_ratio = logp - tl.load(old_ptr + rows, mask=ok, other=0.0).to(tl.float32)
+    ratio = tl.exp(log_ratio)  # r = pi / pi_old
+    advantage = tl.load(advantage_ptr + rows, mask=ok, other=0.0)
+    weight = tl.load(weight_ptr + rows, mask=ok, other=0.0)
+    phi = tl.zeros_like(logp)
+    if phi_ptr is not None:
+        phi = tl.load(phi_ptr + rows, mask=ok, other=0.0)
+    value, by_ratio, by_logp = _surrogate(SURROGATE, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    scale = weight
+    if importance_ptr is not None:
+        scale *= tl.load(importance_ptr + rows, mask=ok, other=0.0)
+    policy = scale * value
+    grad, grad_ratio = scale * by_logp, scale * by_ratio
+    kl = tl.zeros_like(logp)
+    if ref_ptr is not None:
+        kl, dkl = _kl(KIND, tl.load(ref_ptr + rows, mask=ok, other=0.0).to(tl.float32) - logp)
+        if CORRECT_KL:  # r KL, gradient through both (arXiv 2512.02556)
+            kl *= ratio
+            dkl *= ratio
+            grad_ratio += beta * weight * kl
+        grad += beta * weight * dkl
+    if log_ratio_ptr is None:
+        grad += grad_ratio
+    tl.store(out_ptr + rows, policy + beta * weight * kl, mask=ok)
+    tl.store(out_ptr + n_rows + rows, grad, mask=ok)
+    tl.store(out_ptr + 2 * n_rows + rows, grad_ratio, mask=ok)
+    tl.store(out_ptr + 3 * n_rows + rows, policy, mask=ok)
+    tl.store(out_ptr + 4 * n_rows + rows, kl, mask=ok)
+    tl.store(out_ptr + 5 * n_rows + rows, ratio, mask=ok)
+    return grad
+
+
+@triton.jit
+def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr,
+                            phi_ptr, out_ptr, low, high, delta, beta, tau_pos, tau_neg, n_rows,
+                            SURROGATE: tl.constexpr, KIND: tl.constexpr, CORRECT_KL: tl.constexpr,
+                            BLOCK: tl.constexpr):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    logp = tl.load(logp_ptr + rows, mask=rows < n_rows, other=0.0)
+    policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
+                out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
+
+
+@torch.library.custom_op("fastgrpo::policy_loss_rows", mutates_args=())
+def policy_loss_rows(logps: torch.Tensor, old: torch.Tensor | None, log_ratio: torch.Tensor | None,
+                     ref: torch.Tensor | None, advantages: torch.Tensor, weights: torch.Tensor,
+                     importance: torch.Tensor | None, phi: torch.Tensor | None, surrogate: str, kl: str,
+                     correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
+                     tau_neg: float) -> torch.Tensor:  # fmt: skip
+    """-> [6, M] fp32: loss, g, the part of g through a given log_ratio, policy loss, KL, ratio."""
+    n = len(logps)
+    out = logps.new_empty(6, n, dtype=torch.float32)
+    if n:
+        rows = (logps, old, log_ratio, ref, advantages, weights, importance, phi)
+        assert all(x is None or x.shape == (n,) for x in rows), [None if x is None else x.shape for x in rows]
+        rows = (None if x is None else x.float().contiguous() for x in rows)
+        _policy_loss_fwd_kernel[(triton.cdiv(n, BLOCK),)](
+            *rows, out, low, high, delta, beta, tau_pos, tau_neg, n,
+            SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, BLOCK=BLOCK,
+        )  # fmt: skip
+    return out
+
+
+@policy_loss_rows.register_fake
+def _(logps, *_):
+    return logps.new_empty(6, len(logps), dtype=torch.float32)
+
+
+def kernel_knobs(objective):
+    """(surrogate, kl, correct_kl, low, high, delta, beta, tau_pos, tau_neg): an Objective as the kernels take it."""
+    return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
+            objective.delta, objective.beta, objective.sapo_temperature_pos,
+            objective.sapo_temperature_neg)  # fmt: skip
+
+
+def policy_metrics(out, advantages, objective):
+    """Per-row metrics [M] from the kernel's [6, M]."""
+    low, high = objective.ratio_bounds
+    return {
+        "policy_loss": out[POLICY],
+        "kl": out[KL],
+        "ratio": out[RATIO],
+        "clipped_low": (out[RATIO] < low) & (advantages < 0),
+        "clipped_high": (out[RATIO] > high) & (advantages > 0),
+    }
+
+
+def policy_loss_fwd(logps, rows, objective):
+    """logps [M] fp32, rows a PolicyRows -> (loss [M], g [M], metrics), as objectives.policy_loss_fwd."""
+    per_sequence = objective.importance_sampling_level == "sequence"
+    log_ratio = phi = None
+    per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+    if per_sequence:
+        log_ratio = sequence_mean(per_token, rows.lengths)
+    importance, metrics = objectives.importance_weights(logps, rows, objective)
+    if objective.surrogate == "vespo":
+        tokens = Tokens(logps, per_token, None, rows.advantages, importance, rows.lengths)
+        phi = objectives.vespo_phi(tokens, objective)
+    out = policy_loss_rows(
+        logps, rows.old_logps, log_ratio, None if objective.beta == 0 else rows.ref_logps, rows.advantages,
+        rows.weights, None if phi is not None else importance, phi, *kernel_knobs(objective),
+    )  # fmt: skip
+    g = out[GRAD]
+    if per_sequence:
+        # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
+        g = g + sequence_mean(out[GRAD_RATIO], rows.lengths)
+    return out[LOSS], g, {**metrics, **policy_metrics(out, rows.advantages, objective)}
+
+
+class PolicyLoss(torch.autograd.Function):
+    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M])."""
+
+    @staticmethod
+    def forward(ctx, logps, rows, objective):
+        ctx.set_materialize_grads(False)
+        logps = logps.float()
+        loss, g, metrics = policy_loss_fwd(logps, rows, objective)
+        ctx.save_for_backward(g)
+        return loss.sum(dtype=torch.float64).float(), {"logps": logps.detach(), **metrics}
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, _):
+        (g,) = ctx.saved_tensors
+        return (None if grad_loss is None else g * grad_loss), None, None

@@ -1,0 +1,279 @@
+"""The Triton backend on a GPU at the sizes it is for, in bf16: accuracy, determinism, memory, no wait for the device.
+
+What needs no GPU is in interpreted_*.py and test_triton_aot.py; what is here cannot be shown without one.
+"""
+
+import math
+
+import pytest
+import torch
+from heads import FACTORS, SLACK, Head, error, random_head
+
+from fastgrpo import linear_grpo_loss, linear_logprob, logits_grpo_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SHAPES = [(8192, 896, 151936), (16384, 2048, 151936), (8192, 4096, 128256)]  # N, D, V
+MIB = 2**20
+TRUTH_ROWS = 1024  # rows whose fp64 logits are held at once
+
+
+@pytest.fixture(autouse=True)
+def release():
+    yield
+    torch.cuda.empty_cache()
+
+
+def head_of(n, d, v, scale=4.0, **options):
+    """A head whose rows have an entropy of a few nats, half of them with a likely target."""
+    head = random_head(n, d, v, torch.bfloat16, scale=scale, device="cuda", **options)
+    for part in torch.arange(n, device="cuda").split(TRUTH_ROWS):
+        likely = (head.hidden[part] @ head.weight.T).argmax(-1)
+        head.targets[part] = torch.where(part % 2 == 0, likely, head.targets[part])
+    with torch.no_grad():
+        logps = linear_logprob(head.hidden, head.weight, head.targets, backend="triton")
+    head.old_logps = logps + 0.2 * torch.randn_like(logps)
+    head.ref_logps = logps + 0.2 * torch.randn_like(logps)
+    return head
+
+
+def arguments(head, **more):
+    return {"targets": head.targets, "advantages": head.advantages, "old_logps": head.old_logps,
+            "ref_logps": head.ref_logps, "token_weights": head.weights, "beta": 0.1, "bias": head.bias,
+            "temperature": head.temperature, "logit_softcap": head.softcap, **more}  # fmt: skip
+
+
+def run(head, backward=True, **more):
+    hidden, weight = (x.detach().requires_grad_(backward) for x in (head.hidden, head.weight))
+    out = linear_grpo_loss(hidden, weight, backend="triton", **arguments(head, **more))
+    if not backward:
+        return out, None
+    out.loss.backward()
+    return out, {"hidden": hidden.grad, "weight": weight.grad}
+
+
+def measure(head, ours):
+    """Errors of ours and of plain PyTorch (bf16 operands, fp32 logits, bf16 dz) against fp64, by chunks of rows."""
+    n, objective = len(head.targets), {"epsilon": 0.2, "beta": 0.1}
+    weight32, weight64 = head.weight.float(), head.weight.double()
+    dw = {"true": torch.zeros_like(weight64), "plain": torch.zeros_like(weight32)}
+    kept = {name: {"true": [], "plain": []} for name in ("logps", "hidden")}
+    for part in torch.arange(n, device="cuda").split(TRUTH_ROWS):
+        h, t = head.hidden[part], head.targets[part]
+        for kind, weight in (("true", weight64), ("plain", weight32)):
+            dtype = weight.dtype
+            z = h.double() @ weight.T if kind == "true" else torch.mm(h, head.weight.T, out_dtype=torch.float32)
+            z.requires_grad_()
+            logps = z.log_softmax(-1).gather(-1, t[:, None])[:, 0]
+            ratio = (logps - head.old_logps[part].to(dtype)).exp()
+            a, w = head.advantages[part].to(dtype), head.weights[part].to(dtype)
+            low, high = 1 - objective["epsilon"], 1 + objective["epsilon"]
+            d = head.ref_logps[part].to(dtype) - logps
+            row = -torch.min(ratio * a, ratio.clamp(low, high) * a) + objective["beta"] * (torch.expm1(d) - d)
+            (dz,) = torch.autograd.grad((w * row).sum(), z)
+            if kind == "plain":
+                dz = dz.bfloat16()
+                kept["hidden"][kind].append((dz @ head.weight).double())
+                dw[kind] += torch.mm(dz.T, h, out_dtype=torch.float32)
+            else:
+                kept["hidden"][kind].append(dz @ weight)
+                dw[kind].addmm_(dz.T, h.double())
+            kept["logps"][kind].append(logps.detach().double())
+            del z, dz, logps, row, ratio
+    pairs = {name: {kind: torch.cat(parts) for kind, parts in both.items()} for name, both in kept.items()}
+    pairs["weight"] = {"true": dw["true"], "plain": dw["plain"].bfloat16()}
+    return {
+        name: (error(name, ours[name], both["true"]), error(name, both["plain"], both["true"]))
+        for name, both in pairs.items()
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_accuracy(shape):
+    head = head_of(*shape)
+    out, grads = run(head)
+    for name, (mine, plain) in measure(head, {"logps": out.logps, **grads}).items():
+        print(f"{shape} {name}: {mine:.2e}, plain {plain:.2e}")
+        assert mine <= FACTORS[name] * plain + SLACK, (name, mine, plain)
+
+
+@pytest.mark.parametrize("options", ({"softcap": 30.0}, {"bias": True}, {"temperature": "row"}), ids=str)
+def test_options_agree_with_the_chunked_backend(options):
+    head = head_of(2048, 896, 32001, **options)
+    out, grads = run(head, return_entropy=True)
+    hidden, weight = (x.detach().float().requires_grad_() for x in (head.hidden, head.weight))
+    theirs = linear_grpo_loss(hidden, weight, backend="chunked", return_entropy=True, **arguments(head))
+    theirs.loss.backward()
+    torch.testing.assert_close(out.logps, theirs.logps, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(out.metrics["entropy"], theirs.metrics["entropy"], atol=1e-4, rtol=1e-4)
+    assert error("hidden", grads["hidden"], hidden.grad) < 5e-3
+    assert error("weight", grads["weight"], weight.grad) < 5e-3
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+def test_recomputing_dtypes(dtype):
+    head = random_head(1024, 512, 32001, dtype, device="cuda")
+    hidden, weight = (x.detach().requires_grad_() for x in (head.hidden, head.weight))
+    ours = linear_logprob(hidden, weight, head.targets, backend="triton")
+    grads = torch.autograd.grad((ours * head.grad_logps).sum(), (hidden, weight))
+    h64, w64 = (x.detach().double().requires_grad_() for x in (head.hidden, head.weight))
+    true = (h64 @ w64.T).log_softmax(-1).gather(-1, head.targets[:, None])[:, 0]
+    trues = torch.autograd.grad((true * head.grad_logps).sum(), (h64, w64))
+    assert error("logps", ours, true) < 2e-5
+    assert all(
+        error("weight", a, b) < (1e-3 if dtype == torch.float16 else 1e-5) for a, b in zip(grads, trues, strict=True)
+    )
+
+
+def test_guarded_rows():
+    head = head_of(1024, 896, 32001)
+    head.hidden[::97] *= 8
+    logits = head.hidden[::97].float() @ head.weight.float().T
+    head.targets[::97] = logits.argmin(-1)
+    hidden, weight = (x.detach().requires_grad_() for x in (head.hidden, head.weight))
+    ours = linear_logprob(hidden, weight, head.targets, backend="triton")
+    assert ours.min() < -100
+    grads = torch.autograd.grad(ours.sum(), (hidden, weight))
+    h64, w64 = (x.detach().double().requires_grad_() for x in (head.hidden, head.weight))
+    true = (h64 @ w64.T).log_softmax(-1).gather(-1, head.targets[:, None])[:, 0]
+    trues = torch.autograd.grad(true.sum(), (h64, w64))
+    assert error("logps", ours, true) < 2e-5
+    assert all(error("weight", a, b) < 5e-3 for a, b in zip(grads, trues, strict=True))
+
+
+@pytest.mark.parametrize("rows", (8192, 16384 + 40))
+def test_two_runs_give_the_same_bits(rows):
+    head = head_of(rows, 896, 151936)
+    (a, a_grads), (b, b_grads) = run(head), run(head)
+    assert torch.equal(a.loss, b.loss) and torch.equal(a.logps, b.logps)
+    assert all(torch.equal(a_grads[name], b_grads[name]) for name in a_grads)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_peak_memory(shape):
+    """Beside inputs and gradients: one chunk of exponentials, the fp32 dW where there are several, a quarter GiB."""
+    n, d, v = shape
+    head = head_of(*shape)
+    run(head_of(256, d, v))  # workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run(head)
+    gradients = 2 * n * d + 2 * v * d
+    used = torch.cuda.max_memory_allocated() - before - gradients
+    allowed = 2 * min(n, 8192) * v + (4 * v * d if n > 8192 else 0) + 256 * MIB
+    assert used <= allowed, (used / MIB, allowed / MIB)
+
+
+@pytest.mark.parametrize("level", ("token", "sequence"))
+@pytest.mark.parametrize("n", (4096, 20000))
+def test_no_wait_for_the_device(n, level):
+    head = head_of(n, 896, 32000)
+    lengths = torch.full((n // 500,), 500)
+    lengths[-1] += n - lengths.sum()
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
+    rows = (sequences % 3 > 0).nonzero()[:, 0]
+    hidden, weight = (x.detach().requires_grad_() for x in (head.hidden, head.weight))
+    options = arguments(head, rows=rows, cu_seqlens=cu_seqlens, importance_sampling_level=level, num_items_in_batch=n)
+    del options["token_weights"]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = linear_grpo_loss(hidden, weight, backend="triton", **options)
+        (out.loss / 3).backward()
+        masked = {**options, "mask": torch.ones(n, device="cuda"), "rows": None}
+        linear_grpo_loss(hidden, weight, backend="triton", **masked).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("n", (2048, 16384))
+def test_torch_compile(n):
+    head = head_of(n, 896, 32000)
+    rows = torch.arange(0, n, 2, device="cuda")
+    if n > 8192:
+        rows = torch.arange(n, device="cuda")
+
+    def loss(hidden, weight):
+        return linear_grpo_loss(hidden * 1.0, weight, backend="triton", **arguments(head, rows=rows)).loss
+
+    leaves = [x.detach().requires_grad_() for x in (head.hidden, head.weight)]
+    theirs = torch.autograd.grad(loss(*leaves), leaves)
+    ours = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_autocast():
+    """fp32 master weights under autocast run the bf16 kernels."""
+    head = head_of(2048, 896, 32000)
+    weight = head.weight.float().requires_grad_()
+    hidden = head.hidden.float().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = linear_grpo_loss(hidden, weight, **arguments(head))
+    out.loss.backward()
+    plain, grads = run(head)
+    assert torch.equal(out.loss, plain.loss)
+    assert torch.equal(weight.grad, grads["weight"].float()) and torch.equal(hidden.grad, grads["hidden"].float())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_anchor_is_bit_equal_to_the_product(shape):
+    """Else log-probs err one-sidedly by up to 1e-4: the anchor must be rounded as the main product rounds.
+
+    At a temperature of 1e-9 any difference of one bit sends exp((y - c) / T) away from the 1 that equal bits give.
+    """
+    from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
+    from fastgrpo.kernels.linear_logprob import empty_exps
+    from fastgrpo.kernels.tiles import Head as HeadArguments
+
+    n, d, v = min(shape[0], 8192), *shape[1:]
+    head = random_head(n, d, v, torch.bfloat16, scale=4.0, device="cuda")
+    given = HeadArguments(head.hidden, head.weight, None, head.targets, 1e-9, None, None).checked()
+    exps = empty_exps(n, v, head.weight)
+    linear_exp_fwd(given, anchor_fwd(given), exps)
+    different = (exps.gather(1, head.targets[:, None]) != 1).sum().item()
+    assert different == 0, f"{different} of {n} anchors are not the product's bits"
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("inplace", (False, True))
+def test_logits_beyond_65535_rows(inplace, dtype):
+    n, v = 70_000, 1000
+    logits = (torch.randn(n, v, device="cuda") * 3).to(dtype)
+    head = {"targets": torch.randint(v, (n,), device="cuda"), "advantages": torch.randn(n, device="cuda"),
+            "old_logps": torch.full((n,), -math.log(v), device="cuda"), "num_items_in_batch": n}  # fmt: skip
+    leaf = logits.float().requires_grad_()
+    theirs = logits_grpo_loss(leaf, backend="chunked", **head)
+    (true,) = torch.autograd.grad(theirs.loss, leaf)
+    given = logits.clone().requires_grad_()
+    ours = logits_grpo_loss(given, backend="triton", inplace=inplace, **head)
+    (grad,) = torch.autograd.grad(ours.loss, given)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-4, atol=1e-6)
+    assert error("logits", grad, true) < {torch.bfloat16: 4e-3, torch.float16: 2e-2, torch.float32: 1e-5}[dtype]
+
+
+def test_logits_past_2_to_the_31_elements():
+    n, v = 16_000, 151_936
+    logits = torch.randn(n, v, device="cuda", dtype=torch.bfloat16)
+    head = {"targets": torch.randint(v, (n,), device="cuda"), "advantages": torch.randn(n, device="cuda")}
+    last = {name: x[-8:] for name, x in head.items()}
+    small = logits[-8:].clone().requires_grad_()
+    part = logits_grpo_loss(small, backend="triton", num_items_in_batch=n, **last)
+    (expected,) = torch.autograd.grad(part.loss, small)
+    given = logits.requires_grad_()
+    out = logits_grpo_loss(given, backend="triton", inplace=True, **head)
+    (grad,) = torch.autograd.grad(out.loss, given)
+    torch.testing.assert_close(out.logps[-8:], part.logps)
+    torch.testing.assert_close(grad[-8:], expected)
+
+
+def test_frozen_head_saves_its_product():
+    head: Head = head_of(2048, 896, 32000)
+    hidden = head.hidden.detach().requires_grad_()
+    linear_grpo_loss(hidden, head.weight, backend="triton", **arguments(head)).loss.backward()
+    assert torch.equal(hidden.grad, run(head)[1]["hidden"]) and head.weight.grad is None
