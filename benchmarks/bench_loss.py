@@ -14,10 +14,10 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
-from fastgrpo.kernels import reference
 
 from benchmarks.compare import append, compare, rows_of
 from fastgrpo import Objective, linear_grpo_loss
+from fastgrpo.kernels import reference
 
 SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
 N, D, V = (256, 16, 2048) if SMALL else (2048, 512, 32768)

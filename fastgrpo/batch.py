@@ -68,7 +68,7 @@ class Batch:
 
     input_ids, position_ids: [N]. lengths: tokens of each sequence, on the host. rows: [M], where among the N the
     hidden state stands that predicts each completion token. targets, weights, old_logps, ref_logps, sampler_logps:
-    [M]. advantages: [S]. cu_seqlens: [S+1] over the M completion tokens.
+    [M]. advantages: [S]. cu_seqlens: [S+1] over the M completion tokens, on the host.
     """
 
     input_ids: torch.Tensor
@@ -110,7 +110,7 @@ class Batch:
             lengths=[len(sample) - 1 for sample in samples],
             rows=to_device(rows),
             targets=to_device(targets),
-            cu_seqlens=to_device([0, *accumulate(counts)]),
+            cu_seqlens=torch.tensor([0, *accumulate(counts)]),
             advantages=to_device([sample.advantage for sample in samples], torch.float32),
             weights=joined("weights"),
             old_logps=joined("old_logps"),

@@ -94,6 +94,7 @@ class GRPOUpdate:
             batch.targets,
             batch.advantages,
             cu_seqlens=batch.cu_seqlens,
+            rows=torch.arange(len(batch.targets)),  # samples that do not teach have left: no need to look for them
             old_logps=batch.old_logps,
             ref_logps=batch.ref_logps,
             token_weights=batch.weights,
@@ -153,7 +154,7 @@ class Meter:
         """Means over the step's active tokens; losses are means over its updates."""
         if not self.sums:  # no group had spread: nothing was computed, nothing moved
             return {"loss": 0.0, "policy_loss": 0.0, "grad_norm": 0.0}
-        parts = {name: torch.stack([torch.as_tensor(v).double().cpu() for v in vs]) for name, vs in self.sums.items()}
+        parts = {name: torch.stack(vs).double().cpu() for name, vs in self.sums.items()}
         totals = {name: part.sum().item() for name, part in parts.items()}
         tokens, first = totals.pop("active_tokens"), totals.pop("first_tokens", 0)
         per = defaultdict(lambda: max(tokens, 1), {"loss": self.updates, "policy_loss": self.updates})

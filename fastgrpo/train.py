@@ -50,20 +50,20 @@ def run(config):
     from fastgrpo.trainer import GRPOTrainer
 
     task_module = find_task(config.task)
-    log = RunLog(config)
-    log.say(f"fastgrpo: task {config.task}, run folder {log.dir}")
-    path = config.model_name_or_path
+    log, path = None, config.model_name_or_path
     if path is None:
         if not hasattr(task_module, "make_policy"):
             raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+        log = RunLog(config)
         path = _make_policy(task_module, config, log)
     tokenizer = AutoTokenizer.from_pretrained(path)
     task = task_module.build(config, tokenizer)
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
     trainer = GRPOTrainer(path, functions, config, task.train, task.test, tokenizer, log)
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    log.say(
-        f"GRPO: {parameters:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trainer.log.say(f"run folder {trainer.log.dir}")
+    trainer.log.say(
+        f"GRPO: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
         f"{config.prompts_per_step} prompts x {config.num_generations} completions"
     )
     return trainer.train()

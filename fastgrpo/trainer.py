@@ -119,6 +119,8 @@ class GRPOTrainer:
                 gradient_checkpointing=self.args.gradient_checkpointing,
             )
             return policy, tokenizer or own
+        if tokenizer is None and not model.config._name_or_path:
+            raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
         device = choose_device(self.args.device)
         policy = prepare(model.to(device, choose_dtype(self.args.dtype, device)), self.args.gradient_checkpointing)
         return policy, tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)

@@ -9,10 +9,10 @@ gradients relative in norm.
 from dataclasses import dataclass, replace
 
 import torch
-from fastgrpo.kernels import reference
-from fastgrpo.kernels.objectives import PolicyRows
 
 from fastgrpo import Objective
+from fastgrpo.kernels import reference
+from fastgrpo.kernels.objectives import PolicyRows
 
 SLACK = 1e-5
 FACTORS = {"logps": 1.1, "entropy": 1.1, "hidden": 1.1, "weight": 1.5, "bias": 1.5, "logits": 1.1, "loss": 1.1}

@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
-from fastgrpo.kernels import head_rows, launch, linear_exp, linear_grpo, linear_logprob
-from fastgrpo.kernels.objectives import PolicyRows
 from heads import check, error, policy_scalar, random_head, truth
 
 from fastgrpo import Objective
+from fastgrpo.kernels import head_rows, launch, linear_exp, linear_grpo, linear_logprob
+from fastgrpo.kernels.objectives import PolicyRows
 
 if not launch.INTERPRET:
     pytest.skip("needs TRITON_INTERPRET=1 before the import", allow_module_level=True)

@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
-from fastgrpo.kernels import launch, linear_logprob
 from heads import random_head
 
 import fastgrpo.loss
 from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
+from fastgrpo.kernels import launch, linear_logprob
 
 if not launch.INTERPRET:
     pytest.skip("needs TRITON_INTERPRET=1 before the import", allow_module_level=True)

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 import torch
-from fastgrpo.kernels import reference
 
 from fastgrpo import Objective, linear_grpo_loss
+from fastgrpo.kernels import reference
 
 LOSS_TYPES = {
     "grpo": {"loss_type": "grpo"},

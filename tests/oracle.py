@@ -6,9 +6,9 @@ Shapes: N tokens, M masked-in tokens, V vocabulary, D hidden, S sequences.
 from dataclasses import dataclass, fields, replace
 
 import torch
-from fastgrpo.kernels import chunked, reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgrpo.kernels import chunked, reference
 from fastgrpo.objective import Objective
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")

@@ -10,7 +10,7 @@ from fastgrpo.model import choose_device, hidden_states, load_policy, prepare
 
 
 def packed(sequences):
-    ids = torch.tensor(sum(sequences, []))
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
     return ids, positions, PackedAttention([len(sequence) for sequence in sequences], "cpu")
 

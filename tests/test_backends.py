@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fastgrpo.kernels import reference
 
 import fastgrpo.loss
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
+from fastgrpo.kernels import reference
 
 N, D, V = 12, 8, 40
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 import oracle
 import pytest
 import torch
-from fastgrpo.kernels import chunked, reference
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob
+from fastgrpo.kernels import chunked, reference
 
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
 

@@ -4,10 +4,10 @@ from itertools import accumulate
 
 import pytest
 import torch
-from fastgrpo.kernels import chunked, chunked_logits, reference
 from torch.profiler import ProfilerActivity, profile
 
 from fastgrpo import Objective, linear_grpo_loss, logits_grpo_loss
+from fastgrpo.kernels import chunked, chunked_logits, reference
 
 B, T, V, D = 4, 5, 17, 6
 LENGTHS = torch.tensor([5, 3, 0, 4])

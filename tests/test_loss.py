@@ -7,9 +7,9 @@ from itertools import product
 import oracle
 import pytest
 import torch
-from fastgrpo.kernels import reference
 
 from fastgrpo import GRPOLossOutput, Objective, grpo_loss, linear_grpo_loss, linear_logprob
+from fastgrpo.kernels import reference
 
 KNOBS = {"none": {"beta": 0.0}, "k1": {"kl": "k1"}, "k2": {"kl": "k2"}, "k3": {"kl": "k3"}}
 OBJECTIVES = [

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fastgrpo.kernels import chunked
 from objective_cases import (
     BOUNDS,
     CASES,
@@ -18,6 +17,7 @@ from objective_cases import (
 )
 
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss
+from fastgrpo.kernels import chunked
 
 
 def poisoned(p):

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fastgrpo.kernels import reference
 from objective_cases import CASES, SAMPLER_CASES, assert_close, leaves, problem, run
 
 from fastgrpo import Objective
+from fastgrpo.kernels import reference
 
 
 def trl_importance(p, objective):

@@ -95,7 +95,7 @@ def test_bad_sets_are_refused():
 
     with pytest.raises(ValueError, match="at least one"):
         Rewards([])
-    with pytest.raises(ValueError, match="1 entries for 2|names of their own"):
+    with pytest.raises(ValueError, match="names of their own"):
         Rewards([f, f])
     with pytest.raises(ValueError, match="2 entries for 1"):
         Rewards([f], [1.0, 2.0])

@@ -22,7 +22,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "metrics.jsonl").write_text("old")
     (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(ValueError, match="not empty.*--overwrite_output_dir"):
+    with pytest.raises(ValueError, match=r"not empty.*--overwrite_output_dir"):
         claim_output_dir(str(tmp_path), "t")
     claim_output_dir(str(tmp_path), "t", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

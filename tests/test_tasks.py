@@ -134,8 +134,9 @@ def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text("def brevity(completions, **_):\n    return [-1.0 for _ in completions]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     code = main(
-        f"--task gsm8k --model_name_or_path {model} --dataset_name {SAMPLE} --output_dir {tmp_path / 'run'} --max_steps 1 "
-        "--prompts_per_step 1 --num_generations 2 --max_completion_length 4 --logging_steps 1 --device cpu "
+        f"--task gsm8k --model_name_or_path {model} --dataset_name {SAMPLE} --output_dir {tmp_path / 'run'} "
+        "--max_steps 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 4 --logging_steps 1 "
+        "--device cpu "
         "--reward_funcs format_reward my_rewards:brevity".split()
     )
     assert code == 0

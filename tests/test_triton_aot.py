@@ -17,9 +17,10 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
-from fastgrpo.kernels import head_rows, launch, linear_exp, logits_grpo, online, policy_loss  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
+from fastgrpo.kernels import head_rows, launch, linear_exp, logits_grpo, online, policy_loss  # noqa: E402
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="compiled kernels need a process without TRITON_INTERPRET")
 

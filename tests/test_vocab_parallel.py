@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from fastgrpo.kernels import chunked, reference
 
 from fastgrpo import linear_grpo_loss, linear_logprob
+from fastgrpo.kernels import chunked, reference
 
 N, D = 14, 5
 CU_SEQLENS = torch.tensor([0, 5, 9, 9, 14])
