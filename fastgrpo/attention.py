@@ -11,17 +11,19 @@ from contextlib import contextmanager
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 NAME = "fastgrpo"
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, context=None, sliding_window=None,
-               softcap=None, **kwargs):  # fmt: skip
+               softcap=None, s_aux=None, **kwargs):  # fmt: skip
     """transformers' attention signature: query [1, H, N, d], key and value [1, K, N, d] -> ([1, N, H, d], None)."""
     model = type(module).__name__
     if context is None:
         raise ValueError(f"{model}: the fastgrpo attention was called without a context; use model.hidden_states")
+    if s_aux is not None:
+        raise ValueError(f"{model}: attention sinks are not supported; choose a model without them")
     if softcap is not None:
         raise ValueError(f"{model}: soft-capped attention is not supported; choose a model without it")
     if sliding_window is not None and context.longest > sliding_window:
@@ -32,8 +34,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     return context.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 
+# No mask function of this name is registered: then transformers makes no mask (and looks at no position, which would
+# wait for the device); the context knows what attends to what.
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # the context knows what attends to what
 
 
 @contextmanager

@@ -199,11 +199,25 @@ class GRPOConfig(LoggingConfig, OptimConfig, ObjectiveConfig, RolloutConfig, Dat
             ("logging_steps", 1),
             ("save_steps", 1),
             ("curriculum_iters", 0),
+            ("warmup_steps", 0),
+            ("top_k", 0),
+            ("eval_steps", 1),
+            ("max_eval_samples", 1),
         ):
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy groups have no spread")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= (self.min_p or 0) <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not self.num_train_epochs > 0:
+            raise ValueError(f"num_train_epochs must be positive, got {self.num_train_epochs}")
+        if self.max_num_seqs < self.num_generations:
+            raise ValueError(
+                f"max_num_seqs={self.max_num_seqs} must hold a group of num_generations={self.num_generations}"
+            )
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if self.max_steps == 0 or self.max_steps < -1:
@@ -234,11 +248,16 @@ def load_yaml(path):
     import yaml
 
     settings = yaml.safe_load(Path(path).read_text()) or {}
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
-    for name in settings:
+    known = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
+    for name, value in settings.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        if isinstance(value, str) and known[name] in (float, int, float | None, int | None):
+            try:  # YAML 1.1 reads 5e-5, without a point, as a string
+                settings[name] = float(value)
+            except ValueError:
+                raise ValueError(f"{path}: {name} must be a number, got {value!r}") from None
     return settings
 
 

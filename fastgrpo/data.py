@@ -41,6 +41,7 @@ class ShuffledRows:
 
     def observe(self, accuracy):
         """Accuracy changes nothing here."""
+        return False
 
     def state_dict(self):
         return {"drawn": self.drawn}
@@ -81,7 +82,7 @@ class Curriculum:
         return self.levels[self.level].source.take(count)
 
     def observe(self, accuracy):
-        """Count a step on the current level, and move on where it is done."""
+        """Count a step on the current level, and move on where it is done. Returns whether it moved."""
         level = self.levels[self.level]
         self.steps += 1
         self.recent = [*self.recent, accuracy][-self.WINDOW :]
@@ -92,6 +93,8 @@ class Curriculum:
         )
         if self.level + 1 < len(self.levels) and (able or self.steps == level.until_steps):
             self.level, self.recent, self.steps = self.level + 1, [], 0
+            return True
+        return False
 
     def state_dict(self):
         return {

@@ -32,7 +32,7 @@ def evaluate(engine, tokenizer, rows, rewards, sampling, trainer_state, progress
     means = per_function.nanmean(0).tolist()
     return {
         "eval/accuracy": (per_function[:, 0] >= 1).double().mean().item(),
-        **{f"eval/rewards/{name}/mean": mean for name, mean in zip(rewards.names, means, strict=True)},
+        **{f"eval/rewards/{n}/mean": mean for n, mean in zip(rewards.names, means, strict=True) if mean == mean},
         "eval/mean_length": sum(len(rollout.ids) for rollout in rollouts) / len(rollouts),
         "eval/time": time.perf_counter() - started,
     }

@@ -6,9 +6,8 @@ dropped; so a step does not depend on how it was split into micro-batches, nor o
 were computed.
 """
 
-import math
 from collections import defaultdict
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 
@@ -35,8 +34,8 @@ class GRPOUpdate:
         Returns:
             metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, learning_rate.
         """
-        size = math.ceil(len(groups) / self.updates_per_rollout)
-        minibatches = [_joined(groups[start : start + size]) for start in range(0, len(groups), size)]
+        bounds = [len(groups) * i // self.updates_per_rollout for i in range(self.updates_per_rollout + 1)]
+        minibatches = [_joined(groups[start:end]) for start, end in pairwise(bounds)]
         self.step_tokens = sum(_tokens(minibatch) for minibatch in minibatches) / len(minibatches)
         for minibatch in minibatches:
             self.set_weights(minibatch)
@@ -47,7 +46,7 @@ class GRPOUpdate:
             for minibatch in kept:
                 meter.updates += 1
                 meter.norms.append(self.updater.step(minibatch, lambda part, batch: self.loss(part, batch, meter)))
-        values = meter.values() | {"learning_rate": self.updater.schedule.get_last_lr()[0]}
+        values = meter.values() | {"learning_rate": self.updater.learning_rate}
         if self.objective.beta == 0:
             values.pop("kl", None)  # there is no reference to measure it against
         return values
@@ -116,6 +115,8 @@ class GRPOUpdate:
 
     def clipped_share(self, sample, logps):
         """The share of a sample's tokens whose ratio lies beyond the bound on the side of its advantage."""
+        if sample.advantage == 0:
+            return 0.0
         low, high = self.objective.ratio_bounds
         log_ratio = logps - sample.old_logps.to(logps.device)
         if self.objective.importance_sampling_level == "sequence":

@@ -27,6 +27,8 @@ def reward_metrics(names, per_function, totals, advantages, group_size):
     }
     for name, column in zip(names, per_function.T, strict=True):
         given = column[~column.isnan()]
+        if not len(given):
+            continue
         values[f"rewards/{name}/mean"] = given.mean().item()
         values[f"rewards/{name}/std"] = given.std(correction=0).item()
     return {name: value for name, value in values.items() if not math.isnan(value)}

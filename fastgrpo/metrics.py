@@ -14,8 +14,8 @@ from tqdm import tqdm
 from fastgrpo.checkpoint import claim_output_dir
 
 METRICS = {
-    "loss": "the objective's value at the last update; 0 on the first one of a rollout is right: ratios are 1 and "
-    "advantages cancel, the gradient does not",
+    "loss": "the objective's value, the mean over a step's updates; near 0 on the first one of a rollout is right: "
+    "ratios are 1 and advantages cancel, the gradient does not",
     "policy_loss": "the loss without its KL term",
     "reward": "mean total reward of the completions",
     "reward_std": "mean over groups of the standard deviation of the total reward",
@@ -99,7 +99,7 @@ class RunLog:
         means = {}
         for name in names:
             seen = [values[name] for values in self._pending if name in values]
-            means[name] = seen[-1] if name in ("num_tokens", "learning_rate") else math.fsum(seen) / len(seen)
+            means[name] = _REDUCED.get(name, _mean)(seen)
         self._pending = []
         self.write(step, means)
 
@@ -143,4 +143,14 @@ def _wandb(log):
     return lambda step, values: run.log(values, step=step)
 
 
+def _mean(values):
+    return math.fsum(values) / len(values)
+
+
+def _last(values):
+    return values[-1]
+
+
+# How the values of logging_steps steps become one, where not by their mean.
+_REDUCED = {"num_tokens": _last, "learning_rate": _last, "curriculum/level": _last, "ratio/max": max}
 _WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}

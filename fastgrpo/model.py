@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.attention import PackedAttention, attention_of
 
@@ -39,6 +40,13 @@ def load_policy(path, *, dtype="auto", device="auto", gradient_checkpointing=Fal
     return prepare(model, gradient_checkpointing), AutoTokenizer.from_pretrained(path)
 
 
+def cast(model, dtype):
+    """Cast the weights, and only them: a rotary embedding's frequencies in bf16 would be wrong by radians."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def prepare(model, gradient_checkpointing=False):
     """Switch dropout off, gradient checkpointing as told, and refuse what would be silently wrong."""
     name = type(model).__name__
@@ -47,17 +55,23 @@ def prepare(model, gradient_checkpointing=False):
     for knob, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1), ("logit_scale", 1)):
         if getattr(model.config, knob, neutral) not in (neutral, None):
             raise ValueError(f"{name}: config.{knob}={getattr(model.config, knob)} changes the head; not supported")
-    for module in model.modules():
+    layer_types = set(getattr(model.config, "layer_types", None) or ())
+    if layer_types - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{name} has layers that are not attention ({', '.join(sorted(layer_types))}); not supported")
+    for module in model.modules():  # the policy that is trained must be the policy that drew the samples
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # the policy that is trained must be the policy that drew the samples
-    # Checkpointing looks at `training`; nothing else does, now that dropout is off.
-    model.train(gradient_checkpointing)
+            module.p = 0.0
+        for knob, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in knob or knob in ("layerdrop", "router_jitter_noise")):
+                setattr(module, knob, 0.0)
+    model.eval()
     if gradient_checkpointing:
         # The layers run a second time in the backward pass, outside of `hidden_states`: they must attend as they did.
         def contexts():
             return nullcontext(), attention_of(model, model.config._attn_implementation)
 
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        model.gradient_checkpointing_enable(settings)
     else:
         model.gradient_checkpointing_disable()
     return model
@@ -78,6 +92,9 @@ def hidden_states(model, input_ids, position_ids, context):
     Returns:
         [N, D] final hidden states, in the model's dtype.
     """
+    for layer in model.base_model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = torch.is_grad_enabled()  # checkpointing looks at it, and costs where there is no backward
     with attention_of(model):
         out = model.base_model(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context

@@ -55,7 +55,7 @@ class MasterAdamW:
         self.adamw.zero_grad(set_to_none=True)
         for parameter, master in self.pairs:
             parameter.copy_(master)
-        return norm
+        return norm.to(self.masters[0].device)  # where no gradient was, torch makes the norm on the CPU
 
 
 def make_schedule(optimizer, name, *, warmup_steps, total_steps):

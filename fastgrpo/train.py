@@ -40,8 +40,12 @@ def _take_flag(argv, name):
     return rest, value
 
 
-def run(config):
-    """Train by these settings. Returns the summary."""
+def make_trainer(config):
+    """Settings -> `GRPOTrainer`, with the task's own policy warm-started where no model is named.
+
+    Raises:
+        ValueError: what does not fit together.
+    """
     from transformers import AutoTokenizer
 
     from fastgrpo.metrics import RunLog
@@ -66,7 +70,7 @@ def run(config):
         f"GRPO: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "
         f"{config.prompts_per_step} prompts x {config.num_generations} completions"
     )
-    return trainer.train()
+    return trainer
 
 
 def _make_policy(task_module, config, log):
@@ -87,10 +91,11 @@ def _make_policy(task_module, config, log):
 
 def main(argv=None):
     try:
-        run(parse(sys.argv[1:] if argv is None else argv))
+        trainer = make_trainer(parse(sys.argv[1:] if argv is None else argv))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    trainer.train()
     return 0
 
 

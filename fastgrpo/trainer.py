@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
 from fastgrpo.advantage import group_advantages
@@ -19,7 +20,7 @@ from fastgrpo.frozen import make_reference
 from fastgrpo.grpo import GRPOUpdate
 from fastgrpo.measure import reward_metrics, rollout_metrics, sample_rows
 from fastgrpo.metrics import RunLog
-from fastgrpo.model import choose_device, choose_dtype, load_policy, prepare
+from fastgrpo.model import cast, choose_device, choose_dtype, load_policy, prepare
 from fastgrpo.optim import MasterAdamW, make_schedule
 from fastgrpo.report import draw_curves, table
 from fastgrpo.rewards import Rewards
@@ -44,8 +45,8 @@ class GRPOTrainer:
     Args:
         model: a folder or hub id, or a transformers causal LM (trained in place).
         reward_funcs: a function or a list: `f(prompts, completions, **columns) -> list[float | None]`, see `Rewards`.
-        args: `GRPOConfig`. train_dataset: rows with a `prompt` column (a list, a datasets.Dataset), or a source with
-            take and observe. eval_dataset: held-out rows, or None for no evaluation.
+        args: `GRPOConfig`. train_dataset: rows with a `prompt` column (a list, a datasets.Dataset), or a source like
+            `ShuffledRows`. eval_dataset: held-out rows, or None for no evaluation.
         processing_class: the tokenizer; None loads the model's.
         log: a `RunLog` whose folder is claimed already; None makes one from args.
 
@@ -122,7 +123,9 @@ class GRPOTrainer:
         if tokenizer is None and not model.config._name_or_path:
             raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
         device = choose_device(self.args.device)
-        policy = prepare(model.to(device, choose_dtype(self.args.dtype, device)), self.args.gradient_checkpointing)
+        policy = prepare(
+            cast(model.to(device), choose_dtype(self.args.dtype, device)), self.args.gradient_checkpointing
+        )
         return policy, tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)
 
     def train(self):
@@ -133,8 +136,8 @@ class GRPOTrainer:
         for step in range(1, steps + 1):
             values = self.step()
             log.step(step, values, last=step == steps)
-            shown = {"reward": values["reward"], "acc": values["accuracy"], "tok/s": values["tokens/s"]}
-            log.advance(**shown, **({"kl": values["kl"]} if "kl" in values else {}))
+            shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
+            log.advance(**{short: values[name] for short, name in shown.items() if name in values})
             if step == steps or (self.args.eval_steps and step % self.args.eval_steps == 0):
                 after = self.evaluate()
             if step == steps or step % self.args.save_steps == 0:
@@ -165,12 +168,13 @@ class GRPOTrainer:
         values |= reward_metrics(names, per_function, totals, advantages, group_size)
         if isinstance(self.source, Curriculum):
             values["curriculum/level"] = self.source.level
-        self.source.observe(values["accuracy"])
+        if self.source.observe(values["accuracy"]):
+            self.log.say(f"step {self.state.global_step + 1}: the curriculum moves on to {self.source.name}")
         self.state.global_step += 1
         self.state.epoch = self.state.global_step * self.args.prompts_per_step / len(self.source)
         self.num_tokens += sum(len(sample) for sample in samples)
-        if self.state.global_step % self.args.logging_steps == 0:
-            step = self.state.global_step
+        step = self.state.global_step
+        if step % self.args.logging_steps == 0 or step == self.state.max_steps:
             self.log.samples(
                 sample_rows(step, samples, prompts, completions, rollouts, names, per_function, extras, group_size)
             )
@@ -208,13 +212,19 @@ class GRPOTrainer:
             log_metric=lambda name, value: custom[name].append(float(value)),
             log_extra=extras.__setitem__,
         )
-        return per_function, extras, {f"custom/{name}": sum(v) / len(v) for name, v in custom.items()}
+        means = {f"custom/{name}": sum(values) / len(values) for name, values in custom.items()}
+        return per_function, extras, {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
     def evaluate(self):
         """Greedy accuracy on the held-out rows, logged. Returns its metrics, or None without such rows."""
         if not self.eval_rows:
+            if self.state.global_step == 0:
+                self.log.say("no held-out rows: accuracy is not measured")
             return None
-        values = evaluate(self.engine, self.tokenizer, self.eval_rows, self.rewards, self.sampling, self.state)
+        with tqdm(total=len(self.eval_rows), desc="evaluate", leave=False) as bar:
+            values = evaluate(
+                self.engine, self.tokenizer, self.eval_rows, self.rewards, self.sampling, self.state, bar.update
+            )
         self.log.write(self.state.global_step, values)
         self.log.say(
             f"step {self.state.global_step}: held-out accuracy {values['eval/accuracy']:.3f} "

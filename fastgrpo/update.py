@@ -13,6 +13,7 @@ class Updater:
     def __init__(self, optimizer, schedule, *, max_grad_norm, max_tokens, device):
         self.optimizer, self.schedule = optimizer, schedule
         self.max_grad_norm, self.max_tokens, self.device = max_grad_norm, max_tokens, device
+        self.learning_rate = None  # of the last update
 
     def step(self, samples, loss_fn):
         """Update once.
@@ -26,5 +27,6 @@ class Updater:
         for part in split_by_tokens(samples, self.max_tokens):
             loss_fn(part, Batch.pack(part, self.device)).backward()
         norm = self.optimizer.step(self.max_grad_norm)
+        self.learning_rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         return norm

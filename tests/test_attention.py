@@ -6,7 +6,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from fastgrpo.attention import NAME, PackedAttention
-from fastgrpo.model import choose_device, hidden_states, load_policy, prepare
+from fastgrpo.model import cast, choose_device, hidden_states, load_policy, prepare
 
 
 def packed(sequences):
@@ -74,6 +74,32 @@ def test_dropout_is_off_everywhere():
     model.extra = layer
     prepare(model)
     assert layer[0].p == 0
+
+
+def test_casting_spares_the_rotary_frequencies():
+    model = cast(tiny.model(), torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert model.base_model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_layers_that_are_not_attention_are_refused():
+    model = tiny.model()
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="linear_attention"):
+        prepare(model)
+
+
+def test_checkpointed_layers_train_only_where_there_is_a_backward():
+    model = tiny.model(gradient_checkpointing=True)
+    ids, positions, context = packed([[5, 6, 7]])
+    with torch.no_grad():
+        hidden_states(model, ids, positions, context)
+    assert not any(module.training for module in model.modules())
+    calls = []
+    layer = model.base_model.layers[0]
+    layer._gradient_checkpointing_func = lambda f, *a, **k: calls.append(1) or f(*a, **k)
+    hidden_states(model, ids, positions, context)
+    assert calls == [1]
 
 
 def test_loading_from_a_folder(tmp_path):

@@ -35,6 +35,12 @@ def test_unstated_defaults_are_trls():
         ({"epsilon": 1.5}, "epsilon"),
         ({"beta": -0.1}, "beta"),
         ({"dtype": "float8"}, "dtype"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_p": 2}, "min_p"),
+        ({"eval_steps": 0}, "eval_steps must be at least 1"),
+        ({"max_eval_samples": -1}, "max_eval_samples"),
+        ({"num_train_epochs": 0}, "num_train_epochs"),
+        ({"max_num_seqs": 4}, "max_num_seqs=4 must hold a group of num_generations=8"),
     ],
 )
 def test_out_of_range(settings, match):
@@ -69,6 +75,15 @@ def test_yaml_names_the_nearest_setting(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("learning_rat: 1\n")
     with pytest.raises(ValueError, match="unknown setting 'learning_rat'; did you mean 'learning_rate'"):
+        load_yaml(path)
+
+
+def test_yaml_numbers_may_lack_their_point(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("learning_rate: 5e-5\n")
+    assert load_yaml(path) == {"learning_rate": 5e-5}
+    path.write_text("learning_rate: fast\n")
+    with pytest.raises(ValueError, match="learning_rate must be a number, got 'fast'"):
         load_yaml(path)
 
 

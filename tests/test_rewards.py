@@ -72,6 +72,25 @@ def test_async_functions_run_together():
     assert order == ["slow starts", "quick", "slow ends"]
 
 
+def test_numpy_and_torch_scalars_are_numbers():
+    def reward(**_):
+        return [torch.tensor(1.5), torch.tensor(2).numpy()[()]]
+
+    assert call(Rewards([reward])).tolist() == [[1.5], [2.0]]
+
+
+def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():
+    seen = []
+
+    def reward(completions, **columns):
+        seen.append((completions, columns["answer"]))
+        return [0.0, 0.0]
+
+    prompts = [Prompt([1], "p", {"completions": "theirs", "answer": "x"})] * 2
+    Rewards([reward])(prompts, ["c0", "c1"], [[3], [4]], trainer_state=None, log_metric=None, log_extra=None)
+    assert seen == [(["c0", "c1"], ["x", "x"])]
+
+
 @pytest.mark.parametrize(
     "result, match",
     [

@@ -141,6 +141,11 @@ def test_model_attends_as_before_outside_of_the_engine():
     assert model.config._attn_implementation == before
 
 
+def test_a_group_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="num_generations=8 does not fit into max_num_seqs=4"):
+        RolloutEngine(tiny.model(), max_num_seqs=4).generate(PROMPTS, 8)
+
+
 @pytest.mark.parametrize("prompts, match", [([[]], "prompt 0 has no tokens"), ([[5] * 250], "context of 256")])
 def test_refused_prompts(prompts, match):
     with pytest.raises(ValueError, match=match):

@@ -20,10 +20,10 @@ def test_held_out_pairs_are_on_no_level_and_all_carry():
     assert len(set(held_out)) == arithmetic.HELD_OUT
     assert all(a % 10 + b % 10 >= 10 and min(a, b) >= 10 for a, b in held_out)
     for level in levels:
-        assert level and not set(level) & set(held_out)
+        assert level and not {frozenset(pair) for pair in level} & {frozenset(pair) for pair in held_out}
     hardest = levels[-1]
     assert all(a % 10 + b % 10 >= 10 for a, b in hardest)
-    assert len(hardest) + len(held_out) == 81 * 45
+    assert len(hardest) > 2500
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_written_sums(a, b, text):
 
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(arithmetic, "sft", lambda model, examples, **_: seen.extend(examples))
+    monkeypatch.setattr(arithmetic, "sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
     path = arithmetic.make_policy(tmp_path, GRPOConfig(device="cpu"), lambda *_: None)
     from transformers import AutoTokenizer
 
@@ -44,7 +44,7 @@ def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     prompts = {tokenizer.decode(prompt) for prompt, _ in seen}
     *_, held_out = arithmetic.pairs_by_level()
     assert len(prompts) > 1000
-    assert not prompts & {f"{a}+{b}=" for a, b in held_out}
+    assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
     prompt, completion = seen[0]
     a, b = (int(number) for number in tokenizer.decode(prompt)[:-1].split("+"))
     assert tokenizer.decode(completion, skip_special_tokens=True) == arithmetic.written(a, b)
@@ -92,6 +92,8 @@ def test_data_sets_of_ones_own(tmp_path):
         "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}],
         "x": 1,
     }
+    plain = dataset._with_system({"prompt": "hi"}, "S")
+    assert plain["prompt"] == "S\n\nhi"
     with pytest.raises(ValueError, match="needs --dataset_name"):
         dataset.build(GRPOConfig(task="dataset"), None)
 
@@ -142,3 +144,8 @@ def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
     assert code == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row["rewards/brevity/mean"] == -1.0 and "rewards/correctness/mean" not in row
+
+
+def test_arithmetic_refuses_data_it_would_not_read():
+    with pytest.raises(ValueError, match="system_prompt goes with --task gsm8k"):
+        arithmetic.build(GRPOConfig(system_prompt="Be brief."), None)

@@ -261,6 +261,37 @@ def test_a_model_object_is_trained_in_place(tmp_path):
     assert not torch.equal(before, model.get_input_embeddings().weight)
 
 
+def test_minibatches_are_balanced_and_as_many_as_asked_for():
+    update = make_update(Objective(), updates_per_rollout=4)
+    sizes = []
+    update.updater.step = lambda samples, loss: sizes.append(len(samples)) or torch.zeros(())
+    update.teaches = lambda sample: True
+    update.set_logps = lambda kept: None
+    update([[sample] for sample in samples_of(5)])
+    assert sizes == [1, 1, 1, 2]
+
+
+def test_an_update_without_samples_moves_nothing():
+    update = make_update(Objective())
+    before = [p.clone() for p in update.model.parameters()]
+    samples = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of()]
+    metrics = update([samples])
+    assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, update.model.parameters(), strict=True))
+
+
+def test_no_verdict_at_all(tmp_path):
+    values = make_trainer(tmp_path, lambda completions, **_: [None] * len(completions)).train()
+    assert values["steps"] == 2
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all("reward" not in row and row["frac_informative"] == 0 for row in rows)
+
+
+def test_short_runs_leave_samples(tmp_path):
+    make_trainer(tmp_path, logging_steps=10).train()
+    assert {row["step"] for row in lines(tmp_path / "run" / "samples.jsonl")} == {2}
+
+
 def test_no_data_set(tmp_path):
     with pytest.raises(ValueError, match="train_dataset is needed"):
         GRPOTrainer(str(tiny.save(tmp_path / "m")), share_of_a, GRPOConfig(output_dir=str(tmp_path / "run")))

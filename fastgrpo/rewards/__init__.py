@@ -64,7 +64,9 @@ class Rewards:
         Raises:
             ValueError: a function returned something else than S finite numbers or None.
         """
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+        # A data set's own completions must not stand in for the rollouts, nor its prompts for the rendered ones.
+        taken = ("prompts", "completions", "completion", "completion_ids")
+        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in taken)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
         arguments = {
             "prompts": [prompt.prompt for prompt in prompts],
@@ -100,6 +102,8 @@ def _checked(name, values, count):
     if len(values) != count:
         raise ValueError(f"reward function {name!r} returned {len(values)} rewards for {count} completions")
     for i, value in enumerate(values):
+        if hasattr(value, "item"):  # a numpy or torch scalar
+            values[i] = value = value.item()
         if value is None:
             values[i] = math.nan
         elif not isinstance(value, (int, float)) or not math.isfinite(value):

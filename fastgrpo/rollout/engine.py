@@ -42,12 +42,14 @@ class RolloutEngine:
             ValueError: an empty prompt, or one that leaves no room for max_tokens in the model's context.
         """
         sampling = sampling or SamplingParams()
+        if num_generations > self.max_num_seqs:
+            raise ValueError(f"num_generations={num_generations} does not fit into max_num_seqs={self.max_num_seqs}")
         self._check(prompts, num_generations, sampling)
         device = self.model.device
         generator = None
         if sampling.seed is not None:
             generator = torch.Generator(device).manual_seed(sampling.seed)
-        wave = max(self.max_num_seqs // num_generations, 1)
+        wave = self.max_num_seqs // num_generations
         rollouts = []
         for start in range(0, len(prompts), wave):
             finished = self._wave(prompts[start : start + wave], num_generations, sampling, generator)

@@ -3,6 +3,7 @@
 Shapes: R rows, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +65,7 @@ def sample(logits, params, generator=None):
 
 
 def filter_logps(all_logps, params):
-    """Log-probs [R, V] with -inf where top-k, top-p or min-p cut, in this order, as transformers and vLLM do."""
+    """Log-probs [R, V] with -inf where top-k, top-p or min-p cut, in this order, as transformers does."""
     kept = all_logps
     if 0 < params.top_k < kept.shape[-1]:
         threshold = kept.topk(params.top_k, dim=-1).values[:, -1:]
@@ -76,6 +77,6 @@ def filter_logps(all_logps, params):
         cut = probs.cumsum(-1) - probs >= params.top_p
         kept = kept.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
     if params.min_p > 0:
-        floor = kept.amax(-1, keepdim=True) + torch.tensor(params.min_p, device=kept.device).log()
+        floor = kept.amax(-1, keepdim=True) + math.log(params.min_p)
         kept = kept.masked_fill(kept < floor, -torch.inf)
     return kept

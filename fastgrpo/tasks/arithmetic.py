@@ -38,17 +38,20 @@ def correctness(prompts, completions, answer, **columns):
 
 
 def pairs_by_level():
-    """-> (both below 40, both below 70, any two with a carry, held-out with a carry); no level has a held-out pair.
+    """-> (both below 40, both below 70, any two with a carry, held-out with a carry); no level has a held-out pair,
+    in either order.
 
     The easy levels have sums with and without a carry: a policy that practises sums without one unlearns the carry.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     carry = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
     random.Random(PAIRS_SEED).shuffle(carry)
-    held_out = set(carry[:HELD_OUT])
-    pairs = [pair for pair in pairs if pair not in held_out]
-    small, larger = ([pair for pair in pairs if max(pair) < bound] for bound in (40, 70))
-    return small, larger, carry[HELD_OUT:], carry[:HELD_OUT]
+    held_out = {frozenset(pair) for pair in carry[:HELD_OUT]}  # in either order: 38+47 would tell what 47+38 is
+    small, larger, hardest = (
+        [pair for pair in chosen if frozenset(pair) not in held_out]
+        for chosen in ([p for p in pairs if max(p) < 40], [p for p in pairs if max(p) < 70], carry)
+    )
+    return small, larger, hardest, carry[:HELD_OUT]
 
 
 def to_row(a, b):
@@ -64,7 +67,14 @@ def written(a, b):
 
 
 def build(config, tokenizer):
-    """The curriculum over the three levels; the held-out pairs are the test."""
+    """The curriculum over the three levels; the held-out pairs are the test.
+
+    Raises:
+        ValueError: a data setting that this task, which makes its own data, would not read.
+    """
+    for name in ("dataset_name", "dataset_config", "system_prompt", "curriculum_iters"):
+        if getattr(config, name):
+            raise ValueError(f"task=arithmetic makes its own data: {name} goes with --task gsm8k or dataset")
     *levels, held_out = pairs_by_level()
     sources = [ShuffledRows([to_row(*pair) for pair in level], seed=config.seed) for level in levels]
     thresholds = (0.5, 0.5, None)

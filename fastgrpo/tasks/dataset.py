@@ -5,7 +5,7 @@ from fastgrpo.tasks import Task
 
 
 def build(config, tokenizer):
-    """Rows as they are; with --system_prompt, a system message goes before the messages of a row.
+    """Rows as they are; with --system_prompt, it goes before the prompt, as a system message or as text.
 
     Raises:
         ValueError: no data set, or no train split.
@@ -25,6 +25,8 @@ def build(config, tokenizer):
 
 
 def _with_system(row, system_prompt):
-    if system_prompt is None or isinstance(row.get("prompt"), str):
+    if system_prompt is None or "prompt" not in row:
         return row
+    if isinstance(row["prompt"], str):
+        return {**row, "prompt": f"{system_prompt}\n\n{row['prompt']}"}
     return {**row, "prompt": [{"role": "system", "content": system_prompt}, *row["prompt"]]}

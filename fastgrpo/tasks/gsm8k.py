@@ -26,7 +26,7 @@ def build(config, tokenizer):
     name = config.dataset_name or DATASET
     name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)
     conversational = tokenizer.chat_template is not None
-    system_prompt = config.system_prompt or SYSTEM_PROMPT
+    system_prompt = SYSTEM_PROMPT if config.system_prompt is None else config.system_prompt
 
     def rows(split):
         loaded = load_rows(name, name_of_config, split)
