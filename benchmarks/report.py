@@ -89,8 +89,8 @@ def picture(rows, title, path):
                     (row["n"], row[key]) for row in chosen if row["variant"] == variant and (row["d"], row["v"]) == head
                 )
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", color=f"C{i}", label=variant)
-            axis.set(xlabel="N", ylabel=label, title=f"D = {head[0]}, V = {head[1]}", ylim=(0, None))
+                    axis.plot(*zip(*points, strict=True), marker="o", color=plt.get_cmap("tab20")(i), label=variant)
+            axis.set(xlabel="N", ylabel=label, title=f"D = {head[0]}, V = {head[1]}", xlim=(0, None), ylim=(0, None))
     found = {}
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
