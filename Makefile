@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow bench lint clean
+.PHONY: train test test-slow bench bench-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -20,6 +20,11 @@ test-slow: $(VENV)/.installed
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)
+
+# The head at its real sizes against every peer, on one CUDA GPU, within 8 minutes; then the tables and pictures.
+bench-gpu: $(VENV)/.installed-bench
+	$(BIN)/python -m pytest benchmarks/bench_head.py --benchmark-only $(ARGS)
+	$(BIN)/python -m benchmarks.report
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
     package_dir={"fastgrpo.kernels": "kernels"},
-    package_data={"fastgrpo": ["recipes/*.yaml", "OBJECTIVES.md"]},
+    package_data={"fastgrpo": ["recipes/*.yaml", "OBJECTIVES.md", "LOSS.md"]},
     install_requires=["torch>=2.8", "triton>=3.4; platform_system == 'Linux'"],
     extras_require={
         "train": [
@@ -34,7 +34,14 @@ setup(
         ],
         "flash": ["flash-attn>=2.7,<3"],
         "liger": ["liger-kernel>=0.8,<0.9"],
-        "bench": ["pytest>=8,<10", "pytest-benchmark>=5,<6", "trl>=1.16,<2", "liger-kernel>=0.8,<0.9"],
+        "bench": [
+            "pytest>=8,<10",
+            "pytest-benchmark>=5,<6",
+            "matplotlib>=3.9,<4",
+            "trl>=1.16,<2",
+            "liger-kernel>=0.8,<0.9",
+            "cut-cross-entropy>=25.1,<26; platform_system == 'Linux'",
+        ],
         "dev": ["pytest>=8,<10", "pytest-benchmark>=5,<6", "ruff>=0.14,<1", "pre-commit>=4,<5", "build>=1.2,<2"],
     },
 )

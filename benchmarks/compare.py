@@ -12,10 +12,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
+STARTED = datetime.now(UTC).isoformat(timespec="seconds")  # the same in all rows of one run
 L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU: zeroing it evicts what the variant before left there
 
 
-def compare(variants, rounds, device="cpu"):
+def compare(variants, rounds, device="cpu", seconds=None):
     """Time variants in turns, and measure the peak memory of each.
 
     One call of each comes first, under the memory measurement; it is the warm-up too. Then every round calls every
@@ -25,27 +26,32 @@ def compare(variants, rounds, device="cpu"):
     Args:
         variants: name -> callable without arguments. It returns what it has to leave in memory (its gradients), and
             nothing else may stay.
-        rounds: timed calls of each.
+        rounds: timed calls of each, at most.
+        seconds: no round starts once the rounds before it have taken this long; the first always runs. None: no limit.
         device: where they run. "cpu": wall time. "cuda": time between two events of the current stream, the L2 cache
             flushed before each call.
 
     Returns:
-        name -> {"median_s", "p20", "p80": seconds, "peak_bytes": most bytes alive during the call, beyond those alive
-        before it and those it leaves: beyond inputs and gradients}.
+        name -> {"rounds", "median_s", "p20", "p80": seconds, "peak_bytes": most bytes alive during the call, beyond
+        those alive before it and those it leaves: beyond inputs and gradients}.
     """
     peak = _cuda_peak if torch.device(device).type == "cuda" else _cpu_peak
     clock = _CudaClock(device) if torch.device(device).type == "cuda" else _cpu_seconds
     peaks = {name: peak(call) for name, call in variants.items()}
-    seconds = {name: [] for name in variants}
+    times = {name: [] for name in variants}
     names = list(variants)
+    start = time.monotonic()
     for i in range(rounds):
+        if i and seconds is not None and time.monotonic() - start > seconds:
+            break
         first = i % len(names)
         for name in names[first:] + names[:first]:
-            seconds[name].append(clock(variants[name]))
+            times[name].append(clock(variants[name]))
     results = {}
-    for name, values in seconds.items():
+    for name, values in times.items():
         p20, median, p80 = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
-        results[name] = {"median_s": median.item(), "p20": p20.item(), "p80": p80.item(), "peak_bytes": peaks[name]}
+        quantiles = {"median_s": median.item(), "p20": p20.item(), "p80": p80.item()}
+        results[name] = {"rounds": len(values), **quantiles, "peak_bytes": peaks[name]}
     return results
 
 
@@ -99,8 +105,12 @@ def _cuda_peak(call):
     return peak
 
 
-def rows_of(results, **description):
-    """The results of `compare` as rows for `append`: commit, versions, description, variant, ms, MiB."""
+def rows_of(results, missing=None, extras=None, **description):
+    """The results of `compare` as rows for `append`: commit, versions, description, variant, ms, MiB.
+
+    missing: variant -> why it was not run; each is a row with the reason in the place of figures. extras: variant ->
+    dict of further figures.
+    """
     root = Path(__file__).parent.parent
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
@@ -110,24 +120,27 @@ def rows_of(results, **description):
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
     )
     run = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": STARTED,
         "commit": described.stdout.strip() or "unknown",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         **description,
     }
-    return [
+    rows = [
         {
             **run,
             "variant": name,
+            "rounds": result["rounds"],
             "ms_p20": round(1e3 * result["p20"], 3),
             "ms_p50": round(1e3 * result["median_s"], 3),
             "ms_p80": round(1e3 * result["p80"], 3),
             "peak_mib": round(result["peak_bytes"] / 2**20, 2),
+            **(extras or {}).get(name, {}),
         }
         for name, result in results.items()
     ]
+    return rows + [{**run, "variant": name, "missing": reason} for name, reason in (missing or {}).items()]
 
 
 def append(rows, device, folder=RESULTS):

@@ -1,4 +1,4 @@
-"""The benchmark helper measures what it says; the benchmark runs at a small size and writes nothing there."""
+"""The helper measures what it says; benchmarks run at a small size and write nothing there; the report reads rows."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import report
 from benchmarks.compare import append, compare, rows_of
 
 ROOT = Path(__file__).parent.parent
@@ -19,7 +20,7 @@ def test_results_have_the_documented_structure():
     results = compare({"a": lambda: None, "b": lambda: torch.ones(10)}, rounds=3)
     assert list(results) == ["a", "b"]
     for result in results.values():
-        assert set(result) == {"median_s", "p20", "p80", "peak_bytes"}
+        assert set(result) == {"rounds", "median_s", "p20", "p80", "peak_bytes"} and result["rounds"] == 3
         assert 0 < result["p20"] <= result["median_s"] <= result["p80"]
 
 
@@ -28,6 +29,11 @@ def test_variants_run_in_turns():
     calls = []
     compare({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
+
+
+def test_a_time_budget_ends_the_rounds():
+    results = compare({"sleep": lambda: time.sleep(0.02), "none": lambda: None}, rounds=100, seconds=0.05)
+    assert 1 <= results["sleep"]["rounds"] == results["none"]["rounds"] <= 4
 
 
 def test_seconds():
@@ -78,11 +84,14 @@ def test_peak_memory_and_time_on_cuda():
 
 
 def test_rows_are_appended(tmp_path):
-    results = {"mine": {"median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}}
-    rows = rows_of(results, benchmark="test", n=4)
+    results = {"mine": {"rounds": 5, "median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}}
+    missing = rows_of({}, {"peer": "not installed"}, benchmark="test", n=4)
+    assert [(row["variant"], row["missing"], row["n"]) for row in missing] == [("peer", "not installed", 4)]
+    rows = rows_of(results, extras={"mine": {"tflops": 7}}, benchmark="test", n=4)
     assert append(rows, "cpu", tmp_path) == append(rows, "cpu", tmp_path) == tmp_path / "cpu.jsonl"
     lines = (tmp_path / "cpu.jsonl").read_text().splitlines()
     assert len(lines) == 2 and json.loads(lines[0]) == json.loads(lines[1]) == rows[0]
+    assert rows[0]["rounds"] == 5 and rows[0]["tflops"] == 7
     expected = {"variant": "mine", "ms_p20": 1, "ms_p50": 2, "ms_p80": 3, "peak_mib": 3, "benchmark": "test", "n": 4}
     assert expected.items() <= rows[0].items()
     assert {"commit", "torch", "python", "threads", "date"} <= rows[0].keys()
@@ -92,20 +101,31 @@ def results_on_disk():
     return {path.name: path.read_bytes() for path in (ROOT / "benchmarks").glob("results/*")}
 
 
-def test_bench_loss_runs_small(tmp_path):
-    """The gradients of all variants agree, and peers that are not installed are named."""
+def run_small(name, tmp_path):
+    """The extra_info of every test of a benchmark file at its small size."""
     before = results_on_disk()
-    report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks/bench_loss.py", "--benchmark-only", "-p", "no:cacheprovider"]
+    report_path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pytest", f"benchmarks/{name}.py", "--benchmark-only", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, f"--benchmark-json={report}"],
+        [*command, f"--benchmark-json={report_path}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "FASTGRPO_BENCH_SMALL": "1"},
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    info = json.loads(report.read_text())["benchmarks"][0]["extra_info"]
+    assert results_on_disk() == before
+    infos = [run["extra_info"] for run in json.loads(report_path.read_text())["benchmarks"]]
+    for info in infos:
+        assert all(f"missing: {name}: {reason}" in result.stdout for name, reason in info["missing"].items())
+        assert all({"value", "at most", "met"} == set(bar) for bar in info["bars"].values()) and len(info["bars"]) >= 3
+    return infos
+
+
+def test_bench_loss_runs_small(tmp_path):
+    """The gradients of all variants agree, and peers that are not installed are named."""
+    (info,) = run_small("bench_loss", tmp_path)
+    info["rows"] = [row for row in info["rows"] if "missing" not in row]
     variants = {row["variant"] for row in info["rows"]}
     assert {"fastgrpo", "full logits"} <= variants and ("trl" in variants) != ("trl" in info["missing"])
     assert {row["case"] for row in info["rows"]} == {"all rows", "40% of the rows"}
@@ -114,5 +134,71 @@ def test_bench_loss_runs_small(tmp_path):
     assert logits <= peaks["fastgrpo", "all rows"] < 1.2 * logits  # one chunk: the logits, turned into their gradient
     assert 2.5 * logits < peaks["full logits", "all rows"] < 4 * logits
     assert peaks["fastgrpo", "40% of the rows"] < 0.5 * peaks["fastgrpo", "all rows"]
-    assert all({"value", "at most", "met"} == set(bar) for bar in info["bars"].values()) and len(info["bars"]) >= 3
-    assert results_on_disk() == before
+
+
+def test_bench_head_runs_small(tmp_path):
+    """Every variant computes the same gradients, or is named as missing; the errors are against fp64."""
+    infos = run_small("bench_head", tmp_path)
+    assert len(infos) == 2
+    peers = {"trl", "liger", "cut-cross-entropy"}
+    mine = {"fastgrpo", "fastgrpo, chunks of 64", "fastgrpo, chunks of 128", "fastgrpo, forward only"}
+    others = {"full logits", "full logits, compiled", "bare products", "one product"}
+    for info in infos:
+        measured = [row for row in info["rows"] if "missing" not in row]
+        variants = {row["variant"] for row in measured}
+        assert mine | others <= variants <= mine | others | peers and peers - variants == set(info["missing"])
+        for row in measured:
+            assert row["ms_p50"] > 0 and row["tflops"] > 0
+            errors = {key: value for key, value in row.items() if key.startswith("error_")}
+            assert set(errors) == (
+                set()
+                if row["variant"] in ("bare products", "one product")
+                else {"error_logp"}
+                if row["variant"] == "fastgrpo, forward only"
+                else {"error_hidden", "error_weight"}
+            )
+            if torch.cuda.is_available():  # bf16 there
+                continue
+            assert all(error < 1e-5 for error in errors.values()), row
+    cases = {(row["n"], row["case"], row["active_rows"]) for info in infos for row in info["rows"]}
+    assert cases == {(256, "all rows", 256), (256, "42% of the rows", 107), (128, "all rows", 128)}
+
+
+def made_up_rows():
+    """Two runs of one benchmark; the newer has a missing peer."""
+    common = {"commit": "abc", "torch": "2.13", "benchmark": "head", "dtype": "bfloat16", "d": 8, "v": 32}
+    figures = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 3.0, "peak_mib": 10.0}
+    newer = {**common, "date": "2026-02-02T00:00:00", "case": "all rows", "n": 64}
+    return [
+        {**newer, **figures, "date": "2026-01-01T00:00:00", "variant": "stale"},
+        {**newer, **figures, "variant": "fastgrpo", "tflops": 612.3, "error_hidden": 1e-3, "error_weight": 2e-3},
+        {**newer, **figures, "variant": "fastgrpo", "n": 128, "ms_p50": 4.0},
+        {**newer, **figures, "variant": "peer", "ms_p50": 5.0, "error_logp": 3e-6},
+        {**newer, **figures, "variant": "peer", "case": "42% of the rows"},
+        {**newer, "variant": "gone", "missing": "not installed"},
+    ]
+
+
+def test_report(tmp_path, capsys):
+    (tmp_path / "some-gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_up_rows()))
+    readme = tmp_path / "README.md"
+    other = "<!-- bench:head-other -->\nkept\n<!-- /bench -->\n"
+    readme.write_text(f"above\n<!-- bench:head-some-gpu -->\nold\n<!-- /bench -->\nbetween\n{other}below\n")
+    report.main(tmp_path, readme)
+    out = capsys.readouterr().out
+    assert "| 64 x 8 x 32 | all rows | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 612 | 10 |  | 1.0e-03, 2.0e-03 |" in out
+    assert "| 64 x 8 x 32 | all rows | peer | 5.00 (1.00 to 3.00) | 2.50 |  | 10 | 3.0e-06 |  |" in out
+    assert "| 64 x 8 x 32 | 42% of the rows | peer | 2.00 (1.00 to 3.00) |  |" in out
+    assert "Missing: gone (not installed)." in out and "stale" not in out
+    text = readme.read_text()
+    assert text.startswith("above\n<!-- bench:head-some-gpu -->\nsome-gpu, commit abc") and "old\n" not in text
+    assert text.endswith(f"Missing: gone (not installed).\n<!-- /bench -->\nbetween\n{other}below\n")
+    assert (tmp_path / "head-some-gpu.png").read_bytes().startswith(b"\x89PNG")
+    report.main(tmp_path, readme)
+    assert readme.read_text() == text
+
+
+def test_report_reads_the_results_that_are_kept():
+    for path in (ROOT / "benchmarks" / "results").glob("*.jsonl"):
+        for rows in report.newest(path).values():
+            assert report.table(rows, path.stem).count("\n") >= 4

@@ -52,6 +52,8 @@ def test_every_file_of_the_checkout_is_in_the_wheel(wheel):
     assert files(wheel, "*.py") == expected
     recipes = {f"fastgrpo/recipes/{path}" for path in files(ROOT / "fastgrpo" / "recipes", "*.yaml")}
     assert recipes and files(wheel, "*.yaml") == recipes
+    pages = {f"fastgrpo/{path}" for path in files(ROOT / "fastgrpo", "*.md")}
+    assert pages and files(wheel / "fastgrpo", "*.md") == {page.removeprefix("fastgrpo/") for page in pages}
 
 
 def test_nothing_else_is_in_the_wheel(wheel):
