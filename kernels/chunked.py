@@ -13,8 +13,8 @@ checkpointed region); several chunks run them at once and keep dH and dW. A weig
 
 import torch
 
-from .objectives import PolicyRows, cut, policy_loss_fwd
-from .softmax import Vocabulary, logit_gradient_, softmax_
+from fastgrpo.kernels.objectives import PolicyRows, cut, policy_loss_fwd
+from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits: large enough for full-speed products, small beside a model
 MIN_CHUNK_ROWS = 128

@@ -7,9 +7,9 @@ one [N, V] tensor that autograd receives: a new one in the logits' dtype, or, wh
 
 import torch
 
-from .chunked import compute_dtype, no_autocast, row_slices
-from .objectives import cut, policy_loss_fwd
-from .softmax import Vocabulary, logit_gradient_, softmax_
+from fastgrpo.kernels.chunked import compute_dtype, no_autocast, row_slices
+from fastgrpo.kernels.objectives import cut, policy_loss_fwd
+from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 
 def _chunks(logits, rows, size):

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .tiles import GUARD, LN2, row_scale
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.tiles import GUARD, LN2, row_scale
 
 
 class Rows(NamedTuple):

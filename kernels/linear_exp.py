@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import launch
-from .tiles import blocks_of, dot_rows, flagged, product_options, row_scale, tanh
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.tiles import blocks_of, dot_rows, flagged, product_options, row_scale, tanh
 
 # Row blocks that run side by side: 16 x 128 rows against about 8 x 256 columns a wave read the fewest operand bytes.
 GROUP_M = 16

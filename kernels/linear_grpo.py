@@ -17,8 +17,8 @@ Shapes: N rows, M <= N kept rows, V vocabulary, D hidden, S sequences.
 
 import torch
 
-from . import launch
-from .linear_logprob import (
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.linear_logprob import (
     PATHS,
     HeadGradients,
     chunk_slices,
@@ -30,8 +30,8 @@ from .linear_logprob import (
     needed,
     wanted,
 )
-from .objectives import cut
-from .policy_loss import policy_loss_fwd
+from fastgrpo.kernels.objectives import cut
+from fastgrpo.kernels.policy_loss import policy_loss_fwd
 
 
 def sequence_slices(lengths, size):

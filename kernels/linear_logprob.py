@@ -18,12 +18,12 @@ Shapes: N rows, V vocabulary, D hidden. The operators are opaque to torch.compil
 
 import torch
 
-from . import launch
-from .head_rows import Rows, entropy_bwd, finish_fwd, reduce_fwd
-from .linear_exp import anchor_fwd, linear_exp_fwd
-from .online import online_fwd
-from .products import add_weight_product_, bias_product, hidden_product, no_autocast, weight_product
-from .tiles import LN2, Head
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_rows import Rows, entropy_bwd, finish_fwd, reduce_fwd
+from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
+from fastgrpo.kernels.online import online_fwd
+from fastgrpo.kernels.products import add_weight_product_, bias_product, hidden_product, no_autocast, weight_product
+from fastgrpo.kernels.tiles import LN2, Head
 
 Tensor = torch.Tensor
 PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}

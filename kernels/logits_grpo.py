@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .head_rows import log1p
-from .linear_logprob import needed
-from .objectives import importance_weights
-from .policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics, policy_rows
-from .tiles import LN2, LOG2E
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_rows import log1p
+from fastgrpo.kernels.linear_logprob import needed
+from fastgrpo.kernels.objectives import importance_weights
+from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics, policy_rows
+from fastgrpo.kernels.tiles import LN2, LOG2E
 
 Tensor = torch.Tensor
 

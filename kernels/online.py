@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
-from .tiles import blocks_of, dot_rows, flagged, product_options, row_scale, tanh
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.tiles import blocks_of, dot_rows, flagged, product_options, row_scale, tanh
 
 
 @triton.jit

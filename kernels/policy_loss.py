@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import objectives
-from .objectives import Tokens, sequence_mean
+from fastgrpo.kernels import objectives
+from fastgrpo.kernels.objectives import Tokens, sequence_mean
 
 # Rows of the kernel's [6, M] output.
 LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import launch
+from fastgrpo.kernels import launch
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -17,7 +17,8 @@ LIBRARY = {
     "fastgrpo/__init__.py": set(),
     "fastgrpo/advantage.py": set(),
     "fastgrpo/objective.py": set(),
-    "fastgrpo/loss.py": {"fastgrpo.kernels", "fastgrpo.objective"},
+    "fastgrpo/rows.py": {"fastgrpo.kernels"},
+    "fastgrpo/loss.py": {"fastgrpo.kernels", "fastgrpo.objective", "fastgrpo.rows"},
 }
 
 
