@@ -90,6 +90,7 @@ def _make_policy(task_module, config, log):
 
 
 def main(argv=None):
+    """Run the command line; returns the exit code: 2 for what a person can mend, told in one line."""
     try:
         trainer = make_trainer(parse(sys.argv[1:] if argv is None else argv))
     except ValueError as error:

@@ -14,6 +14,7 @@ checkpointed region); several chunks run them at once and keep dH and dW. A weig
 import torch
 
 from fastgrpo.kernels.objectives import PolicyRows, cut, policy_loss_fwd
+from fastgrpo.kernels.products import no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits: large enough for full-speed products, small beside a model
@@ -32,6 +33,7 @@ def compute_dtype(tensor):
 
 
 def row_slices(total, size):
+    """Slices of at most `size` of `total` rows; one empty slice where there are none."""
     return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
 
 
@@ -88,10 +90,6 @@ def _logits(hidden, weight, bias, temperature, softcap):
     elif temperature != 1:
         z /= temperature
     return z, slope
-
-
-def no_autocast(tensor):
-    return torch.autocast(tensor.device.type, enabled=False)
 
 
 class _Gradients:

@@ -10,6 +10,7 @@ import torch
 
 
 def no_autocast(tensor):
+    """fp32 products stay fp32 inside torch.autocast."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 

@@ -88,6 +88,7 @@ class Head(NamedTuple):
 
 
 def blocks_of(table):
+    """The table's block sizes, or the interpreter's small ones."""
     return launch.INTERPRETED if launch.INTERPRET else table
 
 

@@ -68,7 +68,9 @@ def test_the_objective_gets_every_knob_of_its_own():
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_are_valid(path):
-    GRPOConfig(**load_yaml(path))
+    settings = load_yaml(path)
+    config = GRPOConfig(**settings)
+    assert settings and all(getattr(config, name) == value for name, value in settings.items())
 
 
 def test_yaml_names_the_nearest_setting(tmp_path):
