@@ -80,9 +80,12 @@ def test_epsilon_high_follows_epsilon_unless_given():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"loss_type": "ppo"}, "loss_type must be one of grpo, bnpo, dapo, dr_grpo, got 'ppo'"),
+        (
+            {"loss_type": "ppo"},
+            "loss_type must be one of grpo, bnpo, dapo, dr_grpo, luspo, cispo, sapo, vespo, got 'ppo'",
+        ),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence, got 'word'"),
-        ({"kl": "k4"}, "kl must be one of k1, k2, k3, got 'k4'"),
+        ({"kl": "k4"}, "kl must be one of k1, k2, k3, abs, got 'k4'"),
         ({"epsilon": -0.1}, r"epsilon must be in \[0, 1\), got -0.1"),
         ({"epsilon": 1.0}, r"epsilon must be in \[0, 1\), got 1.0"),
         ({"epsilon": math.nan, "epsilon_high": 0.2}, r"epsilon must be in \[0, 1\), got nan"),
