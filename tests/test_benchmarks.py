@@ -118,7 +118,9 @@ def run_small(name, tmp_path):
     infos = [run["extra_info"] for run in json.loads(report_path.read_text())["benchmarks"]]
     for info in infos:
         assert all(f"missing: {name}: {reason}" in result.stdout for name, reason in info["missing"].items())
-        assert all({"value", "at most", "met"} == set(bar) for bar in info["bars"].values()) and len(info["bars"]) >= 3
+        bars = info["bars"]  # of whatever is installed: full logits always, peers where they are
+        assert all({"value", "at most", "met"} == set(bar) for bar in bars.values())
+        assert any("full logits" in name for name in bars)
     return infos
 
 

@@ -612,7 +612,7 @@ def good():
         ({"cu_seqlens": [[0, 6]]}, "cu_seqlens must rise from 0 to N=6"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
         ({"epsilon": 2.0}, r"epsilon must be in \[0, 1\)"),
-        ({"backend": "cuda"}, "backend must be one of auto, chunked, got 'cuda'"),
+        ({"backend": "cuda"}, "backend must be one of auto, chunked, triton, got 'cuda'"),
     ],
 )
 def test_errors_name_the_argument(change, message):
@@ -630,7 +630,7 @@ def test_errors_of_linear_logprob():
     with pytest.raises(ValueError, match=r"temperature must be \(2,\), got \(3,\)"):
         linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([0, 1]), temperature=torch.ones(3))
     with pytest.raises(ValueError, match="backend must be one of"):
-        linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([0, 1]), backend="triton")
+        linear_logprob(torch.randn(2, 4), torch.randn(9, 4), torch.tensor([0, 1]), backend="cuda")
 
 
 def test_errors_of_the_padded_layout():
