@@ -13,7 +13,7 @@ checkpointed region); several chunks run them at once and keep dH and dW. A weig
 
 import torch
 
-from fastgrpo.kernels.objectives import PolicyRows, cut, policy_loss_fwd
+from fastgrpo.kernels.objectives import PolicyRows, cut, policy_loss_fwd, sequence_slices
 from fastgrpo.kernels.products import no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
@@ -37,17 +37,6 @@ def row_slices(total, size):
     return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
 
 
-def _sequence_slices(lengths, size):
-    """(rows, sequences) of chunks that end where sequences end; no sequence is longer than `size`."""
-    parts, row, first, end = [], 0, 0, 0
-    for i, length in enumerate(lengths):
-        if end + length - row > size:
-            parts.append((slice(row, end), slice(first, i)))
-            row, first = end, i
-        end += length
-    return [*parts, (slice(row, end), slice(first, len(lengths)))]
-
-
 def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocabulary, softcap):
     """The chunks as (rows, sequences), and the policy loss where it has to be known before the first chunk.
 
@@ -59,7 +48,7 @@ def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocab
         return parts, None
     lengths = rows.lengths.tolist()
     if max(lengths) <= size:
-        return _sequence_slices(lengths, size), None
+        return sequence_slices(lengths, size), None
     logps, _ = linear_logprob_fwd(
         hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary, softcap, index=rows.index
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import GUARD, LN2, row_scale
+from fastgrpo.kernels.tiles import GUARD, LN2, ROWS_VARY, row_scale
 
 
 class Rows(NamedTuple):
@@ -48,7 +48,7 @@ def log1p(x):
     return tl.where(x < 0.01, series, tl.log(1.0 + x))
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
     """out [N] = sum over the tiles of [tiles, N], in fixed order."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -61,10 +61,10 @@ def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, 
     tl.store(out_ptr + rows, total, mask=rows < n_rows)
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_ptr, split_total_ptr,
                        split_entropy_ptr, target_ptr, e_ptr, e_stride, inv_t, inv_t_ptr, cap, n_rows, n_splits,
-                       WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+                       WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):  # fmt: skip
     """Sums of a row -> `Rows`. With total_ptr the splits count for flagged rows alone; without, for all."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = rows < n_rows
@@ -79,7 +79,7 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
         moved = total >= GUARD
         if WITH_ENTROPY:
             entropy = tl.load(entropy_ptr + rows, mask=ok, other=0.0)
-    split = tl.arange(0, SPLITS)
+    split = tl.arange(0, BLOCK_SPLITS)
     offset = split.to(tl.int64)[:, None] * n_rows + rows[None, :]
     here = (split < n_splits)[:, None] & (moved & ok)[None, :]
     tops = tl.load(split_max_ptr + offset, mask=here, other=float("-inf"))
@@ -112,11 +112,11 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
     tl.store(out_ptr + 6 * n_rows + rows, norm, mask=ok)
     if e_ptr is not None:
         target = tl.load(target_ptr + rows, mask=ok, other=-1)
-        legal = ok & (c == c)  # NaN marks a target outside [0, V)
+        legal = ok & (c == c) & (target >= 0)  # NaN: a target outside [0, V); negative: another rank has it
         tl.store(e_ptr + rows.to(tl.int64) * e_stride + target, patch.to(e_ptr.dtype.element_ty), mask=legal)
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
                         entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
     """E -> E (g + h (log p + H)), log p = ln E - ln norm; the target's entry from patch. out may be E itself."""
@@ -147,7 +147,7 @@ def finish_fwd(head, target_y, total, entropy, splits, exps, with_entropy):
     _finish_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
         out, target_y, total, entropy, *splits, head.targets, exps, 0 if exps is None else exps.stride(0),
         head.temperature, head.temperatures, head.softcap, n, len(splits[0]), WITH_ENTROPY=with_entropy,
-        ROWS=launch.REDUCE_ROWS, SPLITS=triton.next_power_of_2(len(splits[0])),
+        ROWS=launch.REDUCE_ROWS, BLOCK_SPLITS=launch.MAX_SPLITS if total is None else launch.GUARD_SPLITS,
     )  # fmt: skip
     return out
 

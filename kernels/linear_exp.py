@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import blocks_of, dot_rows, flagged, product_options, row_scale, tanh
+from fastgrpo.kernels.tiles import ROWS_VARY, blocks_of, dot_rows, flagged, product_options, row_scale, tanh
 
 # Row blocks that run side by side: 16 x 128 rows against about 8 x 256 columns a wave read the fewest operand bytes.
 GROUP_M = 16
@@ -75,7 +75,7 @@ def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_
     return stored, total, entropy
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
                            GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -125,7 +125,7 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
     _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows)
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr,
                                mix_ptr, bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, flag_ptr, n_rows,
                                vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
@@ -147,14 +147,14 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
                   PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, cap, out_ptr, n_rows, vocab, depth,
                        PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0).to(tl.int32)
+    target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0)
     legal = (target >= 0) & (target < vocab)
-    target = tl.where(legal, target, 0)
+    target = tl.where(legal, target, 0).to(tl.int32)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, target, depth, PRECISION, EVEN_K,
                     BLOCK_M, BLOCK_M, BLOCK_K)  # fmt: skip
     # The diagonal of a product carries the rounding of the main product; a gather-and-dot does not, and its one-sided

@@ -18,31 +18,16 @@ Shapes: N rows, M <= N kept rows, V vocabulary, D hidden, S sequences.
 import torch
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, needed, wanted
 from fastgrpo.kernels.linear_logprob import (
     PATHS,
-    HeadGradients,
     chunk_slices,
-    grad_dtype,
     head_entropy_bwd_,
-    head_products,
     linear_logprob_bwd,
     linear_logprob_fwd,
-    needed,
-    wanted,
 )
-from fastgrpo.kernels.objectives import cut
+from fastgrpo.kernels.objectives import cut, sequence_slices
 from fastgrpo.kernels.policy_loss import policy_loss_fwd
-
-
-def sequence_slices(lengths, size):
-    """(rows, sequences) of chunks that end where sequences end; no sequence is longer than `size`."""
-    parts, row, first, end = [], 0, 0, 0
-    for i, length in enumerate(lengths):
-        if end + length - row > size:
-            parts.append((slice(row, end), slice(first, i)))
-            row, first = end, i
-        end += length
-    return [*parts, (slice(row, end), slice(first, len(lengths)))]
 
 
 class LinearGRPO(torch.autograd.Function):
@@ -52,7 +37,8 @@ class LinearGRPO(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows):
+    def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows,
+                group):  # fmt: skip
         ctx.set_materialize_grads(False)
         bonus = rows.entropy_weights
         with_entropy = return_entropy or bonus is not None
@@ -60,11 +46,10 @@ class LinearGRPO(torch.autograd.Function):
         t, ts = (1.0, rows.temperature) if per_row else (float(rows.temperature), None)
 
         def head_fwd(part, keep):
-            where = part if rows.index is None else rows.index[part]
             h = _gather(hidden, rows.index, rows.active, part)
             stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
-                                             keep, with_entropy, chunk_rows)  # fmt: skip
-            return where, h, stats, exps
+                                             keep, with_entropy, chunk_rows, group)  # fmt: skip
+            return h, stats, exps
 
         m = len(rows.targets)
         keeps = any(needs) and anchored and (bonus is None or softcap is None)
@@ -73,13 +58,13 @@ class LinearGRPO(torch.autograd.Function):
         parts = [(everything, slice(None))]
         if keeps and m > chunk_rows:
             ctx.form = "many"
-            parts, known = _parts(rows, objective, chunk_rows, lambda: head_fwd(everything, False)[2])
+            parts, known = _parts(rows, objective, chunk_rows, lambda: head_fwd(everything, False)[1][0])
         elif not keeps:
             ctx.form = "recompute" if any(needs) else "none"
-        grads = HeadGradients(hidden, weight, needs) if ctx.form == "many" else None
+        grads = HeadGradients(m, weight, needs, group, scaled=True) if ctx.form == "many" else None
         outputs = []
         for part, sequences in parts:
-            where, h, stats, exps = head_fwd(part, keeps)
+            h, stats, exps = head_fwd(part, keeps)
             if known is None:
                 loss, g, metrics = policy_loss_fwd(stats[0], rows.cut(part, sequences), objective)
             else:
@@ -95,7 +80,7 @@ class LinearGRPO(torch.autograd.Function):
                     head_entropy_bwd_(exps, rows.targets[part], stats, g, -part_bonus)
                     v = stats[3]
             if grads is not None:
-                grads.add(exps, v, h, where)
+                grads.add(exps, v, h)
                 exps = None  # before the next chunk's: one chunk of exponentials at a time
             outputs.append(
                 {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
@@ -103,11 +88,11 @@ class LinearGRPO(torch.autograd.Function):
         if ctx.form == "one":
             ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
         elif ctx.form == "many":
-            ctx.save_for_backward(*wanted(grads.result(torch.float32), needs, torch.float32))
+            ctx.save_for_backward(rows.index, *grads.sums())
             ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
         elif ctx.form == "recompute":
             ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, rows.targets, ts, stats, g, bonus)
-        ctx.options = (needs, t, softcap, chunk_rows, grad_dtype(weight))
+        ctx.options = (needs, t, softcap, chunk_rows, grad_dtype(weight), group, hidden.shape)
         merged = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return merged.pop("loss").sum(dtype=torch.float64).float(), merged
 
@@ -115,31 +100,29 @@ class LinearGRPO(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 10
-        needs, t, softcap, chunk_rows, weight_dtype = ctx.options
+            return (None,) * 11
+        needs, t, softcap, chunk_rows, weight_dtype, group, shape = ctx.options
         saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
         if ctx.form == "many":
-            # Out of place: the saved gradients may be asked for again (retain_graph). One pass each: scaled and cast.
-            # Of one dimension, grad_loss keeps its fp32 beside a bf16 gradient.
+            # Out of place: the saved sums may be asked for again (retain_graph). One pass each: scaled and rounded.
+            index, *sums = saved
             dh, dw, db = (
-                None if x is None else torch.mul(x, grad_loss.reshape(1), out=torch.empty_like(x, dtype=dtype))
-                for x, dtype in zip(saved, ctx.dtypes, strict=True)
+                None if x is None else torch.mul(x, grad_loss, out=torch.empty_like(x, dtype=dtype))
+                for x, dtype in zip(sums, ctx.dtypes, strict=True)
             )
-            return dh, dw, db, *(None,) * 7
+            return _scatter(dh, index, shape), dw, db, *(None,) * 8
         hidden, weight, bias, index, active = saved[:5]
         h = _gather(hidden, index, active, slice(None))
         if ctx.form == "one":
             exps, v = saved[5:]
-            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype)
+            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group)
         else:
             targets, ts, stats, g, bonus = saved[5:]
             entropy_grad = None if bonus is None else -bonus * grad_loss
             gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
-                                           list(needs), weight_dtype, chunk_rows)  # fmt: skip
+                                           list(needs), weight_dtype, chunk_rows, group)  # fmt: skip
         dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
-        if dh is not None and index is not None:
-            dh = torch.zeros_like(hidden).index_copy_(0, index, dh)
-        return dh, dw, db, *(None,) * 7
+        return _scatter(dh, index, shape), dw, db, *(None,) * 8
 
 
 def _gather(hidden, index, active, part):
@@ -148,23 +131,35 @@ def _gather(hidden, index, active, part):
     return h if active is None else h.masked_fill_(~active[part][:, None], 0)
 
 
+def _scatter(dh, index, shape):
+    """dH of the kept rows [M, D] -> of all rows [N, D]."""
+    return dh if dh is None or index is None else dh.new_zeros(shape).index_copy_(0, index, dh)
+
+
 def _parts(rows, objective, chunk_rows, forward_only):
-    """The chunks as (rows, sequences), and the policy loss where it must be known before the first chunk."""
+    """The chunks as (rows, sequences), and the policy loss where it must be known before the first chunk: where a
+    sequence is longer than a chunk, or where only the device knows how long they are and nothing may wait for it.
+    """
     parts = [(part, slice(None)) for part in chunk_slices(len(rows.targets), chunk_rows)]
     if rows.lengths is None:
         return parts, None
-    lengths = rows.lengths.tolist() if rows.host_lengths is None else rows.host_lengths  # the first waits
-    if max(lengths) <= chunk_rows:
+    lengths = rows.host_lengths
+    if lengths is None and rows.active is None and not torch.compiler.is_compiling():
+        lengths = rows.lengths.tolist()  # the host has waited for the rows already
+    if lengths is not None and max(lengths) <= chunk_rows:
         return sequence_slices(lengths, chunk_rows), None
-    return parts, policy_loss_fwd(forward_only()[0], rows, objective)
+    return parts, policy_loss_fwd(forward_only(), rows, objective)
 
 
-def linear_grpo_loss(hidden, weight, bias, rows, objective, *, return_entropy=False, softcap=None, path=None,
-                     chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
+def linear_grpo_loss(hidden, weight, bias, rows, objective, *, return_entropy=False, softcap=None, group=None,
+                     path=None, chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
     """(loss, dict of [M]); hidden [N, D] and weight [V, D] of one dtype, rows a PolicyRows of M rows.
 
+    group: name of the process group of a sharded weight, targets as `Vocabulary.located` gives them; None is whole.
     path: "anchored" or "recompute"; None is by dtype.
     """
     needs = needed(hidden, weight, bias)
     anchored = (path or PATHS[hidden.dtype]) == "anchored"
-    return LinearGRPO.apply(hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows)
+    return LinearGRPO.apply(
+        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group
+    )

@@ -13,16 +13,22 @@ Two paths, by dtype (tests may choose):
   p_v from the log-sum-exp, chunk by chunk: four products. An anchored forward of more rows than a chunk, or with an
   entropy gradient under a soft-cap, takes this backward too.
 
+A weight whose rows are sharded over processes (`group`, the name of the process group) takes the same way: c, the sums
+and the maxima of flagged rows are all-reduced [N], so that every rank decides alike; only the rank that has the target
+patches E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (softmax.py).
+
 Shapes: N rows, V vocabulary, D hidden. The operators are opaque to torch.compile: it would take their products apart.
 """
 
 import torch
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, needed, wanted
 from fastgrpo.kernels.head_rows import Rows, entropy_bwd, finish_fwd, reduce_fwd
 from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
 from fastgrpo.kernels.online import online_fwd
-from fastgrpo.kernels.products import add_weight_product_, bias_product, hidden_product, no_autocast, weight_product
+from fastgrpo.kernels.products import no_autocast
+from fastgrpo.kernels.softmax import ELSEWHERE, all_reduce_
 from fastgrpo.kernels.tiles import LN2, Head
 
 Tensor = torch.Tensor
@@ -41,20 +47,37 @@ def empty_exps(rows, vocab, like):
     return torch.empty_strided((rows, vocab), (-(-vocab // 64) * 64, 1), dtype=like.dtype, device=like.device)
 
 
-def rows_fwd(head, anchored, exps=None, entropy=False):
+def rows_fwd(head, anchored, exps=None, entropy=False, group=None):
     """head (checked, N > 0) -> [7, N], see `Rows`. Anchored, `exps` [N, V] is filled where it is given."""
     target_y = anchor_fwd(head)
-    if not anchored:
-        return finish_fwd(head, target_y, None, None, online_fwd(head, entropy), None, entropy)
-    sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
-    total, entropy_sum = (None if tiles is None else reduce_fwd(tiles) for tiles in sums)
+    if group is not None:  # from the rank that has the target; NaN, of a target that no rank has, from all
+        target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
+    total = entropy_sum = None
+    if anchored:
+        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
+        total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
     # Both guarded passes are always launched, so that nothing waits for the answer; a program without a flag returns.
     splits = online_fwd(head, entropy, flags=total)
+    if group is not None:
+        splits = merge_ranks(splits, group)
     rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps, entropy)
-    if exps is not None:
+    if anchored and exps is not None:
         stats = Rows(*rows.unbind(0))
         linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total)
     return rows
+
+
+def merge_ranks(splits, group):
+    """The online softmax of the splits [splits, N] of every rank as one split [1, N], equal on all ranks."""
+    tops, totals, entropies = splits
+    top = all_reduce_(tops.amax(0, keepdim=True), group, torch.distributed.ReduceOp.MAX)
+    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf is NaN: a split of the target alone
+    shrink = moved.exp2()
+    total = all_reduce_((totals * shrink).sum(0, keepdim=True), group)
+    if entropies is None:
+        return top, total, None
+    entropies = (entropies + totals * moved) * shrink
+    return top, total, all_reduce_(entropies.sum(0, keepdim=True), group)
 
 
 def recompute_exps(head, rows, g, h, exps):
@@ -74,10 +97,10 @@ def recompute_exps(head, rows, g, h, exps):
     return size * rows.slope
 
 
-@torch.library.custom_op("fastgrpo::linear_logprob_fwd", mutates_args=())
+@launch.operator("fastgrpo::linear_logprob_fwd")
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, anchored: bool, keep: bool, entropy: bool,
-                       chunk_rows: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+                       chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """-> (`Rows` as [7, N] fp32, E [N, V] where `keep`, else [0, V]). Without `keep` by chunks: one product."""
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):
@@ -86,138 +109,59 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         if n == 0:
             return hidden.new_zeros(7, 0, dtype=torch.float32), exps
         if keep:
-            return rows_fwd(head, anchored, exps, entropy), exps
-        parts = [rows_fwd(head.cut(part), anchored, None, entropy) for part in chunk_slices(n, chunk_rows)]
+            return rows_fwd(head, anchored, exps, entropy, group), exps
+        parts = [rows_fwd(head.cut(part), anchored, None, entropy, group) for part in chunk_slices(n, chunk_rows)]
         return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), exps
 
 
 @linear_logprob_fwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows):
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group):
     n, vocab = len(hidden), weight.shape[0]
     return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
 
 
-@torch.library.custom_op("fastgrpo::head_entropy_bwd", mutates_args=())
+@launch.operator("fastgrpo::head_entropy_bwd")
 def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> Tensor:
     """E with the gradients g of logp and h of the entropy in it, as a new tensor; v is then the slope alone."""
-    return entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, torch.empty_like(exps))
+    return entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, empty_exps(*exps.shape, exps))
 
 
 @head_entropy_bwd.register_fake
 def _(exps, targets, rows, g, h):
-    return torch.empty_like(exps)
+    return empty_exps(*exps.shape, exps)
 
 
-@torch.library.custom_op("fastgrpo::head_entropy_bwd_", mutates_args=("exps",))
+@launch.operator("fastgrpo::head_entropy_bwd_", mutates_args=("exps",))
 def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> None:
     """The same in place."""
     entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, exps)
 
 
-@torch.library.custom_op("fastgrpo::head_products", mutates_args=())
-def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
-                  weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Products 2 and 3 -> dH [N, D], dW [V, D] in weight_dtype, dbias [V] fp32; empty where not needed."""
-    if len(hidden) == 0:
-        return HeadGradients(hidden, weight, needs).result(weight_dtype)
-    with no_autocast(hidden):
-        return (
-            hidden_product(exps, v, weight) if needs[0] else hidden.new_empty(0),
-            weight_product(exps, v, hidden, weight_dtype) if needs[1] else weight.new_empty(0, dtype=weight_dtype),
-            bias_product(exps, v) if needs[2] else v.new_empty(0),
-        )
-
-
-@head_products.register_fake
-def _(exps, v, hidden, weight, needs, weight_dtype):
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else 0),
-        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
-        v.new_empty(weight.shape[0] if needs[2] else 0),
-    )
-
-
-@torch.library.custom_op("fastgrpo::linear_logprob_bwd", mutates_args=())
+@launch.operator("fastgrpo::linear_logprob_bwd")
 def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
-                       h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype,
-                       chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                       h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype, chunk_rows: int,
+                       group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The recomputing backward, by chunks; results as head_products."""
-    grads = HeadGradients(hidden, weight, needs)
+    grads = HeadGradients(len(hidden), weight, needs, group)
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
         for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
             exps = empty_exps(part.stop - part.start, weight.shape[0], weight)
             stats = Rows(*rows[:, part].unbind(0))
             v = recompute_exps(head.cut(part), stats, g[part], None if h is None else h[part], exps)
-            grads.add(exps, v, hidden[part], part)
+            grads.add(exps, v, hidden[part])
     return grads.result(weight_dtype)
 
 
 @linear_logprob_bwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h, needs, weight_dtype, chunk_rows):
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h, needs, weight_dtype, chunk_rows,
+      group):  # fmt: skip
     return (
         hidden.new_empty(hidden.shape if needs[0] else 0),
         weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
         rows.new_empty(weight.shape[0] if needs[2] else 0),
     )
-
-
-@torch.library.custom_op("fastgrpo::head_products_add_", mutates_args=("weight_sum", "bias_sum"))
-def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, need_hidden: bool,
-                       weight_sum: Tensor | None, bias_sum: Tensor | None, first: bool) -> Tensor:  # fmt: skip
-    """Products 2 and 3 of a chunk: dH [n, D] is returned, dW and dbias are written where first, else added (fp32)."""
-    with no_autocast(hidden):
-        if weight_sum is not None:
-            add_weight_product_(weight_sum, exps, v, hidden, first)
-        if bias_sum is not None:
-            product = bias_product(exps, v)
-            bias_sum.copy_(product) if first else bias_sum.add_(product)
-        return hidden_product(exps, v, weight) if need_hidden else hidden.new_empty(0)
-
-
-@head_products_add_.register_fake
-def _(exps, v, hidden, weight, need_hidden, weight_sum, bias_sum, first):
-    return hidden.new_empty(hidden.shape if need_hidden else 0)
-
-
-class HeadGradients:
-    """dH, dW, dbias over several chunks; dW and dbias add up in fp32."""
-
-    def __init__(self, hidden, weight, needs):
-        self.weight, self.needs, self.first = weight, needs, True
-        self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs[0] else None
-        fp32 = {"dtype": torch.float32, "device": weight.device}
-        self.weight_sum = torch.empty(weight.shape, **fp32) if needs[1] else None
-        self.bias_sum = torch.empty(weight.shape[0], **fp32) if needs[2] else None
-
-    def add(self, exps, v, hidden, where):
-        """exps [n, V], v [n], hidden [n, D]: the rows `where` (a slice or an index) of the whole."""
-        dh = head_products_add_(exps, v, hidden, self.weight, self.needs[0], self.weight_sum, self.bias_sum, self.first)
-        self.first = False
-        if self.needs[0]:
-            self.hidden[where] = dh
-
-    def result(self, weight_dtype):
-        """As head_products."""
-        sums = (self.weight_sum, self.bias_sum)
-        if self.first:  # no rows
-            sums = tuple(None if x is None else x.zero_() for x in sums)
-        dw, db = (self.weight.new_empty(0, dtype=torch.float32) if x is None else x for x in sums)
-        return (self.weight.new_empty(0) if self.hidden is None else self.hidden), dw.to(weight_dtype), db
-
-
-def grad_dtype(parameter):
-    """What the parameter wants its gradient in: a bf16 weight may ask for fp32 (torch 2.10 and later)."""
-    if torch.compiler.is_compiling() or not parameter.is_leaf:  # not traceable; only leaves have a choice
-        return parameter.dtype
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def wanted(gradients, needs, bias_dtype):
-    """(dH, dW, dbias), None where not needed."""
-    dh, dw, db = gradients
-    return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
 
 
 class LinearLogprob(torch.autograd.Function):
@@ -228,50 +172,45 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
-                chunk_rows):  # fmt: skip
+                chunk_rows, group):  # fmt: skip
         ctx.set_materialize_grads(False)
         # A soft-cap's slope is in E, and log p cannot be read back from it.
         keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
         rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored,
-                                        keep, return_entropy, chunk_rows)  # fmt: skip
+                                        keep, return_entropy, chunk_rows, group)  # fmt: skip
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
-        ctx.options = (temperature, softcap, needs, chunk_rows, keep)
+        ctx.options = (temperature, softcap, needs, chunk_rows, group, keep)
         return rows[0].clone(), rows[1].clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, bias, targets, temperatures, rows, exps = ctx.saved_tensors
-        temperature, softcap, needs, chunk_rows, keep = ctx.options
+        temperature, softcap, needs, chunk_rows, group, keep = ctx.options
         g = torch.zeros_like(rows[0]) if grad_logps is None else grad_logps.contiguous()
         h = None if grad_entropy is None else grad_entropy.contiguous()
         if keep:
             if h is not None:
                 exps, g = head_entropy_bwd(exps, targets, rows, g, h), 1.0
-            gradients = head_products(exps, g * rows[3], hidden, weight, list(needs), grad_dtype(weight))
+            gradients = head_products(exps, g * rows[3], hidden, weight, list(needs), grad_dtype(weight), group)
         else:
             gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
-                                           h, list(needs), grad_dtype(weight), chunk_rows)  # fmt: skip
-        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 8
+                                           h, list(needs), grad_dtype(weight), chunk_rows, group)  # fmt: skip
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 9
 
 
 def linear_logprob(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, return_entropy=False,
-                   path=None, chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
+                   group=None, path=None, chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
     """(logps [N], entropy [N] or None), differentiable. hidden [N, D], weight [V, D] of one dtype, targets [N].
 
+    group: name of the process group of a sharded weight, targets as `Vocabulary.located` gives them; None is whole.
     path: "anchored" or "recompute"; None is by dtype.
     """
     needs = needed(hidden, weight, bias)
     per_row = isinstance(temperature, torch.Tensor)
     logps, entropy = LinearLogprob.apply(
         hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
-        softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows,
+        softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows, group,
     )  # fmt: skip
     return logps, entropy if return_entropy else None
-
-
-def needed(*tensors):
-    """Which tensors want a gradient now."""
-    grad = torch.is_grad_enabled()
-    return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_gradients import needed
 from fastgrpo.kernels.head_rows import log1p
-from fastgrpo.kernels.linear_logprob import needed
 from fastgrpo.kernels.objectives import importance_weights
 from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics, policy_rows
-from fastgrpo.kernels.tiles import LN2, LOG2E
+from fastgrpo.kernels.tiles import LN2, LOG2E, ROWS_VARY
 
 Tensor = torch.Tensor
 
@@ -44,6 +44,9 @@ def _row_scale(inv_t, inv_t_ptr, row):
 @triton.jit
 def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
     """(logp, log2 sum, 1 - p_t, entropy), each [1]: an online softmax with the target's column apart."""
+    # Ahead of the reductions and their barriers: after them, a faster warp may write the gradient over it.
+    legal = (target >= 0) & (target < vocab)
+    y2 = tl.load(z_ptr + target, mask=legal, other=float("nan")).to(tl.float32) * scale
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     entropy = tl.zeros((1,), tl.float32)
@@ -59,8 +62,6 @@ def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
         entropy += tl.sum(e * tl.maximum(x2 - base[:, None], -1e30), axis=1)
         total = total * shrink + tl.sum(e, axis=1)
         top = new_top
-    legal = (target >= 0) & (target < vocab)
-    y2 = tl.load(z_ptr + target, mask=legal, other=float("nan")).to(tl.float32) * scale
     base = tl.maximum(top, y2)
     shrink = tl.exp2(top - base)
     entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
@@ -75,10 +76,14 @@ def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK: tl.constexpr):
-    """dz of one row; lse2 = log2 sum_v exp(z_v), rest = 1 - p_t. out may be the logits themselves."""
+    """dz of one row; lse2 = log2 sum_v exp(z_v), rest = 1 - p_t. out may be the logits themselves.
+
+    From the end: what the first pass read last is what the cache still has.
+    """
     t = scale * LN2  # 1 / T
-    for start in range(0, vocab, BLOCK):
-        cols = start + tl.arange(0, BLOCK)[None, :]
+    last = tl.cdiv(vocab, BLOCK) - 1
+    for i in range(0, last + 1):
+        cols = (last - i) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32) * scale[:, None]
         log_p2 = tl.maximum(x2 - lse2[:, None], -1e30)  # finite: 0 * -inf is NaN
         dz = -tl.exp2(log_p2) * (g + h * entropy + h * LN2 * log_p2)
@@ -87,7 +92,7 @@ def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g,
         tl.store(out_ptr + cols, dz.to(out_ptr.dtype.element_ty), mask=cols < vocab)
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, old_ptr, ref_ptr,
                             advantage_ptr, weight_ptr, importance_ptr, bonus_ptr, out_ptr, low, high, delta, beta,
                             tau_pos, tau_neg, n_rows, vocab, SURROGATE: tl.constexpr, KIND: tl.constexpr,
@@ -118,7 +123,7 @@ def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t
         _write_gradient(z_ptr, z_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK)
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _logits_grpo_bwd_kernel(z_ptr, z_stride, d_ptr, d_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, g_ptr,
                             h_ptr, n_rows, vocab, BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -182,7 +187,7 @@ def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_
     return stats
 
 
-@torch.library.custom_op("fastgrpo::logits_stats", mutates_args=())
+@launch.operator("fastgrpo::logits_stats")
 def logits_stats(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
                  temperatures: Tensor | None) -> Tensor:  # fmt: skip
     """One read of the logits [N, V] -> stats [4, M]."""
@@ -197,7 +202,7 @@ def _(logits, places, targets, temperature, temperatures):
     return logits.new_empty(4, len(targets), dtype=torch.float32)
 
 
-@torch.library.custom_op("fastgrpo::logits_grpo_", mutates_args=("logits",))
+@launch.operator("fastgrpo::logits_grpo_", mutates_args=("logits",))
 def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
                  temperatures: Tensor | None, old: Tensor | None, ref: Tensor | None, advantages: Tensor,
                  weights: Tensor, importance: Tensor | None, bonus: Tensor | None, surrogate: str, kl: str,
@@ -229,7 +234,7 @@ def _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, 
     )  # fmt: skip
 
 
-@torch.library.custom_op("fastgrpo::logits_bwd", mutates_args=())
+@launch.operator("fastgrpo::logits_bwd")
 def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
                stats: Tensor, g: Tensor, h: Tensor | None) -> Tensor:  # fmt: skip
     """Gradients g of logp and h of the entropy [M] -> dlogits [N, V], a new tensor."""
@@ -243,14 +248,14 @@ def _(logits, *_):
     return torch.empty_like(logits)
 
 
-@torch.library.custom_op("fastgrpo::logits_bwd_", mutates_args=("logits",))
+@launch.operator("fastgrpo::logits_bwd_", mutates_args=("logits",))
 def logits_bwd_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
                 stats: Tensor, g: Tensor, h: Tensor | None) -> None:  # fmt: skip
     """The same over the logits."""
     _launch_bwd(logits, logits, places, targets, temperature, temperatures, stats, g, h)
 
 
-@torch.library.custom_op("fastgrpo::scale_rows_", mutates_args=("matrix",))
+@launch.operator("fastgrpo::scale_rows_", mutates_args=("matrix",))
 def scale_rows_(matrix: Tensor, factor: Tensor) -> None:
     """matrix [N, V] times a scalar on the device, in place; free where it is 1."""
     if len(matrix):

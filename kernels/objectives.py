@@ -53,6 +53,17 @@ def cut(value, part):
     return value[part] if isinstance(value, torch.Tensor) else value
 
 
+def sequence_slices(lengths, size):
+    """(rows, sequences) of chunks that end where sequences end; no sequence is longer than `size`."""
+    parts, row, first, end = [], 0, 0, 0
+    for i, length in enumerate(lengths):
+        if end + length - row > size:
+            parts.append((slice(row, end), slice(first, i)))
+            row, first = end, i
+        end += length
+    return [*parts, (slice(row, end), slice(first, len(lengths)))]
+
+
 class Tokens(NamedTuple):
     """What a surrogate reads, all [M]: ratio is at the objective's level, log_ratio per token; importance or None."""
 

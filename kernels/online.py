@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import blocks_of, dot_rows, flagged, product_options, row_scale, tanh
+from fastgrpo.kernels.tiles import ROWS_VARY, blocks_of, dot_rows, flagged, product_options, row_scale, tanh
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, inv_t, inv_t_ptr, cap, max_ptr,
                        total_ptr, entropy_ptr, flag_ptr, n_rows, vocab, depth, SPLITS, PRECISION: tl.constexpr,
                        EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

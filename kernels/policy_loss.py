@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fastgrpo.kernels import objectives
+from fastgrpo.kernels import launch, objectives
 from fastgrpo.kernels.objectives import Tokens, sequence_mean
+from fastgrpo.kernels.tiles import ROWS_VARY
 
 # Rows of the kernel's [6, M] output.
 LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)
@@ -117,7 +118,7 @@ def policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_p
     return grad
 
 
-@triton.jit
+@triton.jit(**ROWS_VARY)
 def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr,
                             phi_ptr, out_ptr, low, high, delta, beta, tau_pos, tau_neg, n_rows,
                             SURROGATE: tl.constexpr, KIND: tl.constexpr, CORRECT_KL: tl.constexpr,
@@ -128,7 +129,7 @@ def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage
                 out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
 
 
-@torch.library.custom_op("fastgrpo::policy_loss_rows", mutates_args=())
+@launch.operator("fastgrpo::policy_loss_rows")
 def policy_loss_rows(logps: torch.Tensor, old: torch.Tensor | None, log_ratio: torch.Tensor | None,
                      ref: torch.Tensor | None, advantages: torch.Tensor, weights: torch.Tensor,
                      importance: torch.Tensor | None, phi: torch.Tensor | None, surrogate: str, kl: str,

@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from fastgrpo.kernels.softmax import all_reduce_
+
 
 def no_autocast(tensor):
     """fp32 products stay fp32 inside torch.autocast."""
@@ -44,8 +46,10 @@ def add_mm_(total, a, b):
     return total.add_(mm_fp32(a, b))
 
 
-def hidden_product(exps, v, weight):
-    """dH [n, D] = v (E W): the product in fp32, scaled, rounded once."""
+def hidden_product(exps, v, weight, group=None):
+    """dH [n, D] = v (E W): the product in fp32, scaled, summed over the ranks of the group, rounded once."""
+    if group is not None:
+        return all_reduce_(mm_fp32(exps, weight).mul_(v[:, None]), group).to(weight.dtype)
     out = torch.empty(len(exps), weight.shape[1], dtype=weight.dtype, device=weight.device)
     return torch.mul(mm_fp32(exps, weight), v[:, None], out=out)
 

@@ -50,6 +50,81 @@ def linear_logprob(hidden, weight, targets, *, bias=None, logit_softcap=None, te
     return logits_logprob(logits, targets, temperature=temperature, return_entropy=return_entropy)
 
 
+def _kept(logits, temperature, top_k, top_p, min_p):
+    """[R, V] bool: what top-k, then top-p, then min-p keep. Each is a threshold: equal logits stay or go together."""
+    ordered = logits.sort(dim=-1, descending=True).values
+    floor = ordered[:, -1:]
+    if 0 < top_k < logits.shape[-1]:
+        floor = ordered[:, top_k - 1 : top_k]
+    if top_p < 1:
+        probs = torch.softmax((ordered / temperature).masked_fill(ordered < floor, -torch.inf), dim=-1)
+        likelier = probs.cumsum(-1) - probs
+        # of equal ones the first decides for all; it comes before them, and what it has above it is least
+        floor = ordered.masked_fill((likelier >= top_p) | (probs == 0), torch.inf).amin(-1, keepdim=True)
+    if min_p > 0:
+        floor = floor.maximum(ordered[:, :1] + temperature * math.log(min_p))
+    return logits >= floor
+
+
+def sample(logits, uniforms, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Draw one token a row by inverting the cumulative distribution in the order of the vocabulary.
+
+    Args:
+        logits: [R, V]. uniforms: [R] in [0, 1). temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off; a token
+            stays while the mass of the strictly likelier ones, of what top_k kept, is below it. min_p: least
+            probability relative to the likeliest.
+
+    Returns:
+        tokens [R] int64: the first whose cumulative kept probability exceeds the uniform. logps [R]: their log-probs
+        under the full softmax at the temperature (1 when greedy). kept [R]: the mass that the filters kept. A row whose
+        softmax is undefined gives 0, NaN, NaN.
+    """
+    logits = logits.to(_compute_dtype(logits))
+    if temperature == 0:
+        probs = torch.ones_like(logits).masked_fill(logits < logits.amax(-1, keepdim=True), 0)
+        uniforms, kept = torch.zeros_like(uniforms), torch.ones_like(uniforms)
+        all_logps = torch.log_softmax(logits, dim=-1)
+    else:
+        all_logps = torch.log_softmax(logits / temperature, dim=-1)
+        probs = all_logps.exp().masked_fill(~_kept(logits, temperature, top_k, top_p, min_p), 0)
+        kept = probs.sum(-1)
+    cumulative = probs.cumsum(-1)
+    drawn = (cumulative > uniforms[:, None] * cumulative[:, -1:]) & (probs > 0)
+    last = (torch.arange(logits.shape[-1], device=logits.device) * (probs > 0)).amax(-1)  # where rounding left none
+    undefined = all_logps.isnan().any(-1)
+    tokens = torch.where(drawn.any(-1), drawn.int().argmax(-1), last).masked_fill(undefined, 0)
+    logps = all_logps.gather(-1, tokens[:, None])[:, 0]
+    return tokens, logps.masked_fill(undefined, torch.nan), kept.masked_fill(undefined, torch.nan)
+
+
+def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, prompt_lengths, members, *, scale,
+                 max_length=None, max_prompt_length=None):  # fmt: skip
+    """Attention of each lane to its prompt's keys and its own, one softmax over both.
+
+    Args:
+        query: [R, H, d]. keys, values: [slots >= R, K, C, d], lengths: [R]. prompt_keys, prompt_values: [P, K, T, d],
+            prompt_lengths: [P]. members: [P, G], the lanes of each prompt, -1 where there is none. scale: of the
+            scores. max_length, max_prompt_length: of no consequence.
+
+    Returns:
+        out [R, H, d]: zeros for a lane without any key.
+    """
+    dtype, repeats = _compute_dtype(query), query.shape[1] // keys.shape[1]
+    prompt_of = {lane: prompt for prompt, row in enumerate(members.tolist()) for lane in row if lane >= 0}
+    out = torch.zeros_like(query, dtype=dtype)
+    for lane, length in enumerate(lengths.tolist()):
+        k, v = keys[lane, :, :length], values[lane, :, :length]
+        if lane in prompt_of:
+            prompt = prompt_of[lane]
+            shared = slice(prompt_lengths[prompt].item())
+            k = torch.cat([prompt_keys[prompt, :, shared], k], dim=1)
+            v = torch.cat([prompt_values[prompt, :, shared], v], dim=1)
+        k, v = (x.to(dtype).repeat_interleave(repeats, dim=0) for x in (k, v))
+        scores = scale * (k @ query[lane].to(dtype)[:, :, None])[:, :, 0]
+        out[lane] = (torch.softmax(scores, dim=-1)[:, None] @ v)[:, 0]
+    return out.to(query.dtype)
+
+
 class _Tokens(NamedTuple):
     """What a surrogate reads, [N] each: ratio is at the objective's level, log_ratio per token; importance or None."""
 

@@ -8,6 +8,16 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+# Instead of a target's id within the shard: another rank has it, or nobody.
+ELSEWHERE, NOWHERE = -1, -2
+
+
+def all_reduce_(values, group, op=dist.ReduceOp.SUM):
+    """In place over the ranks of the process group of this name; None is one process."""
+    if group is not None:
+        dist.all_reduce(values, op=op, group=dist.distributed_c10d._resolve_process_group(group))
+    return values
+
 
 class Vocabulary(NamedTuple):
     """Which part of the vocabulary this process holds. Targets are global ids; per-row values are equal on all ranks.
@@ -50,6 +60,15 @@ class Vocabulary(NamedTuple):
         """Global ids [n] -> (ids within the shard of `size` entries, whether this rank holds them)."""
         local = targets - self.first
         return local.clamp(0, size - 1), (local >= 0) & (local < size)
+
+    def located(self, targets, size):
+        """(targets, the group's name) for operators, which can be handed no group: ids within the shard of `size`
+        entries, ELSEWHERE or NOWHERE; without a group, the targets themselves and None."""
+        if self.group is None:
+            return targets, None
+        local, mine = self.local(targets, size)
+        legal = (targets >= 0) & (targets < self.total)
+        return torch.where(mine, local, torch.where(legal, ELSEWHERE, NOWHERE)), self.group.group_name
 
 
 def softmax_(z, targets, vocabulary, return_entropy=False):

@@ -13,6 +13,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 # A row whose others sum to this much (59.6 nats above its target) gets its maximum as the anchor: V e^80 overflows the
 # fp32 sum, and v H underflows in bf16 past 65 nats.
 GUARD = tl.constexpr(2.0**86)
+# What changes from batch to batch must not ask for another compilation: how many rows there are, and where among its
+# neighbours a vector over rows begins.
+ROWS_VARY = {
+    "do_not_specialize": ("n_rows", "n_splits", "SPLITS"),
+    "do_not_specialize_on_alignment": (
+        "advantage_ptr", "anchor_ptr", "bonus_ptr", "entropy_ptr", "flag_ptr", "g_ptr", "importance_ptr", "inv_t_ptr",
+        "log_ratio_ptr", "logp_ptr", "mix_ptr", "norm_ptr", "old_ptr", "patch_ptr", "phi_ptr", "place_ptr", "ref_ptr",
+        "target_ptr", "target_y_ptr", "total_ptr", "weight_ptr",
+    ),
+}  # fmt: skip
 
 
 @triton.jit

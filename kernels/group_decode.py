@@ -1,0 +1,205 @@
+"""Decode attention over one shared prompt and the G suffixes that continue it (Hydragen, arXiv 2402.05099).
+
+    o = sum_s 2^(l_s - l) o_s,   l = log2 sum_s 2^(l_s),   s over splits of the prompt's keys and of the lane's own
+
+Phase 1: all query rows of a group, gathered through `members`, against a split of the prompt's keys: a real matrix
+product, and the prompt's keys and values are read once a group. Phase 2: the query rows of one lane and key head
+against a split of its own suffix. Both are one kernel, which writes a normalized partial output and its log-sum-exp
+(base 2, scale included). A last kernel merges the partial outputs in fixed order.
+
+Shapes: R lanes (query rows), H query heads, K key heads, H % K == 0, P prompts of at most T tokens and G lanes each, C
+tokens of a suffix at most, d depth of a head. Partial outputs are fp32 [splits, R, H, d], those of the suffix first;
+log-sum-exps fp32 [splits, R, H], -inf where a split holds no key.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.tiles import LOG2E
+
+
+@triton.jit
+def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, lse_ptr, scale2, q_lane_stride,
+                        q_head_stride, k_slot_stride, k_head_stride, k_token_stride, v_slot_stride, v_head_stride,
+                        v_token_stride, n_lanes, n_heads, group, row_blocks, first_split, splits, later_splits,
+                        RATIO: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """One slot, one key head, one split of its keys. member_ptr: None where a slot is the lane of that number.
+
+    later_splits: those that another launch may fill afterwards; until then they hold no key.
+    """
+    slot, block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
+    key_head, split = tl.program_id(1), tl.program_id(2)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    if member_ptr is None:
+        lanes = tl.where(rows < RATIO, slot, -1)
+    else:
+        lanes = tl.load(member_ptr + slot * group + rows // RATIO, mask=rows < group * RATIO, other=-1)
+    if tl.max(lanes) < 0:
+        return
+    there = lanes >= 0
+    heads = key_head * RATIO + rows % RATIO
+    places = ((first_split + split).to(tl.int64) * n_lanes + lanes) * n_heads + heads
+    if split == 0:
+        for i in range(splits, splits + later_splits):
+            tl.store(lse_ptr + places + i * (n_lanes * n_heads), float("-inf"), mask=there)
+
+    depth = tl.arange(0, BLOCK_D)
+    in_depth = depth < DEPTH
+    q_ptrs = q_ptr + lanes.to(tl.int64)[:, None] * q_lane_stride + heads[:, None] * q_head_stride + depth[None, :]
+    q = tl.load(q_ptrs, mask=there[:, None] & in_depth[None, :], other=0.0)
+    length = tl.load(length_ptr + slot)
+    share = tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N
+    start = split * share
+    end = tl.minimum(start + share, length)
+    k_ptr += slot.to(tl.int64) * k_slot_stride + key_head.to(tl.int64) * k_head_stride
+    v_ptr += slot.to(tl.int64) * v_slot_stride + key_head.to(tl.int64) * v_head_stride
+
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for first in range(start, end, BLOCK_N):
+        tokens = first + tl.arange(0, BLOCK_N)
+        legal = tokens < end
+        k_ptrs = k_ptr + tokens[None, :] * k_token_stride + depth[:, None]
+        k = tl.load(k_ptrs, mask=legal[None, :] & in_depth[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision=PRECISION) * scale2
+        scores = tl.where(legal[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = tl.exp2(top - new_top)
+        e = tl.exp2(scores - new_top[:, None])
+        v_ptrs = v_ptr + tokens[:, None] * v_token_stride + depth[None, :]
+        v = tl.load(v_ptrs, mask=legal[:, None] & in_depth[None, :], other=0.0)
+        total = total * shrink + tl.sum(e, axis=1)
+        acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    tl.store(lse_ptr + places, top + tl.log2(total), mask=there)  # -inf without keys
+    if start < end:
+        out_ptrs = out_ptr + places[:, None] * DEPTH + depth[None, :]
+        tl.store(out_ptrs, acc / total[:, None], mask=there[:, None] & in_depth[None, :])
+
+
+@triton.jit
+def _merge_fwd_kernel(part_ptr, lse_ptr, out_ptr, n_lanes, n_heads, splits, DEPTH: tl.constexpr, HEADS: tl.constexpr,
+                      BLOCK_D: tl.constexpr):  # fmt: skip
+    """Some heads of one lane; zeros where no split holds a key."""
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    depth = tl.arange(0, BLOCK_D)
+    there = heads < n_heads
+    place = tl.program_id(0).to(tl.int64) * n_heads + heads
+    step = n_lanes * n_heads
+    top = tl.full((HEADS,), float("-inf"), tl.float32)
+    for split in range(splits):
+        top = tl.maximum(top, tl.load(lse_ptr + place + split * step, mask=there, other=float("-inf")))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((HEADS,), tl.float32)
+    acc = tl.zeros((HEADS, BLOCK_D), tl.float32)
+    for split in range(splits):
+        places = place + split * step
+        lse = tl.load(lse_ptr + places, mask=there, other=float("-inf"))
+        weight = tl.exp2(lse - top)
+        # what a split without keys left there is not read
+        filled = (there & (lse != float("-inf")))[:, None] & (depth < DEPTH)[None, :]
+        acc += weight[:, None] * tl.load(part_ptr + places[:, None] * DEPTH + depth[None, :], mask=filled, other=0.0)
+        total += weight
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]
+    mask = there[:, None] & (depth < DEPTH)[None, :]
+    tl.store(out_ptr + place[:, None] * DEPTH + depth[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _check(query, slots):
+    """slots: prefix -> (keys, values, lengths)."""
+    if query.device.type == "cpu" and not launch.INTERPRET:
+        raise ValueError("group_decode needs CUDA tensors, got query on the CPU; use another attention provider there")
+    if query.dtype not in launch.DTYPES:
+        raise ValueError(f"query must be bf16, fp16 or fp32, got {query.dtype}")
+    if query.ndim != 3 or query.stride(-1) != 1:
+        raise ValueError(f"query must be [R, H, d], contiguous in d, got {tuple(query.shape)}, {query.stride()}")
+    _, heads, depth = query.shape
+    for prefix, (keys, values, lengths) in slots.items():
+        for name, tensor in ((f"{prefix}keys", keys), (f"{prefix}values", values)):
+            fits = tensor.ndim == 4 and tensor.shape[-1] == depth and heads % tensor.shape[1] == 0
+            if not fits or tensor.shape != keys.shape or tensor.stride(-1) != 1 or tensor.dtype != query.dtype:
+                raise ValueError(
+                    f"{name} must be {query.dtype} [slots, K, tokens, {depth}], contiguous in the last, K a divisor of "
+                    f"{heads} heads and the same shape for keys and values, got {tensor.dtype} {tuple(tensor.shape)} "
+                    f"with strides {tensor.stride()}"
+                )
+            assert tensor.shape[2] * tensor.stride(2) < 2**31, "offsets within a slot are 32-bit"
+        if lengths.dtype != torch.int32 or lengths.stride(-1) != 1 or len(lengths) > len(keys):
+            raise ValueError(
+                f"{prefix}lengths must be int32, contiguous and at most one a slot, got {lengths.dtype} "
+                f"{tuple(lengths.shape)} for {len(keys)} slots"
+            )
+
+
+@launch.on_its_device
+def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, prompt_lengths, members, *, scale,
+                 max_length=None, max_prompt_length=None):  # fmt: skip
+    """One decode step of attention: every lane attends to its prompt and to its own suffix.
+
+    Nothing waits for the host, and the launches depend on shapes and the two bounds alone: a CUDA graph may hold them.
+
+    Args:
+        query: [R, H, d] bf16, fp16 or fp32; lane r owns suffix slot r. Only the last stride of a tensor must be 1.
+        keys, values: [slots >= R, K, C, d] in query's dtype. lengths: [R] int32, tokens of each suffix, the new one
+            included.
+        prompt_keys, prompt_values: [P, K, T, d]. prompt_lengths: [P] int32.
+        members: [P, G] int32, the lanes of each prompt in any order, -1 where there is none. A lane belongs to one
+            prompt at most; one in no row attends to its suffix alone. A prompt without lanes costs nothing.
+        scale: of the scores. max_length, max_prompt_length: upper bounds of the lengths known to the host, C and T by
+            default: more splits for longer ones. Results stay right where a length is beyond.
+
+    Returns:
+        out [R, H, d] in query's dtype; zeros for a lane without any key.
+
+    Raises:
+        ValueError: a shape, dtype or stride that is none of the above.
+    """
+    _check(query, {"": (keys, values, lengths), "prompt_": (prompt_keys, prompt_values, prompt_lengths)})
+    (lanes, heads, depth), key_heads = query.shape, keys.shape[1]
+    prompts = len(prompt_keys)
+    if lengths.shape != (lanes,) or len(keys) < lanes:
+        raise ValueError(f"lengths must be [{lanes}] and keys hold as many slots, got {lengths.shape}, {len(keys)}")
+    if members.ndim != 2 or members.dtype != torch.int32 or len(members) != prompts or not members.is_contiguous():
+        raise ValueError(f"members must be int32 [{prompts}, G], got {members.dtype} {tuple(members.shape)}")
+    if prompt_lengths.shape != (prompts,) or prompt_keys.shape[1] != key_heads:
+        raise ValueError(
+            f"prompt_lengths must be [{prompts}] and prompt_keys have {key_heads} heads, got "
+            f"{tuple(prompt_lengths.shape)} and {prompt_keys.shape[1]}"
+        )
+    ratio, group = heads // key_heads, members.shape[1]
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    own = launch.decode_blocks(ratio, depth, query.dtype)
+    shared = launch.decode_blocks(group * ratio, depth, query.dtype)
+    row_blocks = triton.cdiv(group * ratio, shared.rows)
+    own_splits = launch.decode_splits(lanes * key_heads, max_length or keys.shape[2], own, query.device)
+    shared_splits = launch.decode_splits(
+        prompts * row_blocks * key_heads, max_prompt_length or prompt_keys.shape[2], shared, query.device
+    )
+    splits = own_splits + shared_splits
+    parts = torch.empty(splits, lanes, heads, depth, dtype=torch.float32, device=query.device)
+    lses = torch.empty(splits, lanes, heads, dtype=torch.float32, device=query.device)
+
+    def partial(slots, keys, values, lengths, members, blocks, row_blocks, first, count):
+        _partial_fwd_kernel[(slots * row_blocks, key_heads, count)](
+            query, keys, values, lengths, members, parts, lses, scale * LOG2E.value, *query.stride()[:2],
+            *keys.stride()[:3], *values.stride()[:3], lanes, heads, group, row_blocks, first, count,
+            splits - first - count, RATIO=ratio, DEPTH=depth, PRECISION=launch.precision(query.dtype),
+            BLOCK_M=blocks.rows, BLOCK_N=blocks.cols, BLOCK_D=blocks.depth, num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )  # fmt: skip
+
+    if lanes:
+        # The suffixes first: they mark the prompt's splits empty, for lanes without one.
+        partial(lanes, keys, values, lengths, None, own, 1, 0, own_splits)
+        if prompts and group:
+            partial(prompts, prompt_keys, prompt_values, prompt_lengths, members, shared, row_blocks, own_splits,
+                    shared_splits)  # fmt: skip
+        _merge_fwd_kernel[(lanes, triton.cdiv(heads, launch.MERGE_HEADS))](
+            parts, lses, out, lanes, heads, splits, DEPTH=depth, HEADS=launch.MERGE_HEADS, BLOCK_D=own.depth,
+            num_warps=4,
+        )  # fmt: skip
+    return out

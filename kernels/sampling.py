@@ -1,0 +1,183 @@
+"""From logits to a token, its log-prob and the mass that the filters kept.
+
+    p_v = exp((z_v - max z) / T) / S,   S = sum_v exp((z_v - max z) / T),   token = the first whose kept sum exceeds u
+
+Unfiltered, two launches and one pass: every (row, tile of the vocabulary) gives its maximum and sum; a program a row
+picks the tile by the sums over tiles and reads that one tile again to pick the token.
+
+Filters keep the logits from a floor upwards; equal logits stay or go together. That of min-p is max z + T log(min_p);
+those of top-k and top-p are found in sampling_floor.py (seven launches each, three partial passes). Then every (row,
+tile) sums what is kept, one more pass, and the draw is from these sums. Nothing waits for the host and the launches do
+not depend on the data.
+
+Shapes: R rows, V vocabulary. All arithmetic is fp32; sums run in fixed order, the same for any number of rows.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.sampling_floor import least_kept, load_tile, row_masses, token_mass
+from fastgrpo.kernels.tiles import LN2, LOG2E
+
+LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _row_floor(floor_ptr, row, top, min_p_span):
+    """The least logit kept; min_p_span = -T log(min_p), inf without. -inf itself is never kept."""
+    floor = tl.maximum(top - min_p_span, LOWEST_FLOAT)
+    if floor_ptr is not None:
+        floor = tl.maximum(floor, tl.load(floor_ptr + row))
+    return floor
+
+
+@triton.jit
+def _tile_sums_kernel(z_ptr, z_stride, top_ptr, total_ptr, vocab, n_tiles, scale, TILE: tl.constexpr):
+    """Maximum of a tile and its sum of exp((z - maximum) / T)."""
+    place = tl.program_id(0)
+    row, tile = place // n_tiles, place % n_tiles
+    _, z = load_tile(z_ptr + row.to(tl.int64) * z_stride, tile, vocab, TILE)
+    top = tl.max(z)
+    tl.store(top_ptr + place, top)
+    tl.store(total_ptr + place, tl.sum(token_mass(z, tl.where(top == float("-inf"), 0.0, top), scale)))
+
+
+@triton.jit
+def _kept_sums_kernel(z_ptr, z_stride, top_ptr, floor_ptr, kept_ptr, vocab, n_tiles, scale, min_p_span,
+                      TILE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
+    """Sum over the kept tokens of a tile of exp((z - max z) / T), with the maximum of the row."""
+    place = tl.program_id(0)
+    row, tile = place // n_tiles, place % n_tiles
+    tiles = tl.arange(0, TILES)
+    top = tl.max(tl.load(top_ptr + row * n_tiles + tiles, mask=tiles < n_tiles, other=float("-inf")))
+    floor = _row_floor(floor_ptr, row, top, min_p_span)
+    kept = 0.0
+    if tl.load(top_ptr + place) >= floor:
+        _, z = load_tile(z_ptr + row.to(tl.int64) * z_stride, tile, vocab, TILE)
+        kept = tl.sum(tl.where(z >= floor, token_mass(z, top, scale), 0.0))
+    tl.store(kept_ptr + place, kept)
+
+
+@triton.jit
+def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, kept_ptr, token_ptr, logp_ptr, mass_ptr,
+                 vocab, n_tiles, scale, min_p_span, GREEDY: tl.constexpr, TILE: tl.constexpr,
+                 TILES: tl.constexpr):  # fmt: skip
+    """The tile, then the token in it. kept_ptr: None where no filter is on."""
+    row = tl.program_id(0)
+    z_ptr += row.to(tl.int64) * z_stride
+    tiles = tl.arange(0, TILES)
+    tops, top, masses, kept = row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES)
+    total = tl.sum(masses)
+    share = 1.0
+    if GREEDY:
+        tile = tl.min(tl.where(tops == top, tiles, n_tiles))
+        cols, z = load_tile(z_ptr, tile, vocab, TILE)
+        token = tl.min(tl.where(z == top, cols, vocab))
+    else:
+        kept_total = tl.sum(kept)
+        limit = tl.load(uniform_ptr + row) * kept_total
+        # Only what has mass can be drawn; where rounding leaves nothing above the limit, the last that has.
+        tile = tl.min(tl.where((tl.cumsum(kept) > limit) & (kept > 0), tiles, n_tiles))
+        tile = tl.minimum(tile, tl.max(tl.where(kept > 0, tiles, 0)))
+        limit -= tl.sum(tl.where(tiles < tile, kept, 0.0))
+        cols, z = load_tile(z_ptr, tile, vocab, TILE)
+        mass = token_mass(z, top, scale)
+        if kept_ptr is not None:
+            mass = tl.where(z >= _row_floor(floor_ptr, row, top, min_p_span), mass, 0.0)
+            share = tl.minimum(kept_total / total, 1.0)
+        token = tl.min(tl.where((tl.cumsum(mass) > limit) & (mass > 0), cols, vocab))
+        token = tl.minimum(token, tl.max(tl.where(mass > 0, cols, 0)))
+    good = (total > 0) & (total < float("inf"))
+    token = tl.where(good, token, 0)
+    logp = (tl.load(z_ptr + token) - top) * scale * LN2 - tl.log(total)
+    tl.store(token_ptr + row, token)
+    tl.store(logp_ptr + row, tl.where(good, logp, float("nan")))
+    tl.store(mass_ptr + row, tl.where(good, share, float("nan")))
+
+
+def _check(logits, uniforms, temperature, top_k, top_p, min_p):
+    if logits.device.type == "cpu" and not launch.INTERPRET:
+        raise ValueError("sample needs CUDA tensors, got logits on the CPU; draw with plain PyTorch there")
+    if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(-1) != 1 or 0 in logits.shape:
+        raise ValueError(
+            f"logits must be fp32 [R, V] with the vocabulary contiguous and nothing empty, got {logits.dtype} "
+            f"{tuple(logits.shape)} with strides {logits.stride()}"
+        )
+    if uniforms.shape != logits.shape[:1] or uniforms.dtype != torch.float32 or uniforms.device != logits.device:
+        raise ValueError(
+            f"uniforms must be fp32 [{len(logits)}] on {logits.device}, one a row of logits, got {uniforms.dtype} "
+            f"{tuple(uniforms.shape)} on {uniforms.device}"
+        )
+    for name, value, good, expected in (
+        ("temperature", temperature, temperature >= 0, "at least 0 (0 is greedy)"),
+        ("top_k", top_k, top_k >= 0, "at least 0 (0 is off)"),
+        ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
+        ("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]"),
+    ):
+        if not good:
+            raise ValueError(f"{name} must be {expected}, got {value}")
+
+
+@launch.on_its_device
+def sample(logits, uniforms, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Draw one token a row by inverting the cumulative distribution, in the order of the vocabulary.
+
+    Filters, in this order: top_k keeps the k likeliest (ties with the k-th stay); top_p, of those and renormalized,
+    keeps a token while the mass of the strictly likelier ones is below it (equal logits stay or go together); min_p
+    keeps what has at least this probability relative to the likeliest.
+
+    Args:
+        logits: [R, V] fp32, the vocabulary contiguous. uniforms: [R] fp32 in [0, 1), one draw each.
+        temperature: 0 is greedy: the first of the largest logits; uniforms and filters are not looked at.
+        top_k: 0 is off. top_p: in (0, 1]. min_p: in [0, 1].
+
+    Returns:
+        tokens [R] int64: the first whose cumulative kept probability exceeds the uniform; never one of probability 0.
+        logps [R] fp32: its log-prob under the full softmax at the temperature (1 when greedy), whatever filters cut.
+        kept [R] fp32: the mass that the filters kept, of the same softmax; 1 where none is on.
+        A row whose softmax is undefined (NaN, +inf, or -inf alone) gives token 0, logp NaN and kept NaN.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or value that is none of the above.
+    """
+    _check(logits, uniforms, temperature, top_k, top_p, min_p)
+    (rows, vocab), device = logits.shape, logits.device
+    tile, options = launch.sample_tile(), {"num_warps": launch.SAMPLE_WARPS}
+    n_tiles = triton.cdiv(vocab, tile)
+    greedy = temperature == 0
+    row = {"z_ptr": logits, "z_stride": logits.stride(0), "vocab": vocab, "n_tiles": n_tiles, "TILE": tile,
+           "scale": LOG2E.value / (1.0 if greedy else temperature)}  # fmt: skip
+    tiles = {"TILES": triton.next_power_of_2(n_tiles)}
+    tops, totals = torch.empty(2, rows, n_tiles, dtype=torch.float32, device=device)
+    _tile_sums_kernel[(rows * n_tiles,)](top_ptr=tops, total_ptr=totals, **row, **options)
+
+    def kept_sums(floor, min_p_span):
+        kept = torch.empty_like(tops)
+        _kept_sums_kernel[(rows * n_tiles,)](
+            top_ptr=tops, floor_ptr=floor, kept_ptr=kept, min_p_span=min_p_span, **row, **tiles, **options
+        )
+        return kept
+
+    floor = kept = None
+    min_p_span = -temperature * math.log(min_p) if min_p > 0 else math.inf
+    if not greedy:
+        if 0 < top_k < vocab:
+            floor = least_kept(logits, row["scale"], tops, totals, None, top_k, by_mass=False)
+            kept = kept_sums(floor, math.inf)
+        if top_p < 1:
+            by_mass = least_kept(logits, row["scale"], tops, totals, kept, top_p, by_mass=True)
+            floor = by_mass if floor is None else floor.maximum(by_mass)
+        if top_p < 1 or min_p > 0:
+            kept = kept_sums(floor, min_p_span)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logps, mass = torch.empty(2, rows, dtype=torch.float32, device=device)
+    _draw_kernel[(rows,)](
+        uniform_ptr=uniforms.contiguous(), top_ptr=tops, total_ptr=totals, floor_ptr=floor, kept_ptr=kept,
+        token_ptr=tokens, logp_ptr=logps, mass_ptr=mass, min_p_span=min_p_span, GREEDY=greedy, **row, **tiles,
+        **options,
+    )  # fmt: skip
+    return tokens, logps, mass
