@@ -4,14 +4,14 @@ transformers hands every layer's queries, keys and values to the function named 
 keyword arguments through. Ours forwards them to the `context` of the call: `PackedAttention` for training, the
 rollout's own contexts for prefill and decode. No model is rewritten.
 
-Shapes: N packed tokens, S sequences, T longest sequence, H query heads, K key heads, d head width.
+Shapes: N packed tokens, H query heads, K key heads, d head width.
 """
 
 from contextlib import contextmanager
 
-import torch
-from torch.nn import functional as F
 from transformers import AttentionInterface
+
+from fastgrpo.varlen import Segments, VarlenAttention
 
 NAME = "fastgrpo"
 
@@ -23,13 +23,13 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if context is None:
         raise ValueError(f"{model}: the fastgrpo attention was called without a context; use model.hidden_states")
     if s_aux is not None:
-        raise ValueError(f"{model}: attention sinks are not supported; choose a model without them")
+        raise ValueError(f"{model}: attention sinks are not supported; use --rollout_backend hf")
     if softcap is not None:
-        raise ValueError(f"{model}: soft-capped attention is not supported; choose a model without it")
+        raise ValueError(f"{model}: soft-capped attention is not supported; use --rollout_backend hf")
     if sliding_window is not None and context.longest > sliding_window:
         raise ValueError(
             f"{model}: a sequence of {context.longest} tokens exceeds the sliding window of {sliding_window}, which is "
-            "not supported; shorten prompts and completions to fit, or choose a model with full attention"
+            "not supported; shorten prompts and completions to fit, or use --rollout_backend hf"
         )
     return context.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
@@ -53,33 +53,26 @@ def attention_of(model, name=NAME):
 
 
 class PackedAttention:
-    """Causal attention within each of the sequences packed side by side, forward and backward.
+    """Causal attention within each of the sequences packed side by side, forward and backward, without padding.
 
-    Sequences are laid out right-padded for the call alone: under a causal mask no token sees the padding behind it,
-    so no mask is needed and SDPA keeps its flash path.
+    Some of them may be prompts that others share. Rows then stand in this order: the shared prompts; their branches
+    (the completions of the first prompt, those of the second, ...), which attend to their prompt and to themselves;
+    all other sequences. A branch costs its own tokens alone, and what it computes is what prompt and branch in one
+    sequence would, up to rounding: one softmax over the prompt's keys and its own.
     """
 
-    def __init__(self, lengths, device):
-        """lengths: tokens of each sequence, on the host; they add up to N."""
-        self.longest = max(lengths)
-        lengths = torch.tensor(lengths)
-        starts = lengths.cumsum(0) - lengths
-        offsets = torch.arange(self.longest)
-        # [S, T] row of each padded place; places behind the end repeat the last row and are never read back.
-        padded = starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1)
-        self.padded = padded.to(device)
-        self.packed = (offsets < lengths[:, None]).flatten().nonzero()[:, 0].to(device)  # [N] among S * T
-
-    def pad(self, tensor):
-        """[heads, N, d] -> [S, heads, T, d]."""
-        return tensor[:, self.padded].transpose(0, 1)
+    def __init__(self, lengths, device, branches=()):
+        """lengths: tokens of each sequence in the order above, on the host; they add up to N.
+        branches: of each shared prompt, the lengths of its branches."""
+        prompts = lengths[: len(branches)]
+        self.longest = max([*lengths, *(p + max(own) for p, own in zip(prompts, branches, strict=True))])
+        self.parts = [Segments(lengths, lengths, device, causal=True)]
+        if branches:
+            start, of_each = sum(prompts), [sum(own) for own in branches]
+            rows = slice(start, start + sum(of_each))
+            self.parts.append(Segments(of_each, prompts, device, causal=False, rows=rows, key_rows=slice(0, start)))
 
     def attend(self, layer, query, key, value, scaling):
         """query [H, N, d], key and value [K, N, d] -> [N, H, d]."""
-        return self.attend_padded(self.pad(query), self.pad(key), self.pad(value), scaling)
-
-    def attend_padded(self, query, key, value, scaling):
-        """query [S, H, T, d], key and value [S, K, T, d] -> [N, H, d]."""
-        grouped = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
-        return out.transpose(1, 2).flatten(0, 1)[self.packed]
+        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        return VarlenAttention.apply(query, key, value, self.parts, scaling)

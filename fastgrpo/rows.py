@@ -29,7 +29,8 @@ class Layout:
             if cu_seqlens is not None:
                 raise ValueError(f"cu_seqlens goes with the packed layout [N], but the tokens are {tuple(shape)}")
             starts = torch.arange(shape[0] + 1, device=per_token.device) * shape[1]
-            return cls(shape, starts, torch.arange(shape[0] + 1) * shape[1])
+            on_host = None if torch.compiler.is_compiling() else torch.arange(shape[0] + 1) * shape[1]
+            return cls(shape, starts, on_host)
         if per_token.ndim != 1:
             raise ValueError(f"tokens must be [B, T] or packed [N], got {tuple(shape)}")
         if cu_seqlens is not None:
@@ -80,6 +81,11 @@ def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, 
     wait: the rows that carry gradient are moved to the front, the others follow with finite stand-ins.
     """
     ref_logps = ref_logps if objective.beta != 0 else None
+    given = {"advantages": advantages, "mask": mask, "old_logps": old_logps, "ref_logps": ref_logps,
+             "sampler_logps": sampler_logps, "token_weights": token_weights, "temperature": temperature}  # fmt: skip
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) and value.device != targets.device:
+            raise ValueError(f"{name} must be on {targets.device} like the tokens, got {value.device}")
     coupled = objective.couples_tokens(sampler_logps is not None)
     _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, token_weights, coupled)
     dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32

@@ -1,136 +1,264 @@
 """The generation loop: prompts in, completions with the log-probs of their draws out.
 
 It runs the policy's own module through the registered attention: no second copy of the weights, no weight sync, and
-nothing of the old weights outlives an optimizer step, because keys and values live inside one `generate`.
+nothing of the old weights outlives an optimizer step, because no request may be in flight over one. A prompt is
+computed once for its group; a lane that finishes is taken over by the next group, or, when none waits, the last lanes
+move into the gaps; on a GPU the host looks every POLL_STEPS steps, and a step is one CUDA graph.
 
-Shapes: B prompts, G completions each, R live rows, V vocabulary.
+Shapes: B prompts, G completions each, n lanes in use, V vocabulary.
 """
+
+from dataclasses import dataclass, field
 
 import torch
 
 from fastgrpo.batch import Rollout
-from fastgrpo.model import head, hidden_states
-from fastgrpo.rollout.sampling import SamplingParams, sample
-from fastgrpo.rollout.slots import PrefillAttention, Slots
+from fastgrpo.model import fp32_logits, hidden_states
+from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
+from fastgrpo.rollout.graph import Graphs
+from fastgrpo.rollout.lanes import Lanes
+from fastgrpo.rollout.memory import bucket, fit, head_dim, kv_budget, kv_token_bytes
+from fastgrpo.rollout.providers import make_provider
+from fastgrpo.rollout.sampling import sample, uniforms
+from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
 
-COMPACT_BELOW = 0.75  # live share of the rows under which finished ones are dropped: a copy against wasted compute
+COMPACT_BELOW = 0.75  # live share of the lanes under which gaps are closed: a copy against wasted compute
+ADMIT_FROM = 0.25  # free share of the lanes from which waiting groups move in: a prefill costs several decode steps
+PREFILL_TOKENS = 16384  # of one prefill pass
 POLL_STEPS = 8  # decode steps between two looks at the GPU's finished flags; on a CPU every step is looked at
 
 
-class RolloutEngine:
+@dataclass(eq=False)
+class Group:
+    """A request that runs. slot: of its prompt. lanes: where its completions began. done: those that have finished."""
+
+    request: Request
+    slot: int
+    lanes: list[int]
+    done: dict[int, Rollout] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """Who uses a lane. end: the decode step after which it is full."""
+
+    group: Group
+    number: int
+    end: int
+
+
+class RolloutEngine(RolloutBackend):
     """Generates from `model` in place. Any causal LM that uses transformers' attention interface."""
 
-    def __init__(self, model, *, max_num_seqs=256):
-        """max_num_seqs: completions in flight at once; more wait for the next wave."""
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        self.model = model
-        self.max_num_seqs = max_num_seqs
+    def __init__(self, model, *, max_num_seqs=256, attention="auto", memory_utilization=0.3, enforce_eager=False):
+        """
+        Args:
+            max_num_seqs: completions in flight at once; more wait. attention: a name of providers.py.
+            memory_utilization: share of the device's free memory, when the first request comes, that keys and values
+                may take. enforce_eager: no CUDA graphs.
+        """
+        super().__init__(model, max_num_seqs)
+        if not 0 < memory_utilization <= 1:
+            raise ValueError(f"memory_utilization must be in (0, 1], got {memory_utilization}")
+        self.attention, self.memory_utilization = attention, memory_utilization
+        self.on_gpu = model.device.type == "cuda"
+        self.graphs = Graphs(model.device, self.on_gpu and not enforce_eager)
+        self.budget = None  # bytes for keys and values
+        self.seats = []  # of each lane up to the last one in use: its Seat, or None
+        self.geometry = self.slots = self.lanes = self.provider = None
+        self.stops = {}  # stop ids on the device; graphs read them
+        self.places = None  # of the weights in memory
+        self.steps = 0  # decode steps so far
+
+    def _stop(self, request):
+        rows = [lane for lane, seat in enumerate(self.seats) if seat and seat.group.request is request]
+        if not rows:  # its prefill failed
+            return 0
+        self.lanes.finished[torch.tensor(rows, device=self.model.device)] = True
+        seats = [self.seats[row] for row in rows]
+        drawn = sum(len(rollout.ids) for rollout in seats[0].group.done.values())
+        drawn += sum(request.limits[seat.number] - (seat.end - self.steps) for seat in seats)
+        self._leave(rows)
+        return drawn
 
     @torch.no_grad()
-    def generate(self, prompts, num_generations=1, sampling=None, progress=None):
-        """G completions of each prompt.
+    def step(self):
+        if not self.has_unfinished_requests():
+            return []
+        if len(self.waiting) == len(self.unfinished):  # nothing is in flight
+            self._begin()
+        elif self._versions() != self.versions:
+            raise ValueError("the weights changed while requests were in flight; finish or abort them before an update")
+        self._admit()
+        remaining = max(seat.end for seat in self.seats if seat) - self.steps
+        for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
+            self._decode()
+        return self._collect()
 
-        Args:
-            prompts: B lists of token ids, none empty. num_generations: G. sampling: `SamplingParams`.
-            progress: called with the number of completions that finished, or None.
+    def _live(self):
+        return len(self.seats) - self.seats.count(None)
 
-        Returns:
-            B * G `Rollout`s, those of a prompt side by side.
+    def _begin(self):
+        """Keys and values in flight are those of the weights that begin them; graphs read weights where they stood."""
+        self.weights = list(self.model.parameters())
+        places = [weight.data_ptr() for weight in self.weights]
+        if places != self.places:
+            self.graphs.clear()
+        self.places, self.versions = places, self._versions()
 
-        Raises:
-            ValueError: an empty prompt, or one that leaves no room for max_tokens in the model's context.
-        """
-        sampling = sampling or SamplingParams()
-        if num_generations > self.max_num_seqs:
-            raise ValueError(f"num_generations={num_generations} does not fit into max_num_seqs={self.max_num_seqs}")
-        self._check(prompts, num_generations, sampling)
-        device = self.model.device
-        generator = None
-        if sampling.seed is not None:
-            generator = torch.Generator(device).manual_seed(sampling.seed)
-        wave = self.max_num_seqs // num_generations
-        rollouts = []
-        for start in range(0, len(prompts), wave):
-            finished = self._wave(prompts[start : start + wave], num_generations, sampling, generator)
-            rollouts += finished
-            if progress is not None:
-                progress(len(finished))
-        return rollouts
+    def _versions(self):
+        return sum(weight._version for weight in self.weights)
 
-    def _check(self, prompts, num_generations, sampling):
-        if num_generations < 1:
-            raise ValueError(f"num_generations must be at least 1, got {num_generations}")
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        for i, ids in enumerate(prompts):
-            if not len(ids):
-                raise ValueError(f"prompt {i} has no tokens")
-            if context is not None and len(ids) + sampling.max_tokens > context:
-                raise ValueError(
-                    f"prompt {i} has {len(ids)} tokens; with max_tokens={sampling.max_tokens} it exceeds the model's "
-                    f"context of {context}; shorten the prompt or lower max_completion_length"
-                )
+    def _admit(self):
+        """Seat waiting groups on free lanes, when enough are free."""
+        if not self.waiting:
+            return
+        if not any(self.seats):
+            self._make_room()
+            if self.sampling.filters:
+                self.lanes.keep_mass()
+        free = [i for i in range(self.geometry.lanes) if i >= len(self.seats) or not self.seats[i]]
+        wanted = sum(len(request.limits) for request in self.waiting)
+        if any(self.seats) and len(free) < min(ADMIT_FROM * self.geometry.lanes, wanted):
+            return
+        taken = {seat.group.slot for seat in self.seats if seat}
+        slots = [i for i in range(self.geometry.prompts) if i not in taken]
+        groups, tokens = [], 0
+        while self.waiting and slots and len(free) >= len(self.waiting[0].limits):
+            request = self.waiting[0]
+            if not self.geometry.holds(len(request.prompt_ids), request.limits):
+                break  # it waits until the lanes are empty and can be made anew
+            if groups and tokens + len(request.prompt_ids) > PREFILL_TOKENS:
+                self._seat(groups)
+                groups, tokens = [], 0
+            count = len(request.limits)
+            groups.append(Group(self.waiting.popleft(), slots.pop(0), free[:count]))
+            free, tokens = free[count:], tokens + len(request.prompt_ids)
+        if groups:
+            self._seat(groups)
 
-    def _wave(self, prompts, num_generations, sampling, generator):
-        device = self.model.device
-        total = len(prompts) * num_generations
-        tokens = torch.zeros(total, sampling.max_tokens, dtype=torch.int64, device=device)
-        logps = torch.zeros(total, sampling.max_tokens, dtype=torch.float32, device=device)
-        lengths = torch.zeros(total, dtype=torch.int64, device=device)
-        stopped = torch.zeros(total, dtype=torch.bool, device=device)
-        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
-        slots, states = self._prefill(prompts, num_generations)
-        rows = torch.arange(total, device=device)  # the completion that each live slot is writing
-        positions = slots.prompt_lengths[slots.groups]
-        poll = 1 if device.type == "cpu" else POLL_STEPS
-        for t in range(sampling.max_tokens):
-            drawn, drawn_logps = sample(self._logits(states), sampling, generator)
-            live = ~stopped[rows]
-            tokens[rows, t] = drawn
-            logps[rows, t] = drawn_logps
-            lengths[rows] += live
-            stopped[rows] |= torch.isin(drawn, stop_ids)
-            if t + 1 == sampling.max_tokens:
-                break
-            if (t + 1) % poll == 0:
-                keep = (~stopped[rows]).nonzero()[:, 0]
-                if not len(keep):
-                    break
-                if len(keep) < COMPACT_BELOW * len(rows):
-                    slots.compact(keep)
-                    rows, positions, drawn = rows[keep], positions[keep], drawn[keep]
-            slots.step()
-            states = hidden_states(self.model, drawn, positions, slots)
-            positions = positions + 1
-        return _unpack(tokens, logps, lengths, stopped)
+    def _make_room(self):
+        """Lanes, slots and provider for what waits; those that are there stay where they are large enough."""
+        model, sampling = self.model, self.waiting[0].sampling
+        shape = model.config.get_text_config()
+        self.sampling = sampling
+        self.stop_ids = self.stops.setdefault(
+            sampling.stop_token_ids, torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=model.device)
+        )
+        requests = [(len(request.prompt_ids), request.limits) for request in self.waiting]
+        provider = make_provider(
+            self.attention, model.device, model.dtype, head_dim(shape), max(length for length, _ in requests)
+        )
+        if self.budget is None:
+            self.budget = kv_budget(model.device, self.memory_utilization)
+        limits = self.max_num_seqs, kv_token_bytes(shape, model.dtype), self.budget, provider.flat
+        try:
+            new = fit(requests, *limits)
+        except ValueError:  # the longest prompt and the largest group need not be one request's: begin with the first
+            new, requests = fit(requests[:1], *limits), requests[:1]
+        old = self.geometry
+        if (
+            old is not None
+            and old.flat == new.flat
+            and old.lanes >= new.lanes
+            and old.prompts >= new.prompts
+            and all(old.holds(*request) for request in requests)
+        ):
+            return
+        self.graphs.clear()
+        self.slots = self.lanes = None  # free them before the new ones are made
+        self.geometry, self.provider = new, provider
+        self.slots = Slots(new, model.device, provider.memory_order)
+        self.lanes = Lanes(new.lanes, new.capacity, model.device)
 
-    def _prefill(self, prompts, num_generations):
-        """The prompts once each: their keys and values, and the state [R, D] that predicts each first token."""
-        device = self.model.device
-        lengths = [len(ids) for ids in prompts]
-        slots = Slots(lengths, num_generations, device)
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+    @torch.inference_mode()
+    def _seat(self, groups):
+        """Prefill: the prompts once each, and the first draw of each of their completions."""
+        device, requests, lanes = self.model.device, [g.request for g in groups], [g.lanes for g in groups]
+        slots, lengths = [g.slot for g in groups], [len(r.prompt_ids) for r in requests]
+        ids = torch.tensor([token for r in requests for token in r.prompt_ids], device=device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        states = hidden_states(self.model, ids, positions, PrefillAttention(lengths, device, slots))
-        last = slots.prompt_lengths.cumsum(0) - 1
-        return slots, states[last][slots.groups]
+        longest = max(len(r.prompt_ids) + max(r.limits) for r in requests)
+        context = PrefillAttention(lengths, device, self.slots, slots, lanes, longest)
+        states = hidden_states(self.model, ids, positions, context)
 
-    def _logits(self, states):
-        """[R, D] -> [R, V] fp32, also from bf16 states: a rounded logit is a wrong log-prob."""
-        weight, bias = head(self.model)
-        if states.dtype == torch.float32:
-            logits = states @ weight.T
-        elif states.is_cuda:
-            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
-        else:
-            logits = states.float() @ weight.float().T
-        return logits if bias is None else logits + bias.float()
+        lengths, counts = torch.tensor(lengths), torch.tensor([len(r.limits) for r in requests])
+        self.slots.prompt_lengths[torch.tensor(slots, device=device)] = lengths.to(device, torch.int32)
+        limits = torch.tensor([limit for r in requests for limit in r.limits])
+        numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]
+        rows = torch.tensor([lane for group in lanes for lane in group], device=device)
+        seats = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
+        self.lanes.seat(rows, *(tensor.to(device) for tensor in seats))
+        logits = fp32_logits(self.model, states[(lengths.cumsum(0) - 1).to(device)])
+        self._draw(rows, logits.repeat_interleave(counts.to(device), 0, output_size=len(rows)))
 
+        self.seats += [None] * (1 + max(map(max, lanes)) - len(self.seats))
+        for group in groups:
+            for number, lane in enumerate(group.lanes):
+                self.seats[lane] = Seat(group, number, self.steps + group.request.limits[number] - 1)
+        self._arrange()
 
-def _unpack(tokens, logps, lengths, stopped):
-    """The device buffers of a wave -> Rollouts on the host, in one transfer each."""
-    tokens, logps, lengths, stopped = (tensor.cpu() for tensor in (tokens, logps, lengths, stopped))
-    return [
-        Rollout(tokens[i, :n].tolist(), logps[i, :n].clone(), "stop" if stopped[i] else "length")
-        for i, n in enumerate(lengths.tolist())
-    ]
+    def _arrange(self):
+        self.slots.arrange([seat.group.slot if seat else -1 for seat in self.seats])
+
+    def _decode(self):
+        """One token more on every lane."""
+        n = len(self.seats)
+        if self.on_gpu:  # of few sizes: each is a graph, and compiles what depends on it
+            n = bucket(n, self.geometry)
+        self.graphs.run((n, self.sampling.stop_token_ids, *self.sampling.distribution.values()), lambda: self._step(n))
+        self.steps += 1
+
+    @torch.inference_mode()
+    def _step(self, n):
+        """What a graph records: it reads and writes the lanes and slots alone."""
+        lanes = self.lanes
+        token_index = lanes.position[:n] if self.geometry.flat else lanes.length[:n] - 1
+        context = DecodeAttention(self.slots, self.provider, token_index)
+        states = hidden_states(self.model, lanes.token[:n], lanes.position[:n], context)
+        self._draw(slice(n), fp32_logits(self.model, states))
+
+    def _draw(self, rows, logits):
+        """logits [S, V] of these lanes, a slice or [S] -> a token each."""
+        drawn, logps, kept = sample(logits, self.lanes.draws(rows), **self.sampling.distribution)
+        self.lanes.record(rows, drawn, logps, kept, self.stop_ids)
+
+    def _collect(self):
+        """Look at the finished flags; take what finished off its lanes."""
+        self.live_lanes.append(self._live())
+        finished = self.lanes.finished[: len(self.seats)].tolist()
+        rows = [i for i, seat in enumerate(self.seats) if seat and finished[i]]
+        if not rows:
+            return []
+        outputs = []
+        taken = self.lanes.take(torch.tensor(rows, device=self.model.device))
+        for row, (ids, logps, kept) in zip(rows, taken, strict=True):
+            group, number = self.seats[row].group, self.seats[row].number
+            sampling = group.request.sampling
+            reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+            group.done[number] = Rollout(ids, logps, reason, kept if sampling.filters else None)
+            if len(group.done) == len(group.lanes):
+                request_id = group.request.request_id
+                del self.unfinished[request_id]
+                outputs.append(RequestOutput(request_id, [group.done[i] for i in range(len(group.lanes))]))
+        self._leave(rows)
+        return outputs
+
+    def _leave(self, rows):
+        """Free these lanes. Where none waits for them, the last lanes move into the gaps once there are many."""
+        for row in rows:
+            self.seats[row] = None
+        live, before = self._live(), len(self.seats)
+        while self.seats and not self.seats[-1]:
+            self.seats.pop()
+        if not self.waiting and live < COMPACT_BELOW * len(self.seats):
+            sources = [i for i, seat in enumerate(self.seats) if seat and i >= live]
+            targets = [i for i, seat in enumerate(self.seats[:live]) if not seat]
+            index = torch.tensor([sources, targets], device=self.model.device)
+            self.slots.move(*index)
+            self.lanes.move(*index)
+            for source, target in zip(sources, targets, strict=True):
+                self.seats[target] = self.seats[source]
+            del self.seats[live:]
+        if len(self.seats) < before:
+            self._arrange()

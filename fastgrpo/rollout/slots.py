@@ -1,116 +1,123 @@
 """Keys and values of a running generation: each prompt's once, each completion's in a slot of its own.
 
-Shapes: B prompts, T longest prompt, R live rows (completions), C capacity of a slot, K key heads, H query heads,
-d head width, G the most live rows of one prompt.
+Shapes: R lanes (completions), C capacity of a lane in tokens, P prompts, T longest prompt, G most lanes of one prompt,
+N packed prompt tokens, K key heads, H query heads, d head width.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
-from torch.nn import functional as F
 
 from fastgrpo.attention import PackedAttention
 
-GROW = 64  # tokens by which all slots grow together
 
+class Cache(NamedTuple):
+    """One layer's: keys and values of the lanes [R, K, C, d], of the prompts [P, K, T, d]."""
 
-class PrefillAttention(PackedAttention):
-    """Packed causal attention over the prompts that also hands their keys and values to the slots."""
-
-    def __init__(self, lengths, device, slots):
-        super().__init__(lengths, device)
-        self.slots = slots
-
-    def attend(self, layer, query, key, value, scaling):
-        key, value = self.pad(key), self.pad(value)
-        self.slots.prompts[layer] = (key, value)
-        return self.attend_padded(self.pad(query), key, value, scaling)
+    keys: torch.Tensor
+    values: torch.Tensor
+    prompt_keys: torch.Tensor
+    prompt_values: torch.Tensor
 
 
 class Slots:
-    """The attention context of decoding: one new token a row attends to its prompt and to its own suffix.
+    """All layers' caches, and which lane belongs to which prompt.
 
-    All rows start together, so all suffixes have the same length; `compact` drops rows that have finished. The keys of
-    a prompt are read once for all its rows: their queries are laid side by side as one matrix product.
+    With a flat geometry the prompt stands at the head of each of its lanes, and no prompt is kept apart.
+    memory_order: which dimension of [slot, head, token] comes first in memory, which next: what the provider reads
+    fastest. The tensors are views [slot, head, token, d] of it.
     """
 
-    def __init__(self, lengths, num_generations, device):
-        """lengths: tokens of each prompt, on the host; each gets num_generations rows."""
-        self.device = device
-        self.longest_prompt = max(lengths)
-        self.prompt_lengths = torch.tensor(lengths, device=device)
-        self.prompts = {}  # layer -> keys, values [B, K, T, d]
-        self.suffixes = {}  # layer -> keys, values [R, K, C, d]
-        self.length = 0  # tokens in every suffix
-        self._arrange(torch.arange(len(lengths), device=device).repeat_interleave(num_generations))
+    def __init__(self, geometry, device, memory_order=(0, 1, 2)):
+        self.geometry, self.memory_order = geometry, memory_order
+        self.caches = {}
+        self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
+        self.members = torch.full((geometry.prompts, geometry.group), -1, dtype=torch.int32, device=device)
 
-    @property
-    def longest(self):
-        return self.longest_prompt + self.length
+    def cache(self, layer, key, value):
+        """The layer's, made when its first key [K, ., d] and value are seen."""
+        if layer not in self.caches:
+            g = self.geometry
+            lanes, prompts = (g.lanes, g.lane_tokens), (0 if g.flat else g.prompts, g.longest_prompt)
+            self.caches[layer] = Cache(*(self._zeros(*shape, of) for shape in (lanes, prompts) for of in (key, value)))
+        return self.caches[layer]
 
-    def _arrange(self, groups):
-        """groups: [R] the prompt of each row, in rising order."""
-        self.groups = groups
-        counts = torch.bincount(groups, minlength=len(self.prompt_lengths))
-        starts = counts.cumsum(0) - counts
-        rank = torch.arange(len(groups), device=self.device) - starts[groups]
-        self.width = int(counts.max())
-        self.place = groups * self.width + rank  # [R] among B * G
-        # [B, G] row at each place; unused places repeat a row that exists, and their results are never read.
-        self.row_at = (starts[:, None] + torch.arange(self.width, device=self.device)).clamp(max=len(groups) - 1)
-        beyond = torch.arange(self.longest_prompt, device=self.device) >= self.prompt_lengths[:, None]
-        bias = torch.zeros(beyond.shape, device=self.device).masked_fill_(beyond, -torch.inf)
-        self.prompt_bias = bias[groups][:, None, None] if bool(beyond.any()) else None  # [R, 1, 1, T]
+    def _zeros(self, count, tokens, like):
+        """[count, K, tokens, d]: zeros, because a masked place must not be NaN."""
+        shape, order = (count, like.shape[0], tokens), self.memory_order
+        zeros = like.new_zeros(*(shape[dim] for dim in order), like.shape[2])
+        return zeros.permute(*(order.index(dim) for dim in range(3)), 3)
 
-    def compact(self, rows):
-        """Keep these rows [R'] (increasing), and the prompts that still have one."""
-        groups = self.groups[rows]
-        prompts, groups = torch.unique_consecutive(groups, return_inverse=True)
-        if len(prompts) < len(self.prompt_lengths):
-            self.prompts = {layer: (k[prompts], v[prompts]) for layer, (k, v) in self.prompts.items()}
-            self.prompt_lengths = self.prompt_lengths[prompts]
-        self.suffixes = {layer: (k[rows], v[rows]) for layer, (k, v) in self.suffixes.items()}
-        self._arrange(groups)
+    def arrange(self, prompt_of):
+        """prompt_of: [n] the prompt of each lane, -1 where it is free; on the host."""
+        if self.geometry.flat:
+            return
+        prompt_of = np.asarray(prompt_of, dtype=np.int64)
+        members = np.full(self.members.shape, -1, dtype=np.int32)
+        order = np.argsort(prompt_of, kind="stable")
+        order = order[prompt_of[order] >= 0]
+        owners = prompt_of[order]
+        counts = np.bincount(owners, minlength=len(members))
+        rank = np.arange(len(order)) - (counts.cumsum() - counts)[owners]
+        members[owners, rank] = order
+        self.members.copy_(torch.from_numpy(members), non_blocking=True)
 
-    def step(self):
-        """Make room for one more token in every slot; to be called before each decode pass."""
-        self.length += 1
+    @torch.inference_mode()
+    def move(self, sources, targets):
+        """The lanes at `sources` continue at `targets`."""
+        for cache in self.caches.values():
+            cache.keys[targets] = cache.keys[sources]
+            cache.values[targets] = cache.values[sources]
 
-    def _store(self, layer, key, value):
-        """Append key and value [K, R, d]; returns the filled part of both slots, [R, K, length, d]."""
-        if layer not in self.suffixes:
-            empty = key.new_empty(key.shape[1], key.shape[0], 0, key.shape[2])
-            self.suffixes[layer] = (empty, empty)
-        if self.suffixes[layer][0].shape[2] < self.length:
-            self.suffixes[layer] = tuple(F.pad(old, (0, 0, 0, GROW)) for old in self.suffixes[layer])
-        keys, values = self.suffixes[layer]
-        keys[:, :, self.length - 1] = key.transpose(0, 1)
-        values[:, :, self.length - 1] = value.transpose(0, 1)
-        return keys[:, :, : self.length], values[:, :, : self.length]
+
+class PrefillAttention(PackedAttention):
+    """Packed causal attention over new prompts that also hands their keys and values to the slots.
+
+    Prompt j goes to prompt slot `prompts[j]`, or, with flat slots, to each of the lanes `lanes[j]`. longest: most
+    tokens that any of their lanes will attend to, so that a model that cannot is refused before it draws.
+    """
+
+    def __init__(self, lengths, device, slots, prompts, lanes, longest):
+        super().__init__(lengths, device)
+        self.slots, self.longest = slots, longest
+        homes = lanes if slots.geometry.flat else [[prompt] for prompt in prompts]
+        starts = np.cumsum(lengths) - lengths
+        copies = [len(home) for home in homes]
+        sizes = np.repeat(lengths, copies)
+        at = np.concatenate([np.arange(size) for size in sizes])
+        # For each token to be stored: its slot, its place there, and where it stands among the N.
+        self.slot = torch.from_numpy(np.repeat(np.concatenate(homes), sizes)).to(device)
+        self.at = torch.from_numpy(at).to(device)
+        self.source = torch.from_numpy(np.repeat(np.repeat(starts, copies), sizes) + at).to(device)
 
     def attend(self, layer, query, key, value, scaling):
-        """query [H, R, d], key and value [K, R, d] of the new tokens -> [R, H, d]."""
-        prompt_keys, prompt_values = self.prompts[layer]  # [B, K, T, d]
-        suffix_keys, suffix_values = self._store(layer, key, value)
-        heads, rows, width = query.shape
-        kv_heads = key.shape[0]
-        repeats = heads // kv_heads
-        query = (query * scaling).transpose(0, 1).reshape(rows, kv_heads, repeats, width)
-        on_prompt = self._spread(query) @ prompt_keys.transpose(-1, -2)  # [B, K, G * repeats, T]
-        on_prompt = self._collect(on_prompt, repeats)  # [R, K, repeats, T]
-        if self.prompt_bias is not None:
-            on_prompt = on_prompt + self.prompt_bias
-        on_suffix = query @ suffix_keys.transpose(-1, -2)  # [R, K, repeats, length]
-        probs = torch.cat([on_prompt, on_suffix], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
-        from_prompt = self._collect(self._spread(probs[..., : self.longest_prompt]) @ prompt_values, repeats)
-        out = from_prompt + probs[..., self.longest_prompt :] @ suffix_values
-        return out.reshape(rows, heads, width)
+        cache = self.slots.cache(layer, key, value)
+        keys, values = cache[:2] if self.slots.geometry.flat else cache[2:]
+        keys[self.slot, :, self.at] = key.transpose(0, 1)[self.source]
+        values[self.slot, :, self.at] = value.transpose(0, 1)[self.source]
+        return super().attend(layer, query, key, value, scaling)
 
-    def _spread(self, tensor):
-        """Rows side by side under their prompt: [R, K, repeats, x] -> [B, K, G * repeats, x]."""
-        prompts, kv_heads = len(self.prompt_lengths), tensor.shape[1]
-        return tensor[self.row_at].transpose(1, 2).reshape(prompts, kv_heads, -1, tensor.shape[-1])
 
-    def _collect(self, tensor, repeats):
-        """And back: [B, K, G * repeats, x] -> [R, K, repeats, x]."""
-        prompts, kv_heads, _, last = tensor.shape
-        by_place = tensor.view(prompts, kv_heads, self.width, repeats, last).transpose(1, 2)
-        return by_place.reshape(prompts * self.width, kv_heads, repeats, last)[self.place]
+class DecodeAttention:
+    """One new token on each of the first n lanes attends to its prompt and to what its lane holds.
+
+    token_index: [n] where in its lane each new token goes. provider: who computes it (see providers.py).
+    """
+
+    longest = 0  # `PrefillAttention` has looked
+
+    def __init__(self, slots, provider, token_index):
+        self.slots, self.provider = slots, provider
+        n, device = len(token_index), token_index.device
+        self.place = torch.arange(n, device=device), slice(None), token_index
+        if device.type == "cpu" and (token_index == token_index[0]).all():  # one block of memory
+            self.place = slice(n), slice(None), int(token_index[0])
+        provider.begin(slots, token_index)
+
+    def attend(self, layer, query, key, value, scaling):
+        """query [H, n, d], key and value [K, n, d] of the new tokens -> [n, H, d]."""
+        cache = self.slots.cache(layer, key, value)
+        cache.keys[self.place] = key.transpose(0, 1)
+        cache.values[self.place] = value.transpose(0, 1)
+        return self.provider.decode(query.transpose(0, 1), cache, scaling)

@@ -1,0 +1,101 @@
+"""The slow backend: transformers' own `generate`, for a model that the engine refuses, and to compare with."""
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from fastgrpo.batch import Rollout
+from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
+from fastgrpo.rollout.sampling import filter_logps
+
+
+class DrawRecorder(LogitsProcessor):
+    """Keeps the log-prob of each draw, and the mass that the filters left; one step's logits at a time.
+
+    transformers hands a step's logits to the processors before it draws: what was drawn from them is the last token of
+    the next call.
+    """
+
+    def __init__(self, sampling):
+        self.sampling = sampling
+        self.previous, self.logps, self.kept = None, [], []
+
+    def __call__(self, input_ids, scores):
+        self.close(input_ids)
+        temperature = self.sampling.temperature or 1.0
+        self.previous = torch.log_softmax(scores.float() / temperature, dim=-1)
+        return scores
+
+    def close(self, sequences):
+        """The last column of `sequences` was drawn from the logits before."""
+        if self.previous is None:
+            return
+        self.logps.append(self.previous.gather(-1, sequences[:, -1:])[:, 0])
+        if self.sampling.filters:
+            _, *filters = self.sampling.distribution.items()
+            self.kept.append(filter_logps(self.previous, **dict(filters)).exp().sum(-1))
+
+
+class HFBackend(RolloutBackend):
+    """Draws the groups that wait by `model.generate`, as many at once as max_num_seqs allows.
+
+    The seed of the first request seeds a batch: unlike the engine's, its draws depend on what is drawn with it.
+    """
+
+    def _stop(self, request):
+        raise AssertionError("nothing runs between two steps")
+
+    @torch.no_grad()
+    def step(self):
+        if not self.waiting:
+            return []
+        count, requests = len(self.waiting[0].limits), []
+        while self.waiting and len(self.waiting[0].limits) == count:
+            if (len(requests) + 1) * count > self.max_num_seqs:
+                break
+            requests.append(self.waiting.popleft())
+            del self.unfinished[requests[-1].request_id]
+        return self._generate(requests, count)
+
+    def _generate(self, requests, count):
+        sampling, device = requests[0].sampling, self.model.device
+        longest = max(len(request.prompt_ids) for request in requests)
+        ids = torch.zeros(len(requests), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for i, request in enumerate(requests):  # padded on the left: every prompt ends where drawing begins
+            ids[i, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
+            mask[i, longest - len(request.prompt_ids) :] = 1
+        recorder = DrawRecorder(sampling)
+        settings = {"do_sample": False}
+        if sampling.temperature > 0:
+            settings = {"do_sample": True, **sampling.distribution, "min_p": sampling.min_p or None}
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(sampling.seed)
+            sequences = self.model.generate(
+                ids.to(device).repeat_interleave(count, 0),
+                attention_mask=mask.to(device).repeat_interleave(count, 0),
+                generation_config=GenerationConfig(
+                    max_new_tokens=max(max(request.limits) for request in requests),
+                    eos_token_id=list(sampling.stop_token_ids) or None,
+                    pad_token_id=0,
+                    **settings,
+                ),
+                logits_processor=LogitsProcessorList([recorder]),
+            )
+        recorder.close(sequences)
+        drawn = sequences[:, longest:].tolist()
+        logps = torch.stack(recorder.logps, 1).cpu()
+        kept = torch.stack(recorder.kept, 1).cpu() if recorder.kept else None
+        limits = [limit for request in requests for limit in request.limits]
+        rollouts = [self._rollout(i, drawn[i], limit, sampling, logps, kept) for i, limit in enumerate(limits)]
+        return [
+            RequestOutput(request.request_id, rollouts[i * count : (i + 1) * count])
+            for i, request in enumerate(requests)
+        ]
+
+    @staticmethod
+    def _rollout(i, ids, limit, sampling, logps, kept):
+        stops = [t for t, token in enumerate(ids[:limit]) if token in sampling.stop_token_ids]
+        n = stops[0] + 1 if stops else min(limit, len(ids))
+        return Rollout(
+            ids[:n], logps[i, :n].clone(), "stop" if stops else "length", None if kept is None else kept[i, :n]
+        )
