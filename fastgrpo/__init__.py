@@ -15,6 +15,7 @@ if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 _HOME = {
+    "decoupled_advantages": "advantage",
     "group_advantages": "advantage",
     "Objective": "objective",
     "GRPOLossOutput": "loss",

@@ -1,6 +1,6 @@
 """Rewards of a group of completions -> advantages.
 
-Shapes: S completions, group-contiguous: B prompts times G completions each.
+Shapes: S completions, group-contiguous: B prompts times G completions each. F reward functions.
 """
 
 import math
@@ -8,10 +8,12 @@ import math
 import torch
 
 SCALES = ("group", "batch", "none")
+BASELINES = ("group", "leave_one_out")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-def group_advantages(rewards, group_size, *, scale="group", eps=1e-4, clip=None):
-    """A_i = (r_i - mean(r of the group)) / (std + eps): group-relative advantages (GRPO, arXiv 2402.03300, sec. 4.1.2).
+def group_advantages(rewards, group_size, *, scale="group", baseline="group", eps=1e-4, clip=None):
+    """A_i = (r_i - b_i) / (std + eps), b the group's mean: group-relative advantages (GRPO, arXiv 2402.03300, 4.1.2).
 
     Args:
         rewards: [S] floats; the G completions of a prompt stand side by side. NaN marks a reward that was not given:
@@ -19,6 +21,8 @@ def group_advantages(rewards, group_size, *, scale="group", eps=1e-4, clip=None)
         group_size: G.
         scale: "group" divides by the group's sample standard deviation; "batch" by that of all rewards (PPO Lite,
             arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
+        baseline: "group" is the mean of the group; "leave_one_out" that of its other rewards, which makes r_i - b_i
+            larger by n / (n - 1), n the rewards given (RLOO, arXiv 2402.14740, with scale "none").
         eps: added to the deviation, in units of the reward.
         clip: bound on |A|, or None.
 
@@ -26,7 +30,7 @@ def group_advantages(rewards, group_size, *, scale="group", eps=1e-4, clip=None)
         [S] fp32 (fp64 for fp64 rewards). A group whose given rewards are all equal gets exact zeros.
 
     Raises:
-        ValueError: S is not a multiple of G, an unknown scale, or an infinite reward.
+        ValueError: S is not a multiple of G, an unknown scale or baseline, or an infinite reward.
     """
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
         raise ValueError(
@@ -34,8 +38,8 @@ def group_advantages(rewards, group_size, *, scale="group", eps=1e-4, clip=None)
         )
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip must be positive, got {clip}")
+    if baseline not in BASELINES:
+        raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {baseline!r}")
     if rewards.isinf().any():
         raise ValueError(f"rewards must be finite (NaN for one that was not given), got {rewards.tolist()}")
     groups = rewards.double().view(-1, group_size)
@@ -45,15 +49,45 @@ def group_advantages(rewards, group_size, *, scale="group", eps=1e-4, clip=None)
     low = torch.where(given, groups, math.inf).amin(1, keepdim=True)
     high = torch.where(given, groups, -math.inf).amax(1, keepdim=True)
     centred = torch.where(low < high, centred, 0.0)
+    deviation = None
     if scale == "group":
-        centred = centred / (_sample_std(centred, given, dim=1) + eps)
+        deviation = _sample_std(centred, given, dim=1)
     elif scale == "batch":
         values = torch.where(given, groups, 0.0).flatten()
         values = torch.where(given.flatten(), values - values.sum() / given.sum().clamp(min=1), 0.0)
-        centred = centred / (_sample_std(values, given.flatten(), dim=0) + eps)
-    if clip is not None:
-        centred = centred.clamp(-clip, clip)
-    return centred.flatten().to(rewards.dtype if rewards.dtype == torch.float64 else torch.float32)
+        deviation = _sample_std(values, given.flatten(), dim=0)
+    if baseline == "leave_one_out":
+        count = given.sum(1, keepdim=True)
+        centred = centred * count / (count - 1).clamp(min=1)
+    if deviation is not None:
+        centred = centred / (deviation + eps)
+    return _clipped(centred.flatten(), clip).to(rewards.dtype if rewards.dtype == torch.float64 else torch.float32)
+
+
+def decoupled_advantages(rewards, weights, group_size, *, eps=1e-4, clip=None):
+    """A_i = x_i / (std(x) + eps), x_i = sum_k w_k A_ik: each reward function's advantages within the group, as
+    `group_advantages` makes them, then their weighted sum over the deviation of all sums (GDPO, arXiv 2601.05242). A
+    reward of small spread so counts as much as one of large spread, and groups keep apart what a sum would confound.
+
+    The mean of x, which TRL subtracts, is 0; taking away its rounding would give groups without spread an advantage.
+
+    Args:
+        rewards: [S, F]; NaN marks one that was not given. weights: [F]. group_size, eps, clip: as `group_advantages`.
+
+    Returns:
+        [S] fp64; 0 where no function gave a reward.
+    """
+    parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
+    total = (torch.stack(parts, 1) * weights).sum(1)
+    return _clipped(total / (_sample_std(total, ~rewards.isnan().all(1), dim=0) + eps), clip)
+
+
+def _clipped(advantages, clip):
+    if clip is None:
+        return advantages
+    if not clip > 0:
+        raise ValueError(f"clip must be positive, got {clip}")
+    return advantages.clamp(-clip, clip)
 
 
 def _sample_std(centred, given, dim):

@@ -5,13 +5,15 @@ The sections are classes so that help and documentation can group them; `GRPOCon
 """
 
 import dataclasses
+import difflib
+import math
 from dataclasses import dataclass
-from pathlib import Path
 
-from fastgrpo.advantage import SCALES
+from fastgrpo.advantage import AGGREGATIONS, BASELINES, SCALES
 from fastgrpo.objective import IMPORTANCE_SAMPLING_LEVELS, KL_ESTIMATORS, LOSS_TYPES, Objective
 
-RECIPES = Path(__file__).parent / "recipes"
+ROLLOUT_BACKENDS = ("fast", "hf")
+ROLLOUT_ATTENTIONS = ("auto", "triton", "flash_attn", "varlen", "sdpa", "products")
 REPORTERS = ("none", "tensorboard", "wandb")
 
 
@@ -25,8 +27,20 @@ class ModelConfig:
     """Of the module's weights: float32, bfloat16, or auto: bfloat16 on GPUs (with fp32 masters), float32 on CPUs."""
     device: str = "auto"
     """cuda, cuda:1, cpu, or auto: the GPU where there is one."""
+    use_liger_kernel: bool | None = None
+    """liger-kernel's fused norms, rotary embedding and SwiGLU in policy and reference. None: on GPUs that have it."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off, a model that needs its own is refused."""
     gradient_checkpointing: bool = True
     """Recompute layers in the backward pass: less memory, about a third more time."""
+    use_peft: bool = False
+    """Train low-rank adapters (LoRA) in a frozen model; they have no dropout. The reference costs no memory then."""
+    lora_r: int = 16
+    """Rank of the adapters."""
+    lora_alpha: int = 32
+    """Their update is scaled by lora_alpha / lora_r."""
+    lora_target_modules: tuple[str, ...] = ()
+    """Linear layers that get one, by name, or all-linear. Empty: peft's choice for the architecture."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +63,6 @@ class DataConfig:
     """gsm8k: the first this many steps draw plain arithmetic in the same template."""
     shuffle_dataset: bool = True
     """Draw prompts in a new random order every epoch."""
-    max_eval_samples: int | None = None
-    """Evaluate on the first this many held-out prompts. None: on all."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,21 @@ class RolloutConfig:
     min_p: float | None = None
     """Cut tokens below this share of the likeliest one's probability. None: off."""
     max_num_seqs: int = 256
-    """Completions in flight at once."""
+    """Completions in flight at once; freed places go to the next prompts."""
+    dynamic_sampling: bool = False
+    """Drop groups that teach nothing and draw new prompts in their place, batch after batch (DAPO)."""
+    max_num_gen_batches: int = 10
+    """dynamic_sampling: batches drawn a step at most; the first dropped groups then fill up."""
+    oversampling_factor: float = 1.0
+    """Start this many times the groups that are wanted, abort those that finish last. 1: off. Favours short ones."""
+    rollout_backend: str = "fast"
+    """fast: the engine. hf: transformers' generate, slow, for a model that the engine refuses."""
+    rollout_attention: str = "auto"
+    """Of decoding: triton, flash_attn, varlen, sdpa or products; auto takes the first that works."""
+    rollout_memory_utilization: float = 0.3
+    """Share of the device's free memory that keys and values of rollouts may take."""
+    rollout_enforce_eager: bool = False
+    """Decode without CUDA graphs."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +109,16 @@ class ObjectiveConfig:
     """Names of the task's reward functions, or module:function. Empty: all of the task's."""
     reward_weights: tuple[float, ...] = ()
     """One weight a reward function. Empty: all 1."""
+    reward_errors: str = "raise"
+    """raise: an error of a reward function ends the run. skip: its reward counts as not given; errors are counted."""
     scale_rewards: str = "group"
     """What centred rewards are divided by: the deviation of the group, of the batch, or none."""
+    advantage_baseline: str = "group"
+    """What is subtracted from a reward: the mean of its group, or leave_one_out, that of the others in it (RLOO)."""
+    advantage_clip: float | None = None
+    """Bound on the magnitude of an advantage. None: none."""
+    multi_objective_aggregation: str = "sum_then_normalize"
+    """Of several rewards: sum_then_normalize, or normalize_then_sum: each within its group first (GDPO)."""
     loss_type: str = "dapo"
     """grpo, bnpo, dapo, dr_grpo, luspo, cispo, sapo or vespo: see OBJECTIVES.md."""
     importance_sampling_level: str = "token"
@@ -97,6 +131,16 @@ class ObjectiveConfig:
     """Upper bound on the unclipped ratio (two-sided clip). None: none."""
     beta: float = 0.0
     """Coefficient of the KL to the reference. 0: no reference in memory."""
+    ref_device: str | None = None
+    """cpu: the reference rests in host memory and passes through the GPU layer by layer. None: where the policy is."""
+    ref_quantization: str | None = None
+    """Of the reference's linear layers: int8 (half of bfloat16) or nf4 (a quarter). None: none."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO)."""
+    ref_model_sync_steps: int = 512
+    """Every this many steps,"""
+    ref_model_mixup_alpha: float = 0.6
+    """to ref_model_mixup_alpha * policy + (1 - ref_model_mixup_alpha) * reference."""
     kl: str = "k3"
     """Estimator of the KL: k1, k2, k3 or abs."""
     use_bias_correction_kl: bool = False
@@ -117,6 +161,8 @@ class ObjectiveConfig:
     """vespo: its decay there."""
     mask_truncated_completions: bool = False
     """Truncated completions give no gradient."""
+    soft_punish_cache: int = 0
+    """Add a reward that falls from 0 to -1 over the last this many tokens of max_completion_length (DAPO). 0: off."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +174,7 @@ class OptimConfig:
     num_train_epochs: float = 3.0
     """Passes over the prompts, where max_steps is -1."""
     seed: int = 42
-    """Of data order, sampling and the task's own model."""
+    """Of data order, sampling, the task's own model, and the global generators of Python, NumPy and torch."""
     learning_rate: float = 1e-6
     """Of AdamW, after warmup."""
     lr_scheduler_type: str = "linear"
@@ -151,6 +197,26 @@ class OptimConfig:
     """Passes over a rollout (mu)."""
     max_tokens_per_microbatch: int = 16384
     """Tokens of a forward and backward pass; memory grows with it, the result does not depend on it."""
+    share_prompt: bool = True
+    """The completions of a prompt share its tokens in forward and backward passes; the result does not depend on it."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Accuracy on held-out prompts."""
+
+    eval_steps: int | None = None
+    """Evaluate every this many steps. None: at the start and the end alone."""
+    max_eval_samples: int | None = None
+    """Evaluate on the first this many held-out prompts. None: on all."""
+    eval_num_generations: int = 0
+    """Besides the greedy completion, draw this many of each held-out prompt: pass@k, maj@k. 0: none."""
+    eval_temperature: float = 1.0
+    """Of these draws."""
+    eval_top_p: float = 1.0
+    """Of these draws, as top_p."""
+    eval_top_k: int = 0
+    """Of these draws, as top_k."""
 
 
 @dataclass(frozen=True)
@@ -163,63 +229,133 @@ class LoggingConfig:
     """Empty output_dir first, where it has something in it."""
     logging_steps: int = 10
     """Steps averaged into one line of metrics.jsonl."""
-    eval_steps: int | None = None
-    """Evaluate every this many steps. None: at the start and the end alone."""
     save_steps: int = 500
-    """Save a checkpoint every this many steps; the last step always does."""
+    """Save a checkpoint every this many steps; the last step always does, and SIGINT and SIGTERM do."""
+    save_total_limit: int | None = None
+    """Checkpoints to keep: the newest, the best, then the next newest. None: all."""
+    metric_for_best_model: str | None = None
+    """Metric that makes a checkpoint the best one, eval/accuracy for example. None: no best one."""
+    greater_is_better: bool | None = None
+    """Whether a larger metric_for_best_model is better. None: unless its name ends in loss."""
+    resume_from_checkpoint: str | None = None
+    """auto: go on from the newest good checkpoint in output_dir, or start there; or the path of a checkpoint."""
+    profile: int = 0
+    """Steps to profile: after two of warm-up, this many are timed (a table) and as many traced. 0: off."""
     report_to: tuple[str, ...] = ("none",)
     """tensorboard, wandb."""
 
 
 @dataclass(frozen=True)
-class GRPOConfig(LoggingConfig, OptimConfig, ObjectiveConfig, RolloutConfig, DataConfig, ModelConfig):
+class GRPOConfig(LoggingConfig, EvalConfig, OptimConfig, ObjectiveConfig, RolloutConfig, DataConfig, ModelConfig):
     """All settings of a run. Raises ValueError for one out of range, naming it and the remedy."""
 
+    def __new__(cls, *args, **settings):
+        for name in settings:
+            check_name(name, "GRPOConfig", TypeError)
+        return super().__new__(cls)
+
     def __post_init__(self):
-        for name in ("reward_funcs", "reward_weights", "report_to"):  # lists and single strings are welcome in Python
+        for name in (
+            "reward_funcs",
+            "reward_weights",
+            "report_to",
+            "lora_target_modules",
+        ):  # lists and single strings are welcome in Python
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name, choices in (
             ("scale_rewards", SCALES),
+            ("advantage_baseline", BASELINES),
+            ("multi_objective_aggregation", AGGREGATIONS),
+            ("ref_device", (None, "cpu")),
+            ("ref_quantization", (None, "int8", "nf4")),
             ("loss_type", LOSS_TYPES),
             ("importance_sampling_level", IMPORTANCE_SAMPLING_LEVELS),
             ("kl", KL_ESTIMATORS),
             ("dtype", ("auto", "float32", "bfloat16")),
+            ("reward_errors", ("raise", "skip")),
+            ("rollout_backend", ROLLOUT_BACKENDS),
+            ("rollout_attention", ROLLOUT_ATTENTIONS),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                named = ", ".join(str(choice) for choice in choices)
+                raise ValueError(f"{name} must be one of {named}, got {getattr(self, name)!r}")
         for name, least in (
             ("prompts_per_step", 1),
             ("num_generations", 2),
             ("max_completion_length", 1),
             ("max_num_seqs", 1),
+            ("max_num_gen_batches", 1),
+            ("oversampling_factor", 1),
+            ("soft_punish_cache", 0),
             ("updates_per_rollout", 1),
             ("num_iterations", 1),
             ("max_tokens_per_microbatch", 1),
             ("logging_steps", 1),
             ("save_steps", 1),
+            ("save_total_limit", 1),
             ("curriculum_iters", 0),
-            ("warmup_steps", 0),
             ("top_k", 0),
             ("eval_steps", 1),
             ("max_eval_samples", 1),
+            ("eval_num_generations", 0),
+            ("eval_top_k", 0),
+            ("lora_r", 1),
+            ("lora_alpha", 1),
+            ("ref_model_sync_steps", 1),
+            ("profile", 0),
         ):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy groups have no spread")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        for name, why in (
+            ("temperature", ": greedy groups have no spread"),
+            ("eval_temperature", ": the greedy completion is always drawn"),
+            ("learning_rate", ""),
+            ("adam_epsilon", ""),
+            ("advantage_clip", ""),
+            ("num_train_epochs", ""),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}{why}")
+        for name in ("weight_decay", "max_grad_norm", "warmup_steps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1, as NumPy's, got {self.seed}")
+        if not all(math.isfinite(weight) for weight in self.reward_weights):
+            raise ValueError(f"reward_weights must be finite, got {', '.join(map(str, self.reward_weights))}")
+        for name in ("top_p", "eval_top_p"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if not 0 <= (self.min_p or 0) <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not self.num_train_epochs > 0:
-            raise ValueError(f"num_train_epochs must be positive, got {self.num_train_epochs}")
+        if not 0 < self.rollout_memory_utilization <= 1:
+            raise ValueError(f"rollout_memory_utilization must be in (0, 1], got {self.rollout_memory_utilization}")
         if self.max_num_seqs < self.num_generations:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} must hold a group of num_generations={self.num_generations}"
             )
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.max_num_seqs < self.eval_num_generations:
+            raise ValueError(
+                f"max_num_seqs={self.max_num_seqs} must hold the eval_num_generations={self.eval_num_generations} "
+                "completions of a prompt"
+            )
+        self._check_sampling()
+        for name in ("lora_r", "lora_alpha", "lora_target_modules"):
+            if getattr(self, name) != getattr(type(self), name) and not self.use_peft:
+                raise ValueError(f"{name} is of adapters, and without use_peft=True there are none")
+        self._check_reference()
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            for name in ("scale_rewards", "advantage_baseline"):
+                if getattr(self, name) != "group":
+                    raise ValueError(
+                        f"multi_objective_aggregation=normalize_then_sum scales each reward by its group: {name} must "
+                        f"be group, got {getattr(self, name)}"
+                    )
         if self.max_steps == 0 or self.max_steps < -1:
             raise ValueError(f"max_steps must be positive, or -1 for num_train_epochs, got {self.max_steps}")
         if self.updates_per_rollout > self.prompts_per_step:
@@ -230,7 +366,62 @@ class GRPOConfig(LoggingConfig, OptimConfig, ObjectiveConfig, RolloutConfig, Dat
         unknown = set(self.report_to) - set(REPORTERS)
         if unknown:
             raise ValueError(f"report_to must be of {', '.join(REPORTERS)}, got {', '.join(sorted(unknown))}")
+        self._check_saving()
         self.objective  # noqa: B018 - validates the rest
+
+    def _check_sampling(self):
+        if self.dynamic_sampling and self.max_num_gen_batches < 2:
+            raise ValueError(
+                "dynamic_sampling draws further batches, and max_num_gen_batches=1 allows none: raise it, or turn "
+                "dynamic_sampling off"
+            )
+        if not self.oversampling_factor < math.inf:
+            raise ValueError(f"oversampling_factor must be finite, got {self.oversampling_factor}")
+        if self.oversampling_factor > 1 and self.rollout_backend == "hf":
+            raise ValueError(
+                f"oversampling_factor={self.oversampling_factor} aborts groups that run, which transformers' generate "
+                "(rollout_backend=hf) cannot; use rollout_backend=fast, or oversampling_factor=1"
+            )
+        if self.soft_punish_cache > self.max_completion_length:
+            raise ValueError(
+                f"soft_punish_cache={self.soft_punish_cache} is a part of max_completion_length="
+                f"{self.max_completion_length}: it must not be larger"
+            )
+
+    def _check_reference(self):
+        """What the reference is asked to be must be one thing, and there must be one."""
+        asked = [name for name in ("ref_device", "ref_quantization", "sync_ref_model") if getattr(self, name)]
+        if asked and self.beta == 0:
+            raise ValueError(f"{asked[0]} is of the reference, and at beta=0 there is none; set beta or leave it out")
+        if asked and self.use_peft:
+            raise ValueError(f"{asked[0]} does not go with use_peft: the reference is the policy without adapters")
+        if self.ref_quantization and len(asked) > 1:
+            other = next(name for name in asked if name != "ref_quantization")
+            raise ValueError(f"{other} does not go with ref_quantization: it needs the reference's exact weights")
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise ValueError(f"ref_model_mixup_alpha must be in (0, 1], got {self.ref_model_mixup_alpha}")
+
+    def _check_saving(self):
+        if self.resume_from_checkpoint is not None and self.overwrite_output_dir:
+            raise ValueError(
+                "resume_from_checkpoint goes on in output_dir, overwrite_output_dir empties it: choose one"
+            )
+        if self.resume_from_checkpoint == "auto" and self.output_dir is None:
+            raise ValueError("resume_from_checkpoint=auto needs output_dir: the folder of the run that goes on")
+        if self.metric_for_best_model is None:
+            if self.greater_is_better is not None:
+                raise ValueError("greater_is_better needs metric_for_best_model")
+            return
+        every = "eval_steps" if self.metric_for_best_model.startswith("eval/") else "logging_steps"
+        if getattr(self, every) is None or self.save_steps % getattr(self, every):
+            raise ValueError(
+                f"metric_for_best_model={self.metric_for_best_model} is measured every {every}={getattr(self, every)} "
+                f"steps; set it so that save_steps={self.save_steps} is a multiple"
+            )
+
+    def oversampled(self, count):
+        """How many groups are started where `count` are wanted."""
+        return math.ceil(round(self.oversampling_factor * count, 6))  # 1.1 * 10 is a little more than 11
 
     @property
     def objective(self):
@@ -241,27 +432,9 @@ class GRPOConfig(LoggingConfig, OptimConfig, ObjectiveConfig, RolloutConfig, Dat
         return Objective(**{name: getattr(self, name) for name in names})
 
 
-def load_yaml(path):
-    """A recipe file -> dict of settings. Raises ValueError for a name that is no setting (the nearest is named)."""
-    import difflib
-
-    import yaml
-
-    settings = yaml.safe_load(Path(path).read_text()) or {}
-    known = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
-    for name, value in settings.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"{path}: unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-        if isinstance(value, str) and known[name] in (float, int, float | None, int | None):
-            try:  # YAML 1.1 reads 5e-5, without a point, as a string
-                settings[name] = float(value)
-            except ValueError:
-                raise ValueError(f"{path}: {name} must be a number, got {value!r}") from None
-    return settings
-
-
-def task_defaults(task):
-    """Settings of recipes/TASK.yaml, where the task ships one."""
-    path = RECIPES / f"{task}.yaml"
-    return load_yaml(path) if path.exists() else {}
+def check_name(name, where, error):
+    """Raise `error` for a name that is no setting; the nearest one is named."""
+    names = [field.name for field in dataclasses.fields(GRPOConfig)]
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        raise error(f"{where}: unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

@@ -110,16 +110,20 @@ class Curriculum:
             level.source.load_state_dict(source)
 
 
-def load_rows(name, config=None, split="train"):
+def load_rows(name, config=None, split="train", columns=()):
     """Rows of a .jsonl file, of SPLIT.jsonl in a folder, or of a hub data set.
 
     A file serves its own split: for another one, SPLIT.jsonl beside it is looked up.
 
+    Args:
+        columns: names that every row must have.
+
     Returns:
-        A sequence of dicts, or None where a file or folder has no such split.
+        A sequence of dicts, or None where there is no such split.
 
     Raises:
-        ValueError: a line that is not a JSON object (file and line named).
+        ValueError: no such data set, no rows, or a row that is not a JSON object with these columns (file and line are
+            named).
     """
     path = Path(name)
     if path.is_dir():
@@ -129,18 +133,46 @@ def load_rows(name, config=None, split="train"):
             raise ValueError(f"no such file: {path}")
         if split != "train":
             path = path.with_name(f"{split}.jsonl")
+    elif path.is_file():
+        raise ValueError(f"{path} is not a .jsonl file: write one JSON object a line, with a `prompt` column")
     else:
-        import datasets
+        return _load_from_hub(name, config, split, columns)
+    if not path.exists():
+        return None
+    rows = read_jsonl(path, columns)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
 
-        return datasets.load_dataset(name, config, split=split)
-    return read_jsonl(path) if path.exists() else None
+
+def _load_from_hub(name, config, split, columns):
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if reason.startswith("Unknown split"):
+            return None
+        raise ValueError(
+            f"data set {name!r} cannot be loaded ({reason}); name a hub id, a .jsonl file, or a folder with "
+            f"{split}.jsonl"
+        ) from error
+    missing = [column for column in columns if column not in getattr(rows, "column_names", columns)]
+    if missing:
+        raise ValueError(f"data set {name!r} has no column {missing[0]!r}, only {', '.join(rows.column_names)}")
+    return rows
 
 
-def read_jsonl(path):
-    """A list of dicts, one a line; empty lines are passed over."""
+def read_jsonl(path, columns=()):
+    """A list of dicts, one a line, each with these columns; empty lines are passed over."""
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
+            try:
+                line = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8: {error}") from None
             if not line.strip():
                 continue
             try:
@@ -149,6 +181,9 @@ def read_jsonl(path):
                 raise ValueError(f"{path}:{number}: not JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
+            for column in columns:
+                if column not in row:
+                    raise ValueError(f"{path}:{number}: the row has no column {column!r}, only {', '.join(row)}")
             rows.append(row)
     return rows
 
@@ -157,19 +192,58 @@ def to_prompt(row, tokenizer):
     """A row -> `Prompt`: a list of messages through the chat template, a string as it is.
 
     Raises:
-        ValueError: no `prompt` column, or messages without a chat template.
+        ValueError: no `prompt` column, or messages that are none, or without a chat template.
     """
     if "prompt" not in row:
         raise ValueError(f"a row has no column 'prompt', only {', '.join(row)}")
     prompt = row["prompt"]
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
+    elif not isinstance(prompt, list):
+        raise ValueError(f"a prompt must be a string or a list of messages, got {prompt!r}")
+    elif not prompt or not all(_is_message(message) for message in prompt):
+        raise ValueError(f"a prompt of messages must have some, each with a role and a content, got {prompt!r:.80}")
     elif tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
     else:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
         ids = ids["input_ids"]
     return Prompt(list(ids), prompt, {name: value for name, value in row.items() if name != "prompt"})
+
+
+def _is_message(message):
+    return isinstance(message, dict) and "role" in message and ("content" in message or "tool_calls" in message)
+
+
+def check_prompts(prompts, model, max_tokens):
+    """Refuse what the model cannot hold: a prompt that leaves no room for max_tokens, or a token without an embedding.
+
+    Raises:
+        ValueError: naming the prompt by its beginning.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    for prompt in prompts:
+        if not prompt.ids:
+            raise ValueError(f"the prompt {shortened(prompt.prompt)} has no tokens")
+        if context is not None and len(prompt.ids) + max_tokens > context:
+            raise ValueError(
+                f"the prompt {shortened(prompt.prompt)} has {len(prompt.ids)} tokens; with max_completion_length "
+                f"{max_tokens} it exceeds the model's context of {context}; shorten the prompt or the completions"
+            )
+        if max(prompt.ids) >= embeddings:
+            raise ValueError(
+                f"the prompt {shortened(prompt.prompt)} has the token id {max(prompt.ids)}, but the model has only "
+                f"{embeddings} embeddings; use the tokenizer that the model was trained with"
+            )
+
+
+def shortened(text, limit=60):
+    """How an error message shows a prompt or a completion: on one line, its beginning."""
+    if isinstance(text, list) and text:
+        text = text[-1].get("content", text[-1]) if isinstance(text[-1], dict) else text[-1]
+    shown = repr(str(text))
+    return shown if len(shown) <= limit else shown[:limit] + "...'"
 
 
 def to_completion(prompt, ids, tokenizer):

@@ -14,26 +14,30 @@ import torch
 from fastgrpo.frozen import score
 from fastgrpo.loss import linear_grpo_loss
 from fastgrpo.model import completion_states, head
+from fastgrpo.profiling import update_flops
 
 
 class GRPOUpdate:
     """Turns the samples of a rollout into optimizer updates."""
 
     def __init__(self, model, reference, updater, objective, *, temperature, updates_per_rollout=1, num_iterations=1):
-        """reference: a frozen policy, or None where objective.beta is 0. temperature: the samples were drawn at."""
+        """reference: see `make_reference`; None where objective.beta is 0. temperature: the samples were drawn at."""
         self.model, self.reference, self.updater, self.objective = model, reference, updater, objective
-        self.temperature = temperature
+        self.temperature, self.timer = temperature, updater.timer
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
+        self.flops = update_flops(model.base_model, head(model)[0])
 
-    def __call__(self, groups):
+    def __call__(self, groups, with_entropy=True):
         """All updates of one rollout.
 
         Args:
-            groups: lists of `Sample`s, one a prompt.
+            groups: lists of `Sample`s, one a prompt. with_entropy: measure it, which is a pass over the logits.
 
         Returns:
-            metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, learning_rate.
+            metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates,
+            learning_rate. What a skipped update measured is in none of the others.
         """
+        self.with_entropy = with_entropy
         bounds = [len(groups) * i // self.updates_per_rollout for i in range(self.updates_per_rollout + 1)]
         minibatches = [_joined(groups[start:end]) for start, end in pairwise(bounds)]
         self.step_tokens = sum(_tokens(minibatch) for minibatch in minibatches) / len(minibatches)
@@ -44,9 +48,10 @@ class GRPOUpdate:
         meter = Meter()
         for _ in range(self.num_iterations):
             for minibatch in kept:
-                meter.updates += 1
                 meter.norms.append(self.updater.step(minibatch, lambda part, batch: self.loss(part, batch, meter)))
         values = meter.values() | {"learning_rate": self.updater.learning_rate}
+        if self.reference is not None:
+            values |= self.reference.metrics
         if self.objective.beta == 0:
             values.pop("kl", None)  # there is no reference to measure it against
         return values
@@ -74,35 +79,46 @@ class GRPOUpdate:
         """
         if self.reference is not None:
             samples = _joined(kept)
-            for sample, logps in zip(samples, self.score(self.reference, samples), strict=True):
+            with self.timer.stage("reference"):
+                scored = self.reference.score(samples, *self.scoring)
+            for sample, logps in zip(samples, scored, strict=True):
                 sample.ref_logps = logps
         later = _joined(kept[1:])
-        for sample, logps in zip(later, self.score(self.model, later), strict=True):
-            sample.old_logps = logps
+        if later:
+            with self.timer.stage("forward"):
+                scored = score(self.model, later, *self.scoring)
+            for sample, logps in zip(later, scored, strict=True):
+                sample.old_logps = logps
 
-    def score(self, model, samples):
-        """Log-probs of each sample's completion under `model`."""
-        return score(model, samples, self.temperature, self.updater.max_tokens)
+    @property
+    def scoring(self):
+        """How samples are scored: temperature, token budget, whether prompts are shared."""
+        return self.temperature, self.updater.max_tokens, self.updater.share_prompt
 
     def loss(self, part, batch, meter):
         """The loss of a micro-batch, a sum over its tokens; what it measures goes to the meter."""
         weight, bias = head(self.model)
-        out = linear_grpo_loss(
-            completion_states(self.model, batch),
-            weight,
-            batch.targets,
-            batch.advantages,
-            cu_seqlens=batch.cu_seqlens,
-            rows=torch.arange(len(batch.targets)),  # samples that do not teach have left: no need to look for them
-            old_logps=batch.old_logps,
-            ref_logps=batch.ref_logps,
-            token_weights=batch.weights,
-            num_items_in_batch=self.step_tokens,
-            temperature=self.temperature,
-            bias=bias,
-            return_entropy=True,
-            objective=self.objective,
-        )
+        per_token, per_row = self.flops
+        self.timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
+        with self.timer.stage("forward"):
+            states = completion_states(self.model, batch)
+        with self.timer.stage("loss"):
+            out = linear_grpo_loss(
+                states,
+                weight,
+                batch.targets,
+                batch.advantages,
+                cu_seqlens=batch.cu_seqlens,
+                rows=torch.arange(len(batch.targets)),  # samples that do not teach have left: no need to look for them
+                old_logps=batch.old_logps,
+                ref_logps=batch.ref_logps,
+                token_weights=batch.weights,
+                num_items_in_batch=self.step_tokens,
+                temperature=self.temperature,
+                bias=bias,
+                return_entropy=self.with_entropy,
+                objective=self.objective,
+            )
         meter.add(out, batch)
         logps = out.logps.split([len(sample.completion_ids) for sample in part])
         for sample, now in zip(part, logps, strict=True):
@@ -134,33 +150,53 @@ def _tokens(samples):
 
 
 class Meter:
-    """Sums what the micro-batches of a step measure, on the device; the host looks once, at the end."""
+    """Gathers what the micro-batches of a step measure, on the device; the host looks once, at the end."""
 
     def __init__(self):
-        self.sums, self.norms, self.updates = defaultdict(list), [], 0
+        self.sums = defaultdict(list)  # name -> (index of the update, sum over the micro-batch's active tokens)
+        self.norms = []  # one an update; NaN where it was skipped
+        self.finite = []  # the same, once the host has looked
 
     def add(self, out, batch):
         """What one micro-batch measured: means are weighted by its active tokens."""
         tokens = out.metrics["active_tokens"]
         for name, value in out.metrics.items():
             summed = name in ("policy_loss", "active_tokens", "ratio/max")
-            self.sums[name].append(value if summed else value * tokens)
-        self.sums["loss"].append(out.loss.detach())
+            self._append(name, value if summed else value * tokens)
+        self._append("loss", out.loss.detach())
         if batch.old_logps is None and batch.sampler_logps is not None:
             gap = (out.logps - batch.sampler_logps).abs() * out.active
-            self.sums["rollout/logp_gap"].append(gap.sum())
-            self.sums["first_tokens"].append(tokens)
+            self._append("rollout/logp_gap", gap.sum())
+            self._append("rollout/logp_gap_max", gap.max())
+            self._append("first_tokens", tokens)
+
+    def _append(self, name, value):
+        self.sums[name].append((len(self.norms), value))
 
     def values(self):
-        """Means over the step's active tokens; losses are means over its updates."""
-        if not self.sums:  # no group had spread: nothing was computed, nothing moved
-            return {"loss": 0.0, "policy_loss": 0.0, "grad_norm": 0.0}
-        parts = {name: torch.stack(vs).double().cpu() for name, vs in self.sums.items()}
+        """Means over the active tokens of the step's updates that were not skipped; losses are means over these
+        updates."""
+        norms = torch.stack(self.norms).double().cpu()
+        self.finite = norms.isfinite().tolist()
+        taken = sum(self.finite)
+        values = {"skipped_updates": len(norms) - taken}
+        if not taken:
+            return values
+        values["grad_norm"] = norms.nanmean().item()
+        parts = {name: self._kept(entries) for name, entries in self.sums.items()}
+        if not len(parts.get("loss", ())):  # no group had spread: nothing was computed, nothing moved
+            return values | {"loss": 0.0, "policy_loss": 0.0}
         totals = {name: part.sum().item() for name, part in parts.items()}
         tokens, first = totals.pop("active_tokens"), totals.pop("first_tokens", 0)
-        per = defaultdict(lambda: max(tokens, 1), {"loss": self.updates, "policy_loss": self.updates})
+        per = defaultdict(lambda: max(tokens, 1), {"loss": taken, "policy_loss": taken})
         per["rollout/logp_gap"] = max(first, 1)
-        values = {name: total / per[name] for name, total in totals.items()}
-        values["ratio/max"] = parts["ratio/max"].max().item()
-        values["grad_norm"] = torch.stack(self.norms).double().mean().item()
+        values |= {name: total / per[name] for name, total in totals.items()}
+        for name in ("ratio/max", "rollout/logp_gap_max"):
+            if len(parts.get(name, ())):
+                values[name] = parts[name].max().item()
         return values
+
+    def _kept(self, entries):
+        """The values of the updates that were not skipped, on the host."""
+        values = torch.stack([value for _, value in entries]).double().cpu()
+        return values[torch.tensor([self.finite[update] for update, _ in entries])]

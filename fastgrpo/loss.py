@@ -77,16 +77,17 @@ def linear_logprob(hidden, weight, targets, *, bias=None, logit_softcap=None, te
     """
     _check_head(hidden, weight, bias, logit_softcap, targets)
     hidden, weight = _autocast(backend, hidden, weight)
-    backend = _choose_backend(backend, process_group, hidden=hidden, weight=weight)
+    backend = _choose_backend(backend, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     flat = targets.reshape(-1).long()
     _check_targets(flat, vocabulary.total)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     temperature = per_token(temperature, "temperature", targets.shape)
     if backend == "triton":
+        located, group = vocabulary.located(flat, len(weight))
         logps, entropy = triton_logprob.linear_logprob(
-            hidden, weight, flat, bias=bias, temperature=temperature, softcap=logit_softcap,
-            return_entropy=return_entropy,
+            hidden, weight, located, bias=bias, temperature=temperature, softcap=logit_softcap,
+            return_entropy=return_entropy, group=group,
         )  # fmt: skip
     else:
         logps, entropy = chunked.LinearLogprob.apply(
@@ -126,8 +127,8 @@ def linear_grpo_loss(hidden, weight, targets, advantages, *, mask=None, cu_seqle
         temperature: float, or per token; the one the tokens were drawn at.
         return_entropy: add the mean `entropy` over active rows, in nats, to the metrics.
         compact: read by the triton backend where `rows` is not given. None: rows without gradient are computed with
-            hidden states of 0, since only the device knows which they are. "sync": wait for the device to learn it, and
-            leave them out.
+            hidden states of 0, since only the device knows which they are (and sequence-level objectives of more than
+            one chunk take a forward pass ahead). "sync": wait for the device to learn it, and leave them out.
         process_group: where weight and bias are sharded by rows, see `linear_logprob`.
         backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
         objective: an `Objective`; or its fields by name, in its place: loss_type="dapo", epsilon=0.2, beta=0.0, ...
@@ -142,7 +143,7 @@ def linear_grpo_loss(hidden, weight, targets, advantages, *, mask=None, cu_seqle
     objective = _objective(objective, knobs)
     _check_head(hidden, weight, bias, logit_softcap, targets)
     hidden, weight = _autocast(backend, hidden, weight)
-    backend = _choose_backend(backend, process_group, hidden=hidden, weight=weight)
+    backend = _choose_backend(backend, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     kept = keep_rows(Layout.of(targets, cu_seqlens), objective, targets.long(), advantages, mask=mask, rows=rows,
                      old_logps=old_logps, ref_logps=ref_logps, sampler_logps=sampler_logps, token_weights=token_weights,
@@ -151,9 +152,11 @@ def linear_grpo_loss(hidden, weight, targets, advantages, *, mask=None, cu_seqle
     _check_targets(kept.targets, vocabulary.total)
     flat = hidden.reshape(-1, hidden.shape[-1])
     if backend == "triton":
+        located, group = vocabulary.located(kept.targets, len(weight))
         loss, outputs = linear_grpo.linear_grpo_loss(
-            flat, weight, bias, kept, objective, return_entropy=return_entropy, softcap=logit_softcap
-        )
+            flat, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
+            softcap=logit_softcap, group=group,
+        )  # fmt: skip
     else:
         grad = torch.is_grad_enabled()
         needs = tuple(grad and t is not None and t.requires_grad for t in (hidden, weight, bias))
@@ -185,7 +188,7 @@ def logits_grpo_loss(logits, targets, advantages, *, mask=None, cu_seqlens=None,
     Returns:
         GRPOLossOutput. Raises: as `linear_grpo_loss`.
     """
-    backend = _choose_backend(backend, None, logits=logits)
+    backend = _choose_backend(backend, logits=logits)
     objective = _objective(objective, knobs)
     if not logits.is_floating_point():
         raise ValueError(f"logits must be floating point, got {logits.dtype}")
@@ -216,7 +219,7 @@ def grpo_loss(logps, old_logps, advantages, *, mask=None, cu_seqlens=None, rows=
     Returns:
         GRPOLossOutput. Raises: as `linear_grpo_loss`, and ValueError for an entropy bonus, which needs logits.
     """
-    backend = _choose_backend(backend, None, logps=logps)
+    backend = _choose_backend(backend, logps=logps)
     objective = _objective(objective, knobs)
     if objective.entropy_coef != 0:
         raise ValueError(
@@ -303,39 +306,55 @@ def _check_head(hidden, weight, bias, softcap, targets):
     for name, value in (("hidden", hidden), ("weight", weight)):
         if not value.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {value.dtype}")
+    for name, value in (("weight", weight), ("bias", bias)):
+        if value is not None and value.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device} like hidden, got {value.device}")
     _check_token_ids(targets, hidden, "hidden")
 
 
 def _check_token_ids(targets, like, name):
     if targets.shape != like.shape[:-1]:
         raise ValueError(f"targets must be {tuple(like.shape[:-1])} like {name}, got {tuple(targets.shape)}")
+    if targets.device != like.device:
+        raise ValueError(f"targets must be on {like.device} like {name}, got {targets.device}")
     if targets.is_floating_point():
         raise ValueError(f"targets must be integers, got {targets.dtype}")
 
 
 def _check_targets(targets, vocab_size):
-    """On the CPU alone: a look at GPU memory would stall it. Nor inside of a compiled graph, which cannot raise."""
-    if targets.device.type == "cpu" and targets.numel() and not torch.compiler.is_compiling():
+    """A ValueError on the CPU. A look at GPU memory would stall: there the row is NaN, and in torch's anomaly
+    mode the device asserts. Nothing inside of a compiled graph, which cannot raise.
+    """
+    if not targets.numel() or torch.compiler.is_compiling():
+        return
+    if targets.device.type == "cpu":
         low, high = targets.min().item(), targets.max().item()
         if low < 0 or high >= vocab_size:
             raise ValueError(f"targets must be in [0, {vocab_size}) on active rows, got {low} to {high}")
+    elif torch.is_anomaly_enabled():
+        _assert_targets(targets, vocab_size)
 
 
-def _choose_backend(backend, process_group, **tensors):
+def _assert_targets(targets, vocab_size):
+    """Without a wait: what fails is the device's queue, at its next look."""
+    legal = (targets >= 0) & (targets < vocab_size)
+    torch._assert_async(legal.all(), f"targets must be in [0, {vocab_size}) on active rows")
+
+
+def _choose_backend(backend, **tensors):
     """ "chunked" or "triton"; what was asked for and cannot be had is a ValueError."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        on_gpu = all(t.is_cuda and t.dtype in TRITON_DTYPES for t in tensors.values())
+        fits = all(t.is_cuda and t.dtype in TRITON_DTYPES for t in tensors.values())
         one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        backend = "triton" if on_gpu and one_dtype and process_group is None and HAS_TRITON else "chunked"
+        fits = fits and one_dtype and HAS_TRITON and all(launch.runs_on(t.device) for t in tensors.values())
+        backend = "triton" if fits else "chunked"
         if not torch.compiler.is_compiling():
             _log_choice(backend)
     elif backend == "triton":
         if not HAS_TRITON:
             raise ValueError("backend='triton' needs Triton (pip install triton, Linux); use backend='chunked'")
-        if process_group is not None:
-            raise ValueError("backend='triton' has no vocabulary-parallel head yet; use backend='chunked'")
         dtypes = {t.dtype for t in tensors.values()}
         if len(dtypes) > 1:
             raise ValueError(f"backend='triton' needs {' and '.join(tensors)} of one dtype, got {dtypes}")

@@ -36,25 +36,39 @@ def reward_metrics(names, per_function, totals, advantages, group_size):
 
 def rollout_metrics(rollouts):
     """How long the completions of a step were, and how many were truncated."""
+    lengths = [len(rollout.ids) for rollout in rollouts]
     return {
-        "completions/mean_length": sum(len(rollout.ids) for rollout in rollouts) / len(rollouts),
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
         "completions/clipped_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
     }
 
 
-def sample_rows(step, samples, prompts, completions, rollouts, names, per_function, extras, group_size):
-    """Lines of samples.jsonl: every completion of a step. extras: columns that reward functions logged."""
-    for i, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
-        verdicts = zip(names, per_function[i].tolist(), strict=True)
+def rates(rollouts, rollout_seconds, seconds):
+    """How fast a step and its generation were. Completions that were aborted do not count."""
+    tokens = sum(len(rollout.ids) for rollout in rollouts)
+    return {
+        "step_time": seconds,
+        "tokens/s": tokens / seconds,
+        "rollout/tokens/s": tokens / rollout_seconds,
+        "rollout/share": rollout_seconds / seconds,
+    }
+
+
+def sample_rows(step, experience, names, group_size):
+    """Lines of samples.jsonl: every completion of a step's `Experience`. names: [F], of reward functions."""
+    for i, (sample, rollout) in enumerate(zip(experience.samples, experience.rollouts, strict=True)):
+        verdicts = zip(names, experience.per_function[i].tolist(), strict=True)
         yield {
             "step": step,
             "group": i // group_size,
-            "prompt": prompts[i].prompt,
-            "completion": completions[i],
+            "prompt": experience.prompts[i].prompt,
+            "completion": experience.completions[i],
             "rewards": {name: None if math.isnan(value) else value for name, value in verdicts},
             "advantage": sample.advantage,
             "finish_reason": rollout.finish_reason,
             "tokens": len(rollout.ids),
             "clipped": float(sample.clipped),
-            **{name: values[i] for name, values in extras.items()},
+            **{name: values[i] for name, values in experience.extras.items()},
         }

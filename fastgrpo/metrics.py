@@ -4,14 +4,18 @@
 """
 
 import dataclasses
+import difflib
 import json
 import math
+import os
+import re
 import sys
 import time
 
 from tqdm import tqdm
 
-from fastgrpo.checkpoint import claim_output_dir
+from fastgrpo.checkpoint import step_of
+from fastgrpo.resume import open_run
 
 METRICS = {
     "loss": "the objective's value, the mean over a step's updates; near 0 on the first one of a rollout is right: "
@@ -21,63 +25,116 @@ METRICS = {
     "reward_std": "mean over groups of the standard deviation of the total reward",
     "rewards/{function}/mean": "mean of one reward function, unweighted",
     "rewards/{function}/std": "its standard deviation",
+    "rewards/{function}/errors": "completions that it failed on, with reward_errors skip (a sum, not a mean)",
     "accuracy": "share of completions whose first reward function gives at least 1",
     "frac_reward_zero_std": "share of groups without spread, which teach nothing",
     "frac_informative": "share of groups with spread",
+    "dynamic_sampling/num_gen_batches": "batches of prompts drawn for a step, with --dynamic_sampling",
+    "dynamic_sampling/dropped_groups": "groups drawn that the step did not train on",
+    "dynamic_sampling/filled_groups": "groups that teach nothing and were trained on all the same: the bound was hit",
+    "oversampling/aborted_groups": "groups started and not finished, with --oversampling_factor",
+    "oversampling/aborted_tokens": "completion tokens thrown away with them",
     "advantage/mean": "mean advantage",
     "advantage/abs_mean": "mean magnitude of the advantages",
     "kl": "mean KL estimate to the reference over active tokens, nats (absent at beta 0)",
-    "entropy": "mean entropy of the policy over active tokens, nats",
+    "ref/kl_error": "first step, with --ref_quantization: mean KL estimate (k3) of the exact reference to it, nats",
+    "entropy": "mean entropy of the policy over active tokens, nats, of the step that is logged",
     "ratio/mean": "mean of policy / old policy over active tokens",
     "ratio/max": "the largest one",
     "clip_ratio/low_mean": "share of active tokens clipped below",
     "clip_ratio/high_mean": "share of active tokens clipped above",
     "completions/mean_length": "tokens",
+    "completions/min_length": "tokens of the shortest one",
+    "completions/max_length": "tokens of the longest one",
     "completions/clipped_ratio": "share of completions truncated at max_completion_length",
+    "rollout/tokens/s": "completion tokens a second of generation",
+    "rollout/share": "share of the step's time that generation took",
+    "rollout/live_mean": "completions in flight, the mean over the generation",
+    "rollout/live_share": "the same as a share of the most in flight: how full the device was",
+    "rollout/logp_gap_max": "max |sampler log-prob - trainer log-prob| over active tokens, nats",
     "rollout/logp_gap": "mean |sampler log-prob - trainer log-prob| over active tokens, nats",
     "grad_norm": "norm of the gradient before clipping",
+    "skipped_updates": "updates whose loss or gradient was not finite: nothing moved (a sum, not a mean)",
     "learning_rate": "of the last update",
-    "num_tokens": "prompt and completion tokens so far",
+    "num_tokens": "prompt and completion tokens so far, those of dropped and aborted groups too",
     "curriculum/level": "index of the level that prompts are drawn from",
     "step_time": "seconds of the whole step",
     "time/rollout": "seconds of generation",
     "time/reward": "seconds of the reward functions",
-    "time/update": "seconds of reference, forward, backward and optimizer",
+    "time/reference": "seconds of the reference's forward passes",
+    "time/forward": "seconds of the policy's layers, and of old log-probs where a later update needs them",
+    "time/loss": "seconds of head and loss, with as much of their backward as runs in their forward",
+    "time/backward": "seconds of the backward passes",
+    "time/optimizer": "seconds of clipping and the optimizer",
+    "time/other": "seconds of all else; with the seven above, the step",
+    "mfu": "model FLOPs of the update over its seconds (forward to optimizer) and the GPU's bf16 peak, where known",
+    "memory/peak_gib": "most GPU memory that torch held during the step, GiB (CUDA)",
     "tokens/s": "completion tokens a second of the whole step",
     "custom/{name}": "what a reward function passed to log_metric, averaged",
     "eval/accuracy": "share of held-out prompts answered right, greedy",
-    "eval/rewards/{function}/mean": "mean of one reward function on held-out prompts",
-    "eval/mean_length": "tokens",
+    "eval/rewards/{function}/mean": "mean of one reward function on held-out prompts, greedy",
+    "eval/format_rate": "share of greedy completions with the full mark of the format reward, where there is one",
+    "eval/mean_length": "tokens, greedy",
+    "eval/clipped_ratio": "share truncated, greedy",
+    "eval/pass@{k}": "probability that one of k draws is right",
+    "eval/maj@{k}": "probability that the most frequent answer of k draws is right",
+    "eval/sampled/rewards/{function}/mean": "mean of one reward function on the draws of held-out prompts",
+    "eval/sampled/format_rate": "as eval/format_rate, of the draws",
+    "eval/sampled/mean_length": "tokens, of the draws",
+    "eval/sampled/clipped_ratio": "share truncated, of the draws",
+    "eval/{metric}/ci95_low": "where the 95% interval of an eval metric begins: see fastgrpo/estimators.py",
+    "eval/{metric}/ci95_high": "and where it ends",
     "eval/time": "seconds of the evaluation",
 }
+
+
+def check_metric(name):
+    """Raises ValueError for a name that is no metric (the nearest is named). None is welcome."""
+    patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
+    if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
+        near = difflib.get_close_matches(name, METRICS, n=1)
+        raise ValueError(f"unknown metric {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 class RunLog:
     """The folder of a run and all that goes into it while it lasts.
 
-    Creating one claims the folder (see `claim_output_dir`) and writes config.json. `started` is when.
+    Creating one claims the folder (see `open_run`) and writes config.json. `started` is when; `checkpoint` is the Path
+    of what the run goes on from, or None; `latest` holds (step, value) of every metric. A context: leaving it closes.
     """
 
     def __init__(self, config):
         self.started = time.perf_counter()
         self.config = config
-        self.dir = claim_output_dir(config.output_dir, config.task, config.overwrite_output_dir)
+        check_metric(config.metric_for_best_model)
+        self.dir, self._lock, self.checkpoint = open_run(config, self.say)
         resolved = {**dataclasses.asdict(config), "output_dir": str(self.dir)}
         (self.dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
         self._metrics = open(self.dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while the run lasts
         self._samples = open(self.dir / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
-        self._pending = []
+        self._pending = []  # (step, metrics) of what is not yet logged
+        self.latest = {}
         self.bar = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        try:
+            if error is not None and self._pending:  # a run that was told to stop has them in its checkpoint
+                self._reduce()
+        finally:
+            self.close()
 
     def say(self, text):
         """A line above the progress bar."""
         tqdm.write(text, file=sys.stdout)
 
-    def progress(self, total, name):
+    def progress(self, total, name, done=0):
         """A new progress bar; `advance` moves it."""
         self.close_bar()
-        self.bar = tqdm(total=total, desc=name, dynamic_ncols=True, file=sys.stderr)
+        self.bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr)
 
     def advance(self, count=1, **values):
         """Move the bar, with a few numbers at its end."""
@@ -92,21 +149,26 @@ class RunLog:
 
     def step(self, step, values, last=False):
         """The metrics of one step; every logging_steps steps their means become a line of metrics.jsonl."""
-        self._pending.append(values)
-        if step % self.config.logging_steps and not last:
-            return
-        names = dict.fromkeys(name for values in self._pending for name in values)
+        self._pending.append((step, values))
+        if step % self.config.logging_steps == 0 or last:
+            self._reduce()
+
+    def _reduce(self):
+        """The steps that are not yet logged become a line."""
+        rows = [values for _, values in self._pending]
+        names = dict.fromkeys(name for values in rows for name in values)
         means = {}
         for name in names:
-            seen = [values[name] for values in self._pending if name in values]
-            means[name] = _REDUCED.get(name, _mean)(seen)
-        self._pending = []
+            seen = [values[name] for values in rows if name in values]
+            means[name] = (sum if name.endswith("/errors") else _REDUCED.get(name, _mean))(seen)
+        step, self._pending = self._pending[-1][0], []
         self.write(step, means)
 
     def write(self, step, values):
         """One line of metrics.jsonl, now."""
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")
         self._metrics.flush()
+        self.latest |= {name: (step, value) for name, value in values.items()}
         for writer in self._writers:
             writer(step, values)
 
@@ -116,15 +178,39 @@ class RunLog:
         self._samples.flush()
 
     def close(self):
+        """Close the files and give the folder free."""
         self.close_bar()
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._lock):
+            file.close()
+
+    def state_dict(self):
+        """Seconds so far, metrics of steps not yet logged, and the bytes of metrics.jsonl and samples.jsonl."""
+        return {
+            "wall_seconds": time.perf_counter() - self.started,
+            "pending": self._pending,
+            "metrics_bytes": os.fstat(self._metrics.fileno()).st_size,
+            "samples_bytes": os.fstat(self._samples.fileno()).st_size,
+        }
+
+    def load_state_dict(self, state):
+        """Undo `state_dict`: rows that came after it are cut."""
+        self.started = time.perf_counter() - state["wall_seconds"]
+        self._pending = state["pending"]
+        for file, size in ((self._metrics, state["metrics_bytes"]), (self._samples, state["samples_bytes"])):
+            if os.fstat(file.fileno()).st_size < size:
+                self.say(f"warning: {file.name} has lost rows that were there when the checkpoint was written")
+            else:
+                file.truncate(size)
 
 
 def _tensorboard(log):
-    from torch.utils.tensorboard import SummaryWriter
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("report_to tensorboard needs the package: pip install tensorboard") from None
 
-    writer = SummaryWriter(log.dir / "tensorboard")
+    purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1  # what came after it is hidden
+    writer = SummaryWriter(log.dir / "tensorboard", purge_step=purge_step)
 
     def write(step, values):
         for name, value in values.items():
@@ -152,5 +238,15 @@ def _last(values):
 
 
 # How the values of logging_steps steps become one, where not by their mean.
-_REDUCED = {"num_tokens": _last, "learning_rate": _last, "curriculum/level": _last, "ratio/max": max}
+_REDUCED = {
+    "num_tokens": _last,
+    "learning_rate": _last,
+    "curriculum/level": _last,
+    "ratio/max": max,
+    "completions/min_length": min,
+    "completions/max_length": max,
+    "skipped_updates": sum,
+    "rollout/logp_gap_max": max,
+    "memory/peak_gib": max,
+}
 _WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -47,19 +47,57 @@ class MasterAdamW:
         return master
 
     @torch.no_grad()
-    def step(self, max_grad_norm=0.0):
-        """Clip (0 is off), update the masters, copy them into the module. Returns the norm before clipping."""
+    def step(self, max_grad_norm=0.0, loss=None):
+        """Clip (0 is off), update the masters, copy them into the module.
+
+        Where the gradient's norm, or the loss (a scalar tensor), is not finite, weights and states stay as they are.
+        The host does not wait to learn of it.
+
+        Returns:
+            the norm before clipping, a scalar tensor on the masters' device; NaN where the update was skipped.
+        """
         limit = max_grad_norm if max_grad_norm > 0 else torch.inf
         norm = torch.nn.utils.clip_grad_norm_(self.masters, limit)
+        norm = norm.to(self.masters[0].device)  # where no gradient was, torch makes the norm on the CPU
+        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+        self.adamw.found_inf = (~finite).float()  # where it is 1, fused AdamW is a no-op
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         for parameter, master in self.pairs:
             parameter.copy_(master)
-        return norm.to(self.masters[0].device)  # where no gradient was, torch makes the norm on the CPU
+        return torch.where(finite, norm, torch.nan)
+
+    def state_dict(self):
+        """fp32 masters of the parameters below fp32, and AdamW's own state. The tensors are the ones in use."""
+        return {"masters": [master.detach() for _, master in self.pairs], "adamw": self.adamw.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Undo `state_dict`; the module's own weights are not touched."""
+        for (_, master), saved in zip(self.pairs, state["masters"], strict=True):
+            master.copy_(saved)
+        self.adamw.load_state_dict(state["adamw"])
 
 
 def make_schedule(optimizer, name, *, warmup_steps, total_steps):
-    """transformers' learning-rate schedule of this name. warmup_steps below 1 is a share of total_steps."""
+    """transformers' learning-rate schedule of this name. warmup_steps below 1 is a share of total_steps.
+
+    Raises:
+        ValueError: there is no schedule of this name, or it needs more than warmup and total steps.
+    """
     if 0 < warmup_steps < 1:
         warmup_steps = round(warmup_steps * total_steps)
-    return get_scheduler(name, optimizer.adamw, num_warmup_steps=int(warmup_steps), num_training_steps=total_steps)
+    try:
+        schedule = get_scheduler(
+            name, optimizer.adamw, num_warmup_steps=int(warmup_steps), num_training_steps=total_steps
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"lr_scheduler_type {name!r} cannot be used: {error}") from None
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError(f"lr_scheduler_type {name!r} follows a metric, not the steps; choose another, such as cosine")
+    return schedule
+
+
+def check_schedule(name):
+    """Raises ValueError as `make_schedule` would, before there is a model."""
+    make_schedule(MasterAdamW(torch.nn.Linear(1, 1), learning_rate=1.0), name, warmup_steps=0, total_steps=1)

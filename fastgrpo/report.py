@@ -1,4 +1,4 @@
-"""A run folder -> what a person can look at: curves.png, and a table of the end. `python -m fastgrpo.report RUN`."""
+"""A run folder -> what a person can look at: curves.png, summary.json, a table. `python -m fastgrpo.report RUN`."""
 
 import json
 import sys
@@ -62,6 +62,18 @@ def draw_curves(run_dir):
     path = Path(run_dir) / "curves.png"
     figure.savefig(path, dpi=100)
     return path
+
+
+def conclude(run_dir, summary, checkpoint):
+    """Write summary.json and curves.png. Returns a table of the summary and of what is in the folder, as text."""
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    draw_curves(run_dir)
+    files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
+    files |= {"curves": "curves.png", "summary": "summary.json", "config": "config.json"}
+    optional = {"merged": "merged", "trace": "trace.json.gz"}
+    files |= {name: file for name, file in optional.items() if (run_dir / file).exists()}
+    shown = [(name, value) for name, value in summary.items() if value is not None]
+    return table([*shown, *((name, run_dir / file) for name, file in files.items())])
 
 
 def table(rows):

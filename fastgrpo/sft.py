@@ -5,6 +5,7 @@ import random
 import torch
 
 from fastgrpo.batch import Sample
+from fastgrpo.health import MAX_SKIPPED
 from fastgrpo.loss import linear_logprob
 from fastgrpo.model import completion_states, head
 from fastgrpo.optim import MasterAdamW, make_schedule
@@ -21,7 +22,7 @@ def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_n
         on_step: called with (step, loss) after each update, or None; training ends where it returns True.
 
     Raises:
-        ValueError: no examples.
+        ValueError: no examples, or `MAX_SKIPPED` updates in a row were not finite.
     """
     if not examples:
         raise ValueError("sft needs at least one example")
@@ -29,7 +30,7 @@ def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_n
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.05, total_steps=steps)
     updater = Updater(optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens, device=model.device)
     weight, bias = head(model)
-    rng, queue = random.Random(seed), []
+    rng, queue, norms = random.Random(seed), [], []
     for step in range(1, steps + 1):
         while len(queue) < batch_size:
             queue += rng.sample(range(len(examples)), len(examples))
@@ -44,6 +45,8 @@ def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_n
             losses.append(loss.detach())
             return loss
 
-        updater.step(samples, loss_fn)
+        norms = [*norms, updater.step(samples, loss_fn)][-MAX_SKIPPED:]
+        if step % MAX_SKIPPED == 0 and torch.stack(norms).isnan().all():
+            raise ValueError(f"{MAX_SKIPPED} updates in a row were not finite, and were skipped; lower learning_rate")
         if on_step is not None and on_step(step, torch.stack(losses).sum().item()):
             return

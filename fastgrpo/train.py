@@ -2,25 +2,22 @@
 
 import sys
 
-import tyro
-
-from fastgrpo.config import GRPOConfig, load_yaml, task_defaults
+from fastgrpo.command import parse_flags, run_command
+from fastgrpo.config import GRPOConfig
+from fastgrpo.recipe import load_yaml, task_defaults
 
 
 def parse(argv):
     """Settings from the command line. Flags go before --config FILE, which goes before the task's recipe.
 
     Raises:
-        ValueError: a setting that is out of range. SystemExit(2): a flag that does not exist (the nearest is named).
+        ValueError: a setting that is out of range, or a flag that does not exist (the nearest is named).
     """
     argv, config_file = _take_flag(argv, "--config")
     from_file = load_yaml(config_file) if config_file else {}
     task = _take_flag(argv, "--task")[1] or from_file.get("task", "arithmetic")
     defaults = GRPOConfig(**{**task_defaults(task), **from_file, "task": task})
-    return tyro.cli(
-        GRPOConfig, args=argv, default=defaults, use_underscores=True, config=(tyro.conf.FlagConversionOff,),
-        prog="python -m fastgrpo.train", description=__doc__,
-    )  # fmt: skip
+    return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=__doc__, default=defaults)
 
 
 def _take_flag(argv, name):
@@ -46,23 +43,30 @@ def make_trainer(config):
     Raises:
         ValueError: what does not fit together.
     """
-    from transformers import AutoTokenizer
-
     from fastgrpo.metrics import RunLog
-    from fastgrpo.rewards import load_reward
+    from fastgrpo.model import choose_device, load_tokenizer
+    from fastgrpo.optim import check_schedule
+    from fastgrpo.rewards import Rewards, load_reward
     from fastgrpo.tasks import find_task
     from fastgrpo.trainer import GRPOTrainer
 
     task_module = find_task(config.task)
-    log, path = None, config.model_name_or_path
-    if path is None:
-        if not hasattr(task_module, "make_policy"):
-            raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
-        log = RunLog(config)
-        path = _make_policy(task_module, config, log)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    log, tokenizer, path = None, None, config.model_name_or_path
+    choose_device(config.device)
+    check_schedule(config.lr_scheduler_type)
+    if path is not None:
+        tokenizer = load_tokenizer(path, config.trust_remote_code)
+    elif not hasattr(task_module, "make_policy"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
     task = task_module.build(config, tokenizer)
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
+    if not functions:
+        raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
+    Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
+    if path is None:
+        log = RunLog(config)
+        path = _make_policy(task_module, config, log)
+        tokenizer = load_tokenizer(path, config.trust_remote_code)
     trainer = GRPOTrainer(path, functions, config, task.train, task.test, tokenizer, log)
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
@@ -76,6 +80,8 @@ def make_trainer(config):
 def _make_policy(task_module, config, log):
     import transformers
 
+    if log.checkpoint is not None:
+        return log.dir / "warm-start"
     transformers.utils.logging.disable_progress_bar()  # of loading and saving a model this small
     log.say("warm start: supervised training of the task's own small model")
 
@@ -89,15 +95,15 @@ def _make_policy(task_module, config, log):
     return path
 
 
+def train(argv):
+    """Train as the command line says."""
+    make_trainer(parse(argv)).train()
+
+
 def main(argv=None):
-    """Run the command line; returns the exit code: 2 for what a person can mend, told in one line."""
-    try:
-        trainer = make_trainer(parse(sys.argv[1:] if argv is None else argv))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    trainer.train()
-    return 0
+    """Run the command line. Returns the exit code: 2 for what a person can mend, told in a line or two; 130 after
+    SIGINT, and SIGTERM exits with 143, both with everything saved."""
+    return run_command(train, argv)
 
 
 if __name__ == "__main__":

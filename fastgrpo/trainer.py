@@ -1,31 +1,35 @@
 """The loop: prompts -> rollouts -> rewards -> advantages -> updates, and what is measured on the way."""
 
 import dataclasses
-import json
 import math
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import set_seed
 
-from fastgrpo.advantage import group_advantages
-from fastgrpo.batch import Sample
-from fastgrpo.checkpoint import save_checkpoint
+from fastgrpo.checkpoint import Checkpointer, save_model
 from fastgrpo.config import GRPOConfig
-from fastgrpo.data import Curriculum, ShuffledRows, to_completion, to_prompt
-from fastgrpo.evaluate import evaluate
+from fastgrpo.data import Curriculum, ShuffledRows
+from fastgrpo.experience import ExperienceMaker
 from fastgrpo.frozen import make_reference
 from fastgrpo.grpo import GRPOUpdate
-from fastgrpo.measure import reward_metrics, rollout_metrics, sample_rows
+from fastgrpo.health import Watch
+from fastgrpo.heldout import evaluate
+from fastgrpo.liger import apply_liger
+from fastgrpo.lora import add_lora, merged, refuse_adapters
+from fastgrpo.measure import rates, sample_rows
 from fastgrpo.metrics import RunLog
-from fastgrpo.model import cast, choose_device, choose_dtype, load_policy, prepare
+from fastgrpo.model import policy_and_tokenizer, stop_token_ids
 from fastgrpo.optim import MasterAdamW, make_schedule
-from fastgrpo.report import draw_curves, table
+from fastgrpo.profiling import Profiler, StageTimer, needed_steps, peak_flops
+from fastgrpo.report import conclude
 from fastgrpo.rewards import Rewards
-from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rewards.overlong import shaping
+from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.signals import StopSignals
+from fastgrpo.snapshot import Snapshot, restore
 from fastgrpo.update import Updater
 
 
@@ -60,8 +64,18 @@ class GRPOTrainer:
         if train_dataset is None:
             raise ValueError("train_dataset is needed: rows with a `prompt` column")
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        self.rewards = Rewards(functions, self.args.reward_weights)
-        self.model, self.tokenizer = self._load(model, processing_class)
+        self.rewards = Rewards(functions, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
+        self.model, self.tokenizer = policy_and_tokenizer(model, processing_class, self.args)
+        apply_liger(self.model, self.args.use_liger_kernel)
+        refuse_adapters(self.model)
+        if self.args.use_peft:
+            add_lora(
+                self.model,
+                r=self.args.lora_r,
+                alpha=self.args.lora_alpha,
+                target_modules=self.args.lora_target_modules,
+                seed=self.args.seed,
+            )
         self.source = train_dataset
         if not (hasattr(train_dataset, "take") and hasattr(train_dataset, "observe")):
             self.source = ShuffledRows(train_dataset, seed=self.args.seed, shuffle=self.args.shuffle_dataset)
@@ -69,8 +83,15 @@ class GRPOTrainer:
         max_steps = self.args.max_steps
         if max_steps < 0:
             max_steps = math.ceil(self.args.num_train_epochs * len(self.source) / self.args.prompts_per_step)
+        needed = needed_steps(self.args.profile)
+        if self.args.profile and needed > max_steps:
+            raise ValueError(
+                f"profile={self.args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), "
+                f"and this one has {max_steps}; raise max_steps or lower profile"
+            )
         self.state = TrainerState(0, max_steps, 0.0, self.args.max_completion_length)
-        self.num_tokens = 0
+        self.num_tokens, self.evaluated_at = 0, None
+        self.accuracy_before = self.accuracy_after = None
         self.sampling = SamplingParams(
             temperature=self.args.temperature,
             top_p=self.args.top_p,
@@ -79,9 +100,16 @@ class GRPOTrainer:
             max_tokens=self.args.max_completion_length,
             stop_token_ids=stop_token_ids(self.model, self.tokenizer),
         )
-        self.engine = RolloutEngine(self.model, max_num_seqs=self.args.max_num_seqs)
+        self.engine = make_backend(self.model, self.args)
+        self.timer = StageTimer(self.model.device, peak_flops(self.model.device, self.model.dtype))
+        self.make_experience = ExperienceMaker(
+            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, self.args, self.timer
+        )
         self.update = self._make_update()
         self.log = log or RunLog(self.args)
+        self.checkpoints = Checkpointer(self.args, self.log)
+        self.watch = Watch(self.args, self.checkpoints)
+        self.profiler = Profiler(self.args.profile, self.log.dir, self.log.say)
 
     def _make_update(self):
         args = self.args
@@ -100,10 +128,12 @@ class GRPOTrainer:
             max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch,
             device=self.model.device,
+            share_prompt=args.share_prompt,
+            timer=self.timer,
         )
         return GRPOUpdate(
             self.model,
-            make_reference(self.model, args.beta),
+            make_reference(self.model, args.beta, device=args.ref_device, quantization=args.ref_quantization),
             updater,
             args.objective,
             temperature=args.temperature,
@@ -111,147 +141,120 @@ class GRPOTrainer:
             num_iterations=args.num_iterations,
         )
 
-    def _load(self, model, tokenizer):
-        if not isinstance(model, PreTrainedModel):
-            policy, own = load_policy(
-                model,
-                dtype=self.args.dtype,
-                device=self.args.device,
-                gradient_checkpointing=self.args.gradient_checkpointing,
-            )
-            return policy, tokenizer or own
-        if tokenizer is None and not model.config._name_or_path:
-            raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
-        device = choose_device(self.args.device)
-        policy = prepare(
-            cast(model.to(device), choose_dtype(self.args.dtype, device)), self.args.gradient_checkpointing
-        )
-        return policy, tokenizer or AutoTokenizer.from_pretrained(model.config._name_or_path)
-
     def train(self):
-        """Run to the end. Returns the summary, which is also written to summary.json."""
-        log, steps = self.log, self.state.max_steps
-        before = self.evaluate()
-        log.progress(steps, "GRPO")
-        for step in range(1, steps + 1):
-            values = self.step()
-            log.step(step, values, last=step == steps)
-            shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
-            log.advance(**{short: values[name] for short, name in shown.items() if name in values})
-            if step == steps or (self.args.eval_steps and step % self.args.eval_steps == 0):
-                after = self.evaluate()
-            if step == steps or step % self.args.save_steps == 0:
-                checkpoint = save_checkpoint(log.dir, step, self.model, self.tokenizer)
-        log.close()
-        return self._finish(before, after, checkpoint)
+        """Run to the end, from the checkpoint that the log found, where it found one.
+
+        The first SIGINT or SIGTERM lets the step end and saves; a second one leaves at once.
+
+        Returns:
+            the summary, which is also written to summary.json.
+
+        Raises:
+            ValueError: a checkpoint could not be read or written. KeyboardInterrupt, SystemExit(143): after SIGINT,
+            SIGTERM; everything is saved then.
+        """
+        log = self.log
+        with StopSignals() as stop, log, self.checkpoints:
+            if log.checkpoint is None:
+                set_seed(self.args.seed)  # reward functions may draw from the global generators
+            else:
+                restore(self, log.checkpoint)
+            while True:
+                self.checkpoints.check()
+                if not stop:
+                    self._evaluate_if_due()
+                step, stopping = self.state.global_step, bool(stop)
+                last = step == self.state.max_steps
+                if stopping or self.checkpoints.due(step, last):
+                    self.checkpoints.save(step, lambda: Snapshot(self))
+                if stopping or last:
+                    break
+                if log.bar is None:
+                    log.progress(self.state.max_steps, "GRPO", done=step)
+                values = self.step()
+                log.step(step + 1, values, last=step + 1 == self.state.max_steps)
+                shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
+                log.advance(**{short: values[name] for short, name in shown.items() if name in values})
+        if stopping:
+            log.say(f"stopped after step {step}; --resume_from_checkpoint auto --output_dir {log.dir} goes on")
+            stop.leave()
+        return self._finish()
 
     def step(self):
         """One step, from prompts to updated weights. Returns its metrics."""
-        group_size, started = self.args.num_generations, time.perf_counter()
-        prompts = [to_prompt(row, self.tokenizer) for row in self.source.take(self.args.prompts_per_step)]
-        rollouts = self.generate(prompts)
-        generated = time.perf_counter()
+        started, step = time.perf_counter(), self.state.global_step + 1
+        logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
+        self.timer.start()
+        experience = self.make_experience(self.state)
+        values = self.update(experience.groups, logged)
+        if self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
+            self.update.reference.sync(self.model, self.args.ref_model_mixup_alpha)
+        values |= experience.metrics
+        self._count(step, experience, values)
+        for warning in self.watch.observe(values):
+            self.log.say(f"step {step}: {warning}")
+        if logged:
+            self.log.samples(sample_rows(step, experience, self.rewards.names, self.args.num_generations))
+        values |= self.timer.stop() | {"num_tokens": self.num_tokens}
+        values |= rates(experience.rollouts, values["time/rollout"], time.perf_counter() - started)
+        self.profiler.step(values, left=self.state.max_steps - step)
+        return values
 
-        prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        completions = [to_completion(p, r.ids, self.tokenizer) for p, r in zip(prompts, rollouts, strict=True)]
-        per_function, extras, custom = self.score(prompts, completions, rollouts)
-        totals = self.rewards.total(per_function)
-        advantages = group_advantages(totals, group_size, scale=self.args.scale_rewards)
-        rewarded = time.perf_counter()
-
-        samples = self.samples(prompts, rollouts, advantages)
-        values = self.update([samples[i : i + group_size] for i in range(0, len(samples), group_size)])
-        ended = time.perf_counter()
-
-        names = self.rewards.names
-        values |= custom | rollout_metrics(rollouts)
-        values |= reward_metrics(names, per_function, totals, advantages, group_size)
+    def _count(self, step, experience, values):
+        """Steps, epochs, tokens and the curriculum's level: where the run stands after a step."""
         if isinstance(self.source, Curriculum):
             values["curriculum/level"] = self.source.level
         if self.source.observe(values["accuracy"]):
-            self.log.say(f"step {self.state.global_step + 1}: the curriculum moves on to {self.source.name}")
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step * self.args.prompts_per_step / len(self.source)
-        self.num_tokens += sum(len(sample) for sample in samples)
-        step = self.state.global_step
-        if step % self.args.logging_steps == 0 or step == self.state.max_steps:
-            self.log.samples(
-                sample_rows(step, samples, prompts, completions, rollouts, names, per_function, extras, group_size)
-            )
-        return values | {
-            "num_tokens": self.num_tokens,
-            "step_time": ended - started,
-            "time/rollout": generated - started,
-            "time/reward": rewarded - generated,
-            "time/update": ended - rewarded,
-            "tokens/s": sum(len(rollout.ids) for rollout in rollouts) / (ended - started),
-        }
-
-    def samples(self, prompts, rollouts, advantages):
-        """Prompts, rollouts and advantages, one a completion -> `Sample`s."""
-        masked = self.args.mask_truncated_completions
-        return [
-            Sample(prompt.ids, rollout.ids, advantage, rollout.logps, masked=masked and rollout.truncated)
-            for prompt, rollout, advantage in zip(prompts, rollouts, advantages.tolist(), strict=True)
-        ]
-
-    def generate(self, prompts):
-        """num_generations rollouts of each prompt, from a seed of this step's own."""
-        seed = self.args.seed * 1_000_003 + self.state.global_step
-        sampling = dataclasses.replace(self.sampling, seed=seed)
-        return self.engine.generate([prompt.ids for prompt in prompts], self.args.num_generations, sampling)
-
-    def score(self, prompts, completions, rollouts):
-        """Rewards [S, F], the extra columns and the mean of the metrics that reward functions logged."""
-        extras, custom = {}, defaultdict(list)
-        per_function = self.rewards(
-            prompts,
-            completions,
-            [rollout.ids for rollout in rollouts],
-            trainer_state=self.state,
-            log_metric=lambda name, value: custom[name].append(float(value)),
-            log_extra=extras.__setitem__,
-        )
-        means = {f"custom/{name}": sum(values) / len(values) for name, values in custom.items()}
-        return per_function, extras, {name: mean for name, mean in means.items() if math.isfinite(mean)}
+            self.log.say(f"step {step}: the curriculum moves on to {self.source.name}")
+        self.state.global_step = step
+        rows = round(self.state.epoch * len(self.source)) + experience.taken  # whole rows: nothing is rounded away
+        self.state.epoch = rows / len(self.source)
+        self.num_tokens += experience.num_tokens
 
     def evaluate(self):
-        """Greedy accuracy on the held-out rows, logged. Returns its metrics, or None without such rows."""
+        """Measure the held-out rows, and log it. Returns the metrics, or None without such rows."""
         if not self.eval_rows:
             if self.state.global_step == 0:
                 self.log.say("no held-out rows: accuracy is not measured")
             return None
-        with tqdm(total=len(self.eval_rows), desc="evaluate", leave=False) as bar:
-            values = evaluate(
-                self.engine, self.tokenizer, self.eval_rows, self.rewards, self.sampling, self.state, bar.update
-            )
-        self.log.write(self.state.global_step, values)
-        self.log.say(
-            f"step {self.state.global_step}: held-out accuracy {values['eval/accuracy']:.3f} "
-            f"({len(self.eval_rows)} prompts, {values['eval/time']:.1f} s)"
+        draws = self.args.eval_num_generations
+        sampling = dataclasses.replace(
+            self.sampling,
+            temperature=self.args.eval_temperature,
+            top_p=self.args.eval_top_p,
+            top_k=self.args.eval_top_k,
+            min_p=0.0,
+            seed=self.args.seed,
         )
-        return values
+        with tqdm(total=len(self.eval_rows) * (1 + draws), desc="evaluate", leave=False) as bar:
+            result = evaluate(
+                self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
+            )
+        self.log.write(self.state.global_step, result.metrics())
+        self.log.say(f"step {self.state.global_step}: held-out {result.summary()}")
+        return result.values
 
-    def _finish(self, before, after, checkpoint):
-        """summary.json, curves.png, and the table at the end."""
+    def _evaluate_if_due(self):
+        """At the first and the last step and every eval_steps, once; a run that was stopped before it catches up."""
+        step, every = self.state.global_step, self.args.eval_steps
+        due = step in (0, self.state.max_steps) or (every and step % every == 0)
+        if due and self.evaluated_at != step:
+            values = self.evaluate()
+            self.evaluated_at = step
+            if values is not None:
+                self.accuracy_after = values["eval/accuracy"]
+                self.accuracy_before = self.accuracy_after if step == 0 else self.accuracy_before
+
+    def _finish(self):
+        """What the run leaves when it is through. Returns the summary."""
         summary = {
-            "accuracy_before": before and before["eval/accuracy"],
-            "accuracy_after": after and after["eval/accuracy"],
+            "accuracy_before": self.accuracy_before,
+            "accuracy_after": self.accuracy_after,
             "steps": self.state.global_step,
             "wall_seconds": round(time.perf_counter() - self.log.started, 2),
             "num_tokens": self.num_tokens,
         }
-        (self.log.dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        draw_curves(self.log.dir)
-        files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
-        files |= {"curves": "curves.png", "summary": "summary.json", "config": "config.json"}
-        shown = [(name, value) for name, value in summary.items() if value is not None]
-        self.log.say("\n" + table([*shown, *((name, self.log.dir / file) for name, file in files.items())]))
+        if self.args.use_peft:
+            save_model(self.log.dir / "merged", merged(self.model), self.tokenizer)
+        self.log.say("\n" + conclude(self.log.dir, summary, self.checkpoints.newest))
         return summary
-
-
-def stop_token_ids(model, tokenizer):
-    """The ids that end a completion: the tokenizer's end token and those of the model's generation config."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return tuple(sorted(ids - {None}))

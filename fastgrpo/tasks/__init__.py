@@ -1,7 +1,7 @@
 """Built-in tasks: prompts and rewards. A task is a module here with `build(config, tokenizer) -> Task`.
 
 A task may also have `make_policy(run_dir, config, announce) -> path`: a small model of its own, used where no
---model_name_or_path is given.
+--model_name_or_path is given. Its `build` then comes first, and gets None for the tokenizer.
 """
 
 import importlib

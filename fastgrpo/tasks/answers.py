@@ -142,6 +142,22 @@ def read_number(text: str) -> Fraction | None:
     return _last_number(_normalize(extract_answer(text)))
 
 
+def final_answer(text: str) -> Fraction | str | None:
+    r"""Return what a text votes for: the value of its final answer, or what stands at its last marker.
+
+    Returns:
+        a number; a string without spaces where the answer is an expression or a word; None for no answer.
+
+    Example:
+        >>> [final_answer(text) for text in ("so 7/14", r"\boxed{x + 1}", "I do not know")]
+        [Fraction(1, 2), 'x+1', None]
+    """
+    number = read_number(text)
+    if number is not None or _last_match(_MARKER, text) is None:
+        return number
+    return "".join(_normalize(extract_answer(text)).split()) or None
+
+
 def answers_match(text: str, reference: str) -> bool | None:
     r"""Say whether the final answers of a text and of its reference have the same value.
 

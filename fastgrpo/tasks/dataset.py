@@ -8,12 +8,14 @@ def build(config, tokenizer):
     """Rows as they are; with --system_prompt, it goes before the prompt, as a system message or as text.
 
     Raises:
-        ValueError: no data set, or no train split.
+        ValueError: no data set, no train split, or a curriculum, which this task has not.
     """
+    if config.curriculum_iters:
+        raise ValueError("task=dataset draws its rows alone: curriculum_iters goes with --task gsm8k")
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
     splits = [
-        load_rows(config.dataset_name, config.dataset_config, split)
+        load_rows(config.dataset_name, config.dataset_config, split, columns=("prompt",))
         for split in (config.dataset_train_split, config.dataset_test_split)
     ]
     if splits[0] is None:

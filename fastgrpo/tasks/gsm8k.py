@@ -29,7 +29,7 @@ def build(config, tokenizer):
     system_prompt = SYSTEM_PROMPT if config.system_prompt is None else config.system_prompt
 
     def rows(split):
-        loaded = load_rows(name, name_of_config, split)
+        loaded = load_rows(name, name_of_config, split, columns=("question", "answer"))
         return None if loaded is None else [to_row(row, system_prompt, conversational) for row in loaded]
 
     train, test = rows(config.dataset_train_split), rows(config.dataset_test_split)

@@ -62,6 +62,9 @@ def format_reward(prompts: list, completions: list, **columns) -> list[float]:
     return [_format_steps(completion_text(completion)) * FORMAT_STEP for completion in completions]
 
 
+format_reward.full_mark = 5 * FORMAT_STEP  # evaluation counts the completions that get it: the format rate
+
+
 def _format_steps(text: str) -> int:
     steps = 0
     for name in ("think", "answer"):
