@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow bench bench-gpu lint clean
+.PHONY: train test test-slow soak bench bench-gpu bench-gpu-engine lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -18,12 +18,21 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
+soak: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow tests/test_soak.py -s $(ARGS)
+
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)
 
 # The head at its real sizes against every peer, on one CUDA GPU, within 8 minutes; then the tables and pictures.
 bench-gpu: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks/bench_head.py --benchmark-only $(ARGS)
+	$(BIN)/python -m benchmarks.report
+
+# Attention, decoding, sampling, rollouts and whole steps on one CUDA GPU, against transformers and TRL.
+bench-gpu-engine: $(VENV)/.installed-bench
+	$(BIN)/python -m pytest benchmarks/bench_attention.py benchmarks/bench_decode.py benchmarks/bench_rollout.py benchmarks/bench_step.py --benchmark-only $(ARGS)
 	$(BIN)/python -m benchmarks.report
 
 lint: $(VENV)/.installed

@@ -24,6 +24,8 @@ setup(
         "train": [
             "transformers>=5.8,<6",
             "tokenizers>=0.22,<1",
+            "numpy>=1.26,<3",
+            "psutil>=5.9,<8",
             "datasets>=4,<6",
             "tyro>=1.0,<2",
             "pyyaml>=6,<7",
@@ -32,6 +34,8 @@ setup(
             "tensorboard>=2.17,<3",
             "math-verify>=0.8,<1",
         ],
+        "lora": ["peft>=0.19,<1"],
+        "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
         "flash": ["flash-attn>=2.7,<3"],
         "liger": ["liger-kernel>=0.8,<0.9"],
         "bench": [
@@ -42,6 +46,13 @@ setup(
             "liger-kernel>=0.8,<0.9",
             "cut-cross-entropy>=25.1,<26; platform_system == 'Linux'",
         ],
-        "dev": ["pytest>=8,<10", "pytest-benchmark>=5,<6", "ruff>=0.14,<1", "pre-commit>=4,<5", "build>=1.2,<2"],
+        "dev": [
+            "pytest>=8,<10",
+            "pytest-benchmark>=5,<6",
+            "ruff>=0.14,<1",
+            "pre-commit>=4,<5",
+            "build>=1.2,<2",
+            "peft>=0.19,<1",
+        ],
     },
 )

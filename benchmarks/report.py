@@ -1,4 +1,5 @@
-"""results/<device>.jsonl -> Markdown tables and a picture (time and memory against N) of each device's newest run.
+"""results/<device>.jsonl -> Markdown tables and pictures (time and memory against N, a step by its stages) of each
+device's newest run.
 
     python -m benchmarks.report [folder of results] [README.md]
 
@@ -28,39 +29,56 @@ def newest(path):
 
 def table(rows, device):
     """Markdown: what ran where, one line a variant and shape, and the variants that are missing with the reason."""
-    first = rows[0]
+    first, measured = rows[0], [row for row in rows if "missing" not in row]
+    mine = {}
+    for row in measured:
+        if row["variant"].partition(",")[0] == MINE:
+            mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
+    cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
+    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # what nobody measured is no column
     lines = [
         f"{device}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, {first['date'][:10]}. "
         "Time: median (p20 to p80).",
         "",
-        f"| N x D x V | rows | variant | ms | x {MINE} | TFLOP/s | peak MiB | error logp | error dH, dW |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *_rows([[list(COLUMNS)[i] for i in used], ["---"] * len(used)]),
+        *_rows([[row[i] for i in used] for row in cells]),
     ]
-    measured = [row for row in rows if "missing" not in row]
-    mine = {_case(row): row["ms_p50"] for row in measured if row["variant"] == MINE}
-    for row in measured:
-        ratio = f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _case(row) in mine else ""
-        errors = ", ".join(f"{row[name]:.1e}" for name in ("error_hidden", "error_weight") if name in row)
-        cells = [
-            f"{row['n']} x {row['d']} x {row['v']}",
-            row["case"],
-            row["variant"],
-            f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})",
-            ratio,
-            f"{row['tflops']:.3g}" if "tflops" in row else "",
-            f"{row['peak_mib']:.0f}",
-            f"{row['error_logp']:.1e}" if "error_logp" in row else "",
-            errors,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
     absent = dict.fromkeys((row["variant"], row["missing"]) for row in rows if "missing" in row)
     if absent:
         lines += ["", "Missing: " + "; ".join(f"{variant} ({reason})" for variant, reason in absent) + "."]
     return "\n".join(lines)
 
 
+def _rows(cells):
+    return [f"| {' | '.join(row)} |" for row in cells]
+
+
 def _case(row):
-    return row["n"], row["d"], row["v"], row["case"]
+    return tuple(row.get(key) for key in ("model", "n", "d", "v", "case"))
+
+
+def _number(key, form):
+    return lambda row, mine: "" if row.get(key) is None else format(row[key], form)
+
+
+# Header of a column -> its text for a row; mine: the milliseconds of ours in each case.
+COLUMNS = {
+    "model": lambda row, mine: row.get("model", ""),
+    "N x D x V": lambda row, mine: f"{row['n']} x {row['d']} x {row['v']}" if "v" in row else "",
+    "case": lambda row, mine: row.get("case", ""),
+    "variant": lambda row, mine: row["variant"],
+    "ms": lambda row, mine: f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})",
+    f"x {MINE}": lambda row, mine: f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _case(row) in mine else "",
+    "TFLOP/s": _number("tflops", ".3g"),
+    "tokens/s": _number("tokens_per_s", ",d"),
+    "of the bandwidth limit": _number("of_bandwidth_limit", ".0%"),
+    "samples/s": _number("samples_per_s", ".4g"),
+    "peak MiB": _number("peak_mib", ".0f"),
+    "error logp": _number("error_logp", ".1e"),
+    "error dH, dW": lambda row, mine: ", ".join(
+        f"{row[name]:.1e}" for name in ("error_hidden", "error_weight") if name in row
+    ),
+}
 
 
 def fill(text, name, content):
@@ -70,13 +88,9 @@ def fill(text, name, content):
     return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
-def picture(rows, title, path):
+def picture_of_sizes(rows, title, path):
     """Time above, memory below, against N with all rows active: a column for each D x V, a line for each variant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = _pyplot()
     chosen = [row for row in rows if "missing" not in row and row["case"] == "all rows"]
     heads = sorted({(row["d"], row["v"]) for row in chosen})
     variants = list(dict.fromkeys(row["variant"] for row in chosen))
@@ -101,6 +115,39 @@ def picture(rows, title, path):
     plt.close(figure)
 
 
+def picture_of_steps(rows, title, path):
+    """A bar a variant and model: the step's time, ours stacked by stage."""
+    plt = _pyplot()
+    chosen = [row for row in rows if "missing" not in row]
+    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.7 * len(chosen)), layout="constrained")
+    names = [f"{row['model']}: {row['variant']}" for row in chosen]
+    stages = list(dict.fromkeys(stage for row in chosen for stage in row.get("stages_ms", {})))
+    left = [0.0] * len(chosen)
+    for i, stage in enumerate(stages):
+        widths = [row.get("stages_ms", {}).get(stage, 0.0) for row in chosen]
+        axis.barh(names, widths, left=left, color=plt.get_cmap("tab10")(i), label=stage)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    rest = [
+        max(row["ms_p50"] - done, 0.0) if not row.get("stages_ms") else 0.0
+        for row, done in zip(chosen, left, strict=True)
+    ]
+    axis.barh(names, rest, left=left, color="lightgray", label="whole step")
+    axis.invert_yaxis()
+    axis.set(xlabel="ms a step, median", title=title)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def main(folder=RESULTS, readme=README):
     """Tables to stdout and into the README's markers, pictures into the folder."""
     folder, readme = Path(folder), Path(readme)
@@ -109,7 +156,10 @@ def main(folder=RESULTS, readme=README):
             name = f"{benchmark}-{path.stem}"
             markdown = table(rows, path.stem)
             print(f"## {name}\n\n{markdown}\n")
-            picture(rows, name, folder / f"{name}.png")
+            if any(row.get("case") == "all rows" for row in rows):
+                picture_of_sizes(rows, name, folder / f"{name}.png")
+            if any("stages_ms" in row for row in rows):
+                picture_of_steps(rows, name, folder / f"{name}.png")
             if readme.exists():
                 before = readme.read_text()
                 after = fill(before, name, markdown)
