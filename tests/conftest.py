@@ -1,12 +1,16 @@
 """What every test gets: seeded torch, NaN in uninitialised memory, and a skip where a GPU is asked for and absent."""
 
 import os
+import signal
 
 # cuBLAS is deterministic only with a workspace of its own; it reads this when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
+
+# A shell starts background jobs with SIGINT ignored, and tests and their processes would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
@@ -23,8 +27,15 @@ def seeded():
 
 
 @pytest.fixture(autouse=True)
-def nan_in_uninitialised_memory():
-    """`torch.empty` and its kin return NaN (the largest value for integers): a read before a write shows."""
+def nan_in_uninitialised_memory(request):
+    """`torch.empty` and its kin return NaN (the largest value for integers): a read before a write shows.
+
+    Not in tests that are about a GPU: torch does it in its deterministic mode alone, whose kernels are others than
+    people run, some of which wait for the host, and fills come into graphs.
+    """
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
@@ -33,3 +44,9 @@ def nan_in_uninitialised_memory():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = fill
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@pytest.fixture
+def without_curves(monkeypatch):
+    """Runs that draw no picture at their end: matplotlib takes longer than eight steps of a tiny model."""
+    monkeypatch.setattr("fastgrpo.report.draw_curves", lambda run_dir: None)

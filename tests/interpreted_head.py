@@ -11,7 +11,7 @@ import torch
 from heads import check, error, policy_scalar, random_head, truth
 
 from fastgrpo import Objective
-from fastgrpo.kernels import head_rows, launch, linear_exp, linear_grpo, linear_logprob
+from fastgrpo.kernels import head_gradients, head_rows, launch, linear_exp, linear_grpo, linear_logprob, logits_grpo
 from fastgrpo.kernels.objectives import PolicyRows
 
 if not launch.INTERPRET:
@@ -182,7 +182,7 @@ def test_the_guard_rewrites_flagged_blocks_alone(monkeypatch):
     head = random_head(40, 16, 100)
     head.hidden[3] *= 40
     head.targets[3] = (head.hidden[3] @ head.weight.T).argmin()
-    arguments = (head.hidden, head.weight, None, head.targets, 1.0, None, None, True, True, False, 64)
+    arguments = (head.hidden, head.weight, None, head.targets, 1.0, None, None, True, True, False, 64, None)
     rows, exps = linear_logprob.linear_logprob_fwd(*arguments)
     monkeypatch.setattr(linear_logprob, "linear_exp_fwd", _only_first(linear_exp.linear_exp_fwd))
     unguarded_rows, unguarded = linear_logprob.linear_logprob_fwd(*arguments)
@@ -265,6 +265,23 @@ def test_grad_output_and_retain_graph(path, chunk_rows):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_gradients_of_several_chunks_are_rounded_once(monkeypatch):
+    """Formed before grad_output is known, they stay fp32 until it is: 3 round(x) is not round(3 x)."""
+    head, kept = random_head(70, 24, 50, torch.float16), []
+    head.targets[:] = (head.hidden.float() @ head.weight.float().T).argmax(-1)  # E <= 1: fp16 holds it
+    original = head_gradients.HeadGradients.sums
+
+    def watched(self):
+        kept.extend(x.clone() for x in original(self) if x is not None)
+        return original(self)
+
+    monkeypatch.setattr(head_gradients.HeadGradients, "sums", watched)
+    ours = run_grpo(head, DAPO, path="anchored", chunk_rows=32, factor=3.0)
+    assert [x.dtype for x in kept] == [torch.float32] * 2
+    for name, total in zip(("hidden", "weight"), kept, strict=True):
+        assert torch.equal(ours[name], (3 * total).half()) and not torch.equal(ours[name], 3 * total.half())
+
+
 def test_retain_graph_with_an_entropy_gradient():
     head, leaves = random_head(20, 16, 50), None
     leaves = head.leaves()
@@ -288,6 +305,54 @@ def test_strides(path):
     torch.testing.assert_close(logps, straight["logps"])
     torch.testing.assert_close(grads[0], straight["hidden"])
     torch.testing.assert_close(grads[1], straight["weight"])
+
+
+def test_a_row_of_any_stride():
+    """torch calls one row contiguous whatever its stride; bulk copies refuse a pitch of 0."""
+    row = torch.randn(16).as_strided((1, 16), (0, 1))
+    assert row.is_contiguous() and row.contiguous().stride() == (0, 1)
+    assert launch.rows_contiguous(row).stride() == (16, 1) and torch.equal(launch.rows_contiguous(row), row)
+    column = torch.randn(16, 1).T
+    assert launch.rows_contiguous(column).stride() == (16, 1)
+    wide = torch.randn(5, 40)[:, 8:24]
+    assert launch.rows_contiguous(wide) is wide
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_launch_is_on_the_device_of_its_tensors(path, monkeypatch):
+    """Triton launches on the current device, whatever device the tensors are on."""
+    from triton.runtime.interpreter import GridExecutor
+
+    inside, launches = [], []
+
+    class Guard:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def __enter__(self):
+            inside.append(self.tensor)
+
+        def __exit__(self, *_):
+            inside.pop()
+
+    call = GridExecutor.__call__
+
+    def watched(self, *args, **kwargs):
+        launches.append(len(inside))
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "device_of", Guard)
+    monkeypatch.setattr(GridExecutor, "__call__", watched)
+    head = random_head(70, 16, 50)
+    bonus = torch.full((70,), 0.3 / 70)
+    run_grpo(head, Objective(beta=0.1, entropy_coef=0.3), path=path, chunk_rows=32, entropy_weights=bonus)
+    run_logprob(head, path=path)
+    logits = (head.hidden @ head.weight.T).requires_grad_()
+    for inplace in (False, True):
+        given = logits.clone()
+        loss, _ = logits_grpo.logits_grpo_loss(given, head.rows(DAPO), DAPO, inplace=inplace)
+        torch.autograd.grad(2 * loss, logits)
+    assert len(launches) > 20 and min(launches) == 1 and not inside
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -315,7 +380,9 @@ def test_no_grad_does_no_gradient_work(monkeypatch):
     kept = []
     original = linear_logprob.rows_fwd
     monkeypatch.setattr(
-        linear_logprob, "rows_fwd", lambda head, a, exps=None, e=False: kept.append(exps) or original(head, a, exps, e)
+        linear_logprob,
+        "rows_fwd",
+        lambda head, a, exps=None, *more: kept.append(exps) or original(head, a, exps, *more),
     )
     leaves = head.leaves()
     with torch.no_grad():
@@ -328,13 +395,13 @@ def test_products_run_once_in_a_checkpointed_region(monkeypatch):
     """The one-chunk form forms gradients in the backward: the first pass of a checkpoint costs its forward alone."""
     head, counts = random_head(37, 16, 50), {"hidden_product": 0, "weight_product": 0}
     for name in counts:
-        original = getattr(linear_logprob, name)
+        original = getattr(head_gradients, name)
 
         def counted(*args, original=original, name=name):
             counts[name] += 1
             return original(*args)
 
-        monkeypatch.setattr(linear_logprob, name, counted)
+        monkeypatch.setattr(head_gradients, name, counted)
     leaves = head.leaves()
 
     def region(hidden, weight):
@@ -366,11 +433,11 @@ def test_one_chunk_of_exponentials_at_a_time(monkeypatch):
 def test_fp32_gradients_of_an_fp16_weight():
     head = random_head(37, 24, 50, torch.float16)
     rows, _ = linear_logprob.linear_logprob_fwd(
-        head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64
+        head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64, None
     )
     _, dw, _ = linear_logprob.linear_logprob_bwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, rows, head.grad_logps, None,
-        [False, True, False], torch.float32, 64,
+        [False, True, False], torch.float32, 64, None,
     )  # fmt: skip
     assert dw.dtype == torch.float32
     assert error("weight", dw, truth(head, weighted(head, False))["weight"]) < 1e-3
@@ -385,7 +452,7 @@ def test_row_offsets_pass_2_to_the_31():
     assert torch.equal(linear_logprob.linear_logprob(far, head.weight, head.targets)[0], near)
     exps = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
     rows, _ = linear_logprob.linear_logprob_fwd(
-        head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64
+        head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64, None
     )
     stats = head_rows.Rows(*rows).normalized()
     plain_head = linear_logprob.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
@@ -393,3 +460,28 @@ def test_row_offsets_pass_2_to_the_31():
     p = (head.hidden.float() @ head.weight.float().T).softmax(-1)
     p[torch.arange(3), head.targets] -= 1
     torch.testing.assert_close(exps.float(), p, atol=2e-3, rtol=0)
+
+
+def test_exponentials_past_2_to_the_31():
+    """The anchored way over a pitch of 2^30: the product's store, the target's entry, the entropy's pass."""
+    head = random_head(3, 16, 50, torch.float16)
+    head.targets[:] = (head.hidden.float() @ head.weight.float().T).argmax(-1)
+    arguments = linear_logprob.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
+    far = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
+    near = linear_logprob.empty_exps(3, 50, far)
+    rows = [linear_logprob.rows_fwd(arguments, True, exps, True) for exps in (far, near)]
+    assert torch.equal(*rows) and torch.equal(far, near)
+    stats = head_rows.Rows(*rows[0])
+    for exps in (far, near):
+        head_rows.entropy_bwd(exps, head.targets, stats, head.grad_logps, head.grad_entropy, exps)
+    assert torch.equal(far, near)
+
+
+def test_a_pitch_for_bulk_copies():
+    """E and what an entropy gradient makes of it: rows of any length begin at 128 bytes."""
+    head = random_head(5, 16, 50)
+    rows, exps = linear_logprob.linear_logprob_fwd(
+        head.hidden, head.weight, None, head.targets, 1.0, None, None, True, True, True, 64, None
+    )
+    out = linear_logprob.head_entropy_bwd(exps, head.targets, rows, head.grad_logps, head.grad_entropy)
+    assert exps.stride() == out.stride() == (64, 1)

@@ -4,7 +4,9 @@ Collected by test_triton_interpret.py, in a process of its own with TRITON_INTER
 """
 
 import math
+import shutil
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +86,32 @@ def test_linear_grpo_loss(name, known_to, batch, monkeypatch):
     if known_to == "device":
         device_only_mask(monkeypatch)
     same(run(linear_grpo_loss, (hidden, weight), kwargs, "triton", factor=1.7), theirs)
+
+
+@pytest.mark.parametrize("chunk_rows", (16, 4))
+def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows, batch, monkeypatch):
+    """Several chunks: no look at the lengths, which would wait for the device, but a forward pass ahead."""
+    hidden, weight, kwargs = batch
+    kwargs |= OBJECTIVES["gspo"]
+    theirs = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
+    device_only_mask(monkeypatch)
+    several_chunks(monkeypatch, chunk_rows)
+
+    def refused(self):
+        raise AssertionError("a host sync")
+
+    for name in ("tolist", "item"):
+        monkeypatch.setattr(torch.Tensor, name, refused)
+    monkeypatch.setattr(fastgrpo.loss, "_check_targets", lambda targets, vocab_size: None)  # looks, on the CPU alone
+    monkeypatch.setattr(fastgrpo.rows, "_is_partition", lambda cu_seqlens, total: True)  # likewise
+    ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
+    monkeypatch.undo()
+    same(ours, theirs)
+
+
+def several_chunks(monkeypatch, chunk_rows):
+    original = fastgrpo.loss.linear_grpo.linear_grpo_loss
+    monkeypatch.setattr(fastgrpo.loss.linear_grpo, "linear_grpo_loss", partial(original, chunk_rows=chunk_rows))
 
 
 def test_softcap_bias_and_temperatures(batch):
@@ -223,6 +251,46 @@ def test_autocast(batch, path):
     assert all(torch.equal(a, b.float()) for a, b in zip(ours[1], grads, strict=True))
 
 
+@pytest.mark.parametrize("name", ("dapo", "gspo"))
+def test_torch_compile_over_several_chunks(name, batch, path, monkeypatch):
+    if path == "recompute":
+        pytest.skip("chunks are its operator's own affair")
+    several_chunks(monkeypatch, 8)
+    hidden, weight, kwargs = batch
+    kwargs |= OBJECTIVES[name]
+    kwargs["rows"] = kwargs["mask"].nonzero()[:, 0]
+
+    def loss(hidden, weight):
+        return linear_grpo_loss(hidden, weight, backend="triton", **kwargs).loss * 3
+
+    check_compiled(loss, hidden, weight, "aot_eager", exact=name != "gspo")  # compiled, gspo chunks by rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
+@pytest.mark.parametrize("chunk_rows", (launch.CHUNK_ROWS, 8))
+def test_torch_compile_with_inductor(chunk_rows, batch, path, monkeypatch):
+    """It lays out the operators' results anew and takes their mutations apart."""
+    if path == "recompute":
+        pytest.skip("no pitch, no chunks outside of the operator")
+    several_chunks(monkeypatch, chunk_rows)
+    hidden, weight, kwargs = batch
+    kwargs |= OBJECTIVES["dapo"]
+    kwargs["rows"] = torch.arange(0, N, 2)
+    check_compiled(
+        lambda h, w: linear_grpo_loss(h * 1.5, w, backend="triton", **kwargs).loss * 3, hidden, weight, "inductor"
+    )
+
+
+def check_compiled(loss, hidden, weight, backend, exact=True):
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    theirs, ours = (torch.autograd.grad(f(*leaves), leaves) for f in (loss, compiled))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, **({"rtol": 0, "atol": 0} if exact else {}))
+
+
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 @pytest.mark.parametrize("function", (linear_grpo_loss, logits_grpo_loss, grpo_loss, fastgrpo.linear_logprob))
 def test_torch_compile(function, backend, batch, path):
@@ -239,8 +307,4 @@ def test_torch_compile(function, backend, batch, path):
         tensors = (hidden, weight) if function is linear_grpo_loss else (hidden @ weight.T,)
         return function(*tensors, backend="triton", **kwargs).loss
 
-    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-    torch._dynamo.reset()
-    compiled = torch.compile(loss, backend=backend, fullgraph=True)
-    theirs, ours = (torch.autograd.grad(f(*leaves), leaves) for f in (loss, compiled))
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    check_compiled(loss, hidden, weight, backend)

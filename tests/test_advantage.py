@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from fastgrpo import group_advantages
+from fastgrpo import decoupled_advantages, group_advantages
 
 NAN = math.nan
 
@@ -124,6 +124,7 @@ def test_equals_the_formula_of_trl(scale):
         ([[1.0, 2], [3, 4]], 2, {}, r"rewards must be \[S\].*\(2, 2\)"),
         ([1.0, 2], 0, {}, "group_size=0"),
         ([1.0, 2], 2, {"scale": "std"}, "scale must be one of group, batch, none, got 'std'"),
+        ([1.0, 2], 2, {"baseline": "best"}, "baseline must be one of group, leave_one_out, got 'best'"),
         ([1.0, 2], 2, {"clip": 0.0}, "clip must be positive, got 0.0"),
         ([1.0, 2], 2, {"clip": NAN}, "clip must be positive, got nan"),
         ([1.0, math.inf], 2, {}, "rewards must be finite"),
@@ -133,3 +134,84 @@ def test_equals_the_formula_of_trl(scale):
 def test_errors_name_the_argument(rewards, group_size, knobs, message):
     with pytest.raises(ValueError, match=message):
         group_advantages(torch.tensor(rewards), group_size, **knobs)
+
+
+def test_leave_one_out_by_hand():
+    # Group 1 2 6: the others' means are 4, 3.5, 1.5.
+    assert advantages([1.0, 2, 6], 3, scale="none", baseline="leave_one_out") == pytest.approx([-3, -1.5, 4.5])
+    # The deviation stays that of the rewards: mean 3, squares 4 + 1 + 9, over 2.
+    std = math.sqrt(7) + 1e-4
+    expected = [-3 / std, -1.5 / std, 4.5 / std]
+    assert advantages([1.0, 2, 6], 3, baseline="leave_one_out") == pytest.approx(expected, rel=1e-14)
+
+
+def test_leave_one_out_counts_given_rewards_alone():
+    result = advantages([1.0, NAN, 5.0, NAN, 7.0, NAN], 3, scale="none", baseline="leave_one_out")
+    assert result == pytest.approx([-4, 0, 4, 0, 0, 0])  # a reward without others has no baseline: 0
+
+
+def test_leave_one_out_equals_the_formula_of_trls_rloo():
+    """TRL 1.16, RLOOTrainer: baselines = (sum of the group - own) / (n - 1)."""
+    rewards = torch.rand(24, dtype=torch.float64)
+    rewards[[3, 11, 12]] = NAN
+    grouped = rewards.view(-1, 8)
+    count = (~grouped.isnan()).sum(1, keepdim=True)
+    baselines = (grouped.nansum(1, keepdim=True) - grouped) / (count - 1)
+    expected = (grouped - baselines).nan_to_num(nan=0.0).flatten()
+    result = group_advantages(rewards, 8, scale="none", baseline="leave_one_out")
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_leave_one_out_keeps_equal_rewards_at_zero(scale):
+    assert advantages([0.1] * 8 + [0.0, 1.0] * 4, 8, scale=scale, baseline="leave_one_out")[:8] == [0] * 8
+
+
+def test_decoupled_by_hand():
+    # Both functions give -1/1 and 1/1 times 1 / (sqrt 2 + eps) in the first group; the second has spread in one alone.
+    rewards = torch.tensor([[0.0, 0.0], [2.0, 200.0], [5.0, 1.0], [5.0, 3.0]], dtype=torch.float64)
+    one, two = 1 / (math.sqrt(2) + 1e-4), 100 / (100 * math.sqrt(2) + 1e-4)
+    low, high = one + 0.5 * two, 0.5 * 1 / (math.sqrt(2) + 1e-4)
+    std = math.sqrt((2 * low**2 + 2 * high**2) / 3) + 1e-4
+    expected = [-low / std, low / std, -high / std, high / std]
+    result = decoupled_advantages(rewards, torch.tensor([1.0, 0.5]), 2)
+    assert result.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_decoupled_equals_the_formula_of_trl():
+    """TRL 1.16, GRPOTrainer, multi_objective_aggregation="normalize_then_sum"."""
+    nanstd = pytest.importorskip("trl.trainer.utils", reason="TRL is not installed (extra: bench)").nanstd
+    rewards = torch.rand(32, 3, dtype=torch.float64) * torch.tensor([1.0, 50.0, 0.01])
+    rewards[torch.rand(32, 3) < 0.2] = NAN
+    rewards[5] = NAN
+    weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+    grouped = rewards.view(-1, 8, 3)
+    normal = (grouped - grouped.nanmean(1, keepdim=True)) / (nanstd(grouped, dim=1, keepdim=True) + 1e-4)
+    total = (normal.view(-1, 3) * weights).nansum(1)
+    total[rewards.isnan().all(1)] = NAN
+    expected = ((total - total.nanmean()) / (nanstd(total) + 1e-4)).nan_to_num(nan=0.0)
+    # Its nanstd makes n / (n - 1) in fp32.
+    torch.testing.assert_close(decoupled_advantages(rewards, weights, 8), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_decoupled_weighs_rewards_alike_whatever_their_unit():
+    rewards = torch.rand(16, 2, dtype=torch.float64)
+    scaled = rewards * torch.tensor([1.0, 1000.0])
+    a, b = (decoupled_advantages(values, torch.ones(2), 8, eps=0.0) for values in (rewards, scaled))
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    summed = [group_advantages(values.sum(1), 8) for values in (rewards, scaled)]
+    assert (summed[0] - summed[1]).abs().max() > 0.1
+
+
+def test_decoupled_groups_without_spread_are_exact_zeros():
+    rewards = torch.rand(24, 2, dtype=torch.float64)
+    rewards[:8] = torch.tensor([0.1, 1 / 3])
+    result = decoupled_advantages(rewards, torch.tensor([1.0, 0.3]), 8)
+    assert (result[:8] == 0).all() and (result[8:] != 0).all()
+    assert decoupled_advantages(torch.full((8, 2), 0.1), torch.ones(2), 8).tolist() == [0] * 8
+
+
+def test_decoupled_clip():
+    rewards = torch.rand(16, 2)
+    free, held = (decoupled_advantages(rewards, torch.ones(2), 8, clip=clip) for clip in (None, 0.5))
+    assert free.abs().max() > 0.5 and torch.equal(held, free.clamp(-0.5, 0.5))

@@ -54,7 +54,9 @@ def test_soft_capped_models_are_refused():
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         prepare(Gemma2ForCausalLM(config))
     config.final_logit_softcapping = None
-    model = prepare(Gemma2ForCausalLM(config))
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM has soft-capped attention: use --rollout_backend hf"):
+        prepare(Gemma2ForCausalLM(config))
+    model = prepare(Gemma2ForCausalLM(config), own_attention=True)
     with pytest.raises(ValueError, match="soft-capped attention"):
         hidden_states(model, *packed([[5, 6]]))
 

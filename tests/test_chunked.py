@@ -1,6 +1,7 @@
 """The path by chunks of rows: what it computes, how often, in how much memory, and how exactly."""
 
 import math
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import chunked, reference
+from fastgrpo.kernels import chunked, objectives, reference
 
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
 
@@ -51,7 +52,7 @@ def test_ragged_sequences_in_chunks_of_any_size(monkeypatch, chunk, level, old):
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 3), (0, 7, 0, 0, 7, 0), (1,) * 9, (7, 7), (0,), (3, 4, 7, 1, 6)])
 def test_chunks_end_where_sequences_end(lengths):
-    parts = chunked._sequence_slices(lengths, 7)
+    parts = objectives.sequence_slices(lengths, 7)
     rows = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     assert parts[0][0].start == parts[0][1].start == 0
     assert (parts[-1][0].stop, parts[-1][1].stop) == (rows[-1], len(lengths))
@@ -450,6 +451,22 @@ def test_under_torch_compile(monkeypatch, level, chunk):
     torch.testing.assert_close(loss / 2, expected.loss)
     torch.testing.assert_close(apart, expected.loss)
     torch.testing.assert_close(kl, expected.metrics["kl"])
+    torch.testing.assert_close({name: tensor.grad for name, tensor in head.items()}, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
+@CHUNKS
+def test_under_torch_compile_with_inductor(monkeypatch, chunk):
+    oracle.set_chunk(monkeypatch, chunk)
+    torch._dynamo.reset()
+    case = float32_case(bias=True)
+    expected, gradients = oracle.run(case, linear_grpo_loss, beta=0.1)
+    head = case.head()
+    compiled = torch.compile(lambda **head: linear_grpo_loss(**head, **case.rest(), beta=0.1).loss)
+    loss = compiled(**head)
+    loss.backward()
+    torch.testing.assert_close(loss, expected.loss)
     torch.testing.assert_close({name: tensor.grad for name, tensor in head.items()}, gradients)
 
 

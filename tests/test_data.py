@@ -6,7 +6,16 @@ import pytest
 import tiny
 
 from fastgrpo.batch import Prompt
-from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows, read_jsonl, to_completion, to_prompt
+from fastgrpo.data import (
+    Curriculum,
+    Level,
+    ShuffledRows,
+    check_prompts,
+    load_rows,
+    read_jsonl,
+    to_completion,
+    to_prompt,
+)
 
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
@@ -80,13 +89,58 @@ def test_hub_data_sets_go_through_datasets(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "line, match", [("{oops", r":2: not JSON"), ("[1]", r":2: a row must be a JSON object, got list")]
+    "line, match",
+    [
+        ("{oops", r":2: not JSON"),
+        ("[1]", r":2: a row must be a JSON object, got list"),
+        ('{"b": 1}', r":2: the row has no column 'a', only b"),
+    ],
 )
 def test_bad_lines_are_named(tmp_path, line, match):
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"a": 1}}\n{line}\n')
     with pytest.raises(ValueError, match=match):
-        read_jsonl(path)
+        read_jsonl(path, columns=("a",))
+
+
+def test_what_the_hub_says_is_told(monkeypatch):
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"question": "?"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kw: rows)
+    assert load_rows("a/b", columns=("question",)) is rows
+    with pytest.raises(ValueError, match="data set 'a/b' has no column 'prompt', only question"):
+        load_rows("a/b", columns=("prompt",))
+
+    def say(error):
+        def load(*args, **kw):
+            raise error
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+
+    say(ValueError("Unknown split \"test\". Should be one of ['train']."))
+    assert load_rows("a/b", split="test") is None
+    say(ValueError("Config name is missing.\nPlease pick one among the available configs: ['main']"))
+    with pytest.raises(ValueError, match=r"data set 'a/b' cannot be loaded \(Config name is missing. Please pick one"):
+        load_rows("a/b")
+    say(ConnectionError("Couldn't reach the Hub"))
+    with pytest.raises(ValueError, match=r"Couldn't reach the Hub.*name a hub id, a .jsonl file, or a folder"):
+        load_rows("a/b")
+
+
+def test_prompts_that_the_model_cannot_hold():
+    model = tiny.model(vocab_size=258)  # a context of 256
+
+    def prompt(*ids):
+        return Prompt(list(ids), [{"role": "user", "content": "a long\nstory " * 9}])
+
+    check_prompts([prompt(*range(250))], model, 6)
+    with pytest.raises(ValueError, match=r"the prompt 'a long.*\.\.\.' has 251 tokens; .* 6 it exceeds .* of 256"):
+        check_prompts([prompt(5), prompt(*range(251))], model, 6)
+    with pytest.raises(ValueError, match="has the token id 258, but the model has only 258 embeddings"):
+        check_prompts([prompt(258)], model, 6)
+    with pytest.raises(ValueError, match="has no tokens"):
+        check_prompts([prompt()], model, 6)
 
 
 def test_prompts():
@@ -106,3 +160,8 @@ def test_refused_prompts():
         to_prompt({"question": "?"}, tiny.tokenizer())
     with pytest.raises(ValueError, match="no chat template"):
         to_prompt({"prompt": [{"role": "user", "content": "hi"}]}, tiny.tokenizer())
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "caf\xc3\xa9"}\r\n')
+    assert read_jsonl(tmp_path / "a.jsonl") == [{"prompt": "caf\u00e9"}]

@@ -7,7 +7,7 @@ from pathlib import Path
 import tiny
 import torch
 
-from fastgrpo import config, train
+from fastgrpo import config, recipe, train
 from fastgrpo.metrics import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +60,7 @@ def test_commands_parse():
     commands = re.findall(r"^python -m fastgrpo\.train (--.+)$", README, re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
-        train.parse([word.replace("fastgrpo/recipes", str(config.RECIPES)) for word in command.split()])
+        train.parse([word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in command.split()])
 
 
 def test_the_tree_names_files_that_exist():

@@ -98,6 +98,9 @@ def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():
         ([1.0, "good"], "'reward' returned 'good' for completion 1"),
         ([math.nan, 1.0], "'reward' returned nan for completion 0"),
         ([1.0, math.inf], "'reward' returned inf for completion 1"),
+        (7.0, "'reward' returned 7.0, not a list"),
+        ([1.0, None, 2.0], "'reward' returned 3 rewards for 2 completions"),
+        ([None, None], "all rewards are None: reward gave none of 2 completions a reward"),
     ],
 )
 def test_bad_results_are_named(result, match):
@@ -106,6 +109,52 @@ def test_bad_results_are_named(result, match):
 
     with pytest.raises(ValueError, match=match):
         call(Rewards([reward]))
+
+
+def test_an_exception_is_named_with_its_place_and_sample():
+    def reward(completions, **columns):
+        return [columns["solution"]]
+
+    with pytest.raises(ValueError, match=r"'reward' raised KeyError: 'solution' \(.*test_rewards.py:\d+\)") as error:
+        call(Rewards([reward]))
+    told, sample = str(error.value).splitlines()
+    assert "the rows have the columns answer" in told and "--reward_errors skip" in told
+    assert sample == "  on the prompt 'p0', completion 'c0'"
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_errors_are_skipped_and_counted():
+    def good(**_):
+        return [1.0, 2.0]
+
+    def odd(**_):
+        return [math.nan, 3.0]
+
+    async def down(**_):
+        raise RuntimeError("down")
+
+    def short(**_):
+        return [1.0]
+
+    rewards = Rewards([good, odd, down, short], on_error="skip")
+    for _ in range(2):  # the counts are of the last call
+        per_function = call(rewards)
+        assert rewards.errors == {"odd": 1, "down": 2, "short": 2}
+    assert per_function[:, 0].tolist() == [1.0, 2.0] and per_function[1, 1] == 3.0
+    assert per_function.isnan().sum(0).tolist() == [0, 1, 2, 2]
+    assert rewards.total(per_function).tolist() == [1.0, 5.0]
+    assert call(Rewards([down], on_error="skip")).isnan().all()
+    with pytest.raises(ValueError, match="reward_errors must be one of raise, skip"):
+        Rewards([good], on_error="ignore")
+
+
+def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "fails_on_import.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be imported: ZeroDivisionError: division by zero"):
+        load_reward("fails_on_import:f")
+    with pytest.raises(ValueError, match="'math:pi' is a float, which cannot be called"):
+        load_reward("math:pi")
 
 
 def test_bad_sets_are_refused():

@@ -6,10 +6,11 @@ import torch
 
 from fastgrpo.batch import Sample
 from fastgrpo.frozen import score
-from fastgrpo.model import head
-from fastgrpo.rollout import slots as slots_module
+from fastgrpo.model import fp32_logits, head
+from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.sampling import SamplingParams, filter_logps, sample
+from fastgrpo.rollout.hf import HFBackend
+from fastgrpo.rollout.sampling import SamplingParams, filter_logps
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15], [16, 17]]
 
@@ -27,13 +28,23 @@ def greedy_of_transformers(model, prompt, max_tokens, stop):
     return out[0, len(prompt) :].tolist()
 
 
+def engine_of(attention):
+    """Engines whose lanes are refilled (5 at most) and whose prompts are shared, or stand in front of each lane."""
+    return lambda model, max_num_seqs=256: RolloutEngine(model, max_num_seqs=max_num_seqs, attention=attention)
+
+
+@pytest.fixture(params=[engine_of("sdpa"), engine_of("products"), HFBackend], ids=["sdpa", "products", "hf"])
+def backend(request):
+    return request.param
+
+
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 @pytest.mark.parametrize("group_size", [1, 3, 16])
-def test_greedy_equals_generate(architecture, group_size):
+def test_greedy_equals_generate(backend, architecture, group_size):
     model = tiny.model(architecture)
     stop = (1, 20, 33)
     sampling = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=stop)
-    rollouts = RolloutEngine(model).generate(PROMPTS, group_size, sampling)
+    rollouts = backend(model).generate(PROMPTS, group_size, sampling)
     reasons = set()
     for i, prompt in enumerate(PROMPTS):
         expected = greedy_of_transformers(model, prompt, 24, stop)
@@ -44,14 +55,11 @@ def test_greedy_equals_generate(architecture, group_size):
     assert len(rollouts) == len(PROMPTS) * group_size
 
 
-def test_both_finish_reasons_and_growing_slots(monkeypatch):
-    monkeypatch.setattr(slots_module, "GROW", 3)
+def test_both_finish_reasons(backend):
     model = tiny.model()
     first = greedy_of_transformers(model, PROMPTS[0], 40, ())
     stop = (first[7],)
-    rollouts = RolloutEngine(model).generate(
-        PROMPTS, 2, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=stop)
-    )
+    rollouts = backend(model).generate(PROMPTS, 2, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=stop))
     assert rollouts[0].ids == first[: first.index(stop[0]) + 1]
     assert rollouts[0].finish_reason == "stop"
     by_length = [rollout for rollout in rollouts if rollout.finish_reason == "length"]
@@ -59,10 +67,10 @@ def test_both_finish_reasons_and_growing_slots(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-def test_sampled_logps_equal_a_teacher_forced_forward(temperature):
+def test_sampled_logps_equal_a_teacher_forced_forward(backend, temperature):
     model = tiny.model("llama")
     sampling = SamplingParams(temperature=temperature, max_tokens=30, stop_token_ids=(1, 2, 3, 4, 5), seed=7)
-    rollouts = RolloutEngine(model).generate(PROMPTS, 6, sampling)
+    rollouts = backend(model, max_num_seqs=13).generate(PROMPTS, 6, sampling)
     assert len({len(rollout.ids) for rollout in rollouts}) > 3  # rows left at different times
     samples = [Sample(PROMPTS[i // 6], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
     for logps, rollout in zip(score(model, samples, temperature, max_tokens=100), rollouts, strict=True):
@@ -70,35 +78,189 @@ def test_sampled_logps_equal_a_teacher_forced_forward(temperature):
         torch.testing.assert_close(logps, rollout.logps, atol=1e-5, rtol=0)
 
 
-def test_the_seed_decides():
-    engine = RolloutEngine(tiny.model())
+def test_the_seed_decides(backend):
+    rollouts = backend(tiny.model())
 
     def ids(seed):
         sampling = SamplingParams(max_tokens=12, stop_token_ids=(1,), seed=seed)
-        return [rollout.ids for rollout in engine.generate(PROMPTS, 4, sampling)]
+        return [rollout.ids for rollout in rollouts.generate(PROMPTS, 4, sampling)]
 
     assert ids(1) == ids(1)
     assert ids(1) != ids(2)
 
 
-def test_waves_hold_at_most_max_num_seqs(monkeypatch):
+def test_without_a_seed_torchs_global_one_decides(backend):
+    rollouts = backend(tiny.model())
+
+    def ids():
+        return [rollout.ids for rollout in rollouts.generate(PROMPTS, 2, SamplingParams(max_tokens=12))]
+
+    torch.manual_seed(5)
+    first = ids()
+    assert ids() != first
+    torch.manual_seed(5)
+    assert ids() == first
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.9}], ids=str)
+def test_the_mass_that_filters_kept(backend, filters):
+    model = tiny.model("llama")
+    rollouts = backend(model, max_num_seqs=7)
+    rollouts.generate(PROMPTS, 3, SamplingParams(max_tokens=4, seed=1))  # lanes that kept no such record
+    sampling = SamplingParams(temperature=1.3, max_tokens=12, stop_token_ids=[1, 2, 3], seed=1, **filters)
+    for i, rollout in enumerate(rollouts.generate(PROMPTS, 3, sampling)):
+        prompt = PROMPTS[i // 3]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + rollout.ids])).logits[0, len(prompt) - 1 : -1]
+        kept = filter_logps(torch.log_softmax(logits / 1.3, -1), **filters).exp()
+        torch.testing.assert_close(rollout.kept, kept.sum(-1), atol=1e-5, rtol=0)
+        assert (kept[range(len(rollout.ids)), rollout.ids] > 0).all()
+    greedy = SamplingParams(temperature=0, max_tokens=4)
+    assert all(rollout.kept is None for rollout in rollouts.generate(PROMPTS, 1, greedy))
+
+
+def test_what_was_live_is_of_the_whole_generation():
+    """Also where all lanes empty at once while more wait."""
+    engine = RolloutEngine(tiny.model(), max_num_seqs=4)
+    engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5, seed=0))
+    looks = engine.live_lanes
+    assert len(looks) >= 8 and set(looks) == {4}
+    assert engine.metrics() == {"rollout/live_mean": 4.0, "rollout/live_share": 1.0}
+    engine.generate(PROMPTS[:1], 2, SamplingParams(max_tokens=5, seed=0))
+    assert set(engine.live_lanes) == {2}
+
+
+def test_graphs_are_forgotten_when_weights_move_in_memory(monkeypatch):
+    model, forgotten = tiny.model(), []
+    engine, sampling = RolloutEngine(model), SamplingParams(max_tokens=2, seed=0)
+    engine.generate(PROMPTS, 2, sampling)
+    monkeypatch.setattr(engine.graphs, "clear", lambda: forgotten.append(1))
+    with torch.no_grad():
+        model.base_model.norm.weight.mul_(1.5)  # an optimizer's step leaves them in their place
+    engine.generate(PROMPTS, 2, sampling)
+    assert not forgotten
+    model.base_model.norm.weight.data = model.base_model.norm.weight.data.clone()
+    engine.generate(PROMPTS, 2, sampling)
+    assert forgotten
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "products"])
+def test_draws_do_not_depend_on_the_batch(attention):
+    model, sampling = tiny.model("qwen3"), SamplingParams(max_tokens=20, stop_token_ids=(1, 2, 3), seed=4)
+    together = RolloutEngine(model, attention=attention).generate(PROMPTS, 3, sampling)
+    few = RolloutEngine(model, max_num_seqs=4, attention=attention)
+    for i in reversed(range(4)):
+        few.add_request(PROMPTS[i], 3, sampling, request_id=i)
+    outputs = [output for _ in range(200) for output in few.step()]
+    assert not few.has_unfinished_requests()
+    for output in outputs:
+        expected = together[3 * output.request_id : 3 * output.request_id + 3]
+        assert [rollout.ids for rollout in output.rollouts] == [rollout.ids for rollout in expected]
+
+
+def test_a_shorter_limit_changes_no_draw():
     model = tiny.model()
-    sampling = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(1,))
-    whole = RolloutEngine(model).generate(PROMPTS, 2, sampling)
-    engine, sizes = RolloutEngine(model, max_num_seqs=5), []
-    wave = engine._wave
-    monkeypatch.setattr(
-        engine, "_wave", lambda prompts, n, *rest: sizes.append(len(prompts) * n) or wave(prompts, n, *rest)
+    longer, shorter = (
+        RolloutEngine(model).generate(PROMPTS, 3, SamplingParams(max_tokens=length, seed=4)) for length in (20, 7)
     )
-    finished = []
-    in_waves = engine.generate(PROMPTS, 2, sampling, progress=finished.append)
-    assert sizes == [4, 4] and finished == [4, 4]
-    assert [rollout.ids for rollout in in_waves] == [rollout.ids for rollout in whole]
+    assert [rollout.ids[:7] for rollout in longer] == [rollout.ids for rollout in shorter]
 
 
-def test_nothing_of_the_old_weights_survives_an_update():
+@pytest.mark.parametrize("attention", ["sdpa", "products"])
+def test_freed_lanes_take_the_next_group(monkeypatch, attention):
+    model = tiny.model("llama")
+    sampling = SamplingParams(temperature=1.5, max_tokens=30, stop_token_ids=tuple(range(1, 9)), seed=3)
+    prompts = PROMPTS * 6
+    expected = RolloutEngine(model, attention=attention).generate(prompts, 2, sampling)
+    engine, seen = RolloutEngine(model, max_num_seqs=8, attention=attention), []
+    seat = engine._seat
+    monkeypatch.setattr(engine, "_seat", lambda groups: seen.append(engine._live()) or seat(groups))
+    rollouts = engine.generate(prompts, 2, sampling)
+    assert [rollout.ids for rollout in rollouts] == [rollout.ids for rollout in expected]
+    assert len(seen) > 3 and any(0 < live < 8 for live in seen)  # seated beside others that went on
+    assert max(engine.live_lanes) <= 8
+    for one, other in zip(rollouts, expected, strict=True):
+        torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)
+
+
+def test_groups_are_added_taken_and_cancelled_on_the_way(backend):
+    model = tiny.model()
+    sampling = SamplingParams(max_tokens=10, seed=2)
+    expected = RolloutEngine(model).generate(PROMPTS, 2, sampling)
+    rollouts = backend(model)
+    first = rollouts.add_request(PROMPTS[0], 2, sampling)
+    second = rollouts.add_request(PROMPTS[1], 2, sampling, max_tokens=[10, 4])
+    outputs = rollouts.step()
+    third = rollouts.add_request(PROMPTS[2], 2, sampling)
+    rollouts.abort_request(first)
+    rollouts.abort_request(first)
+    while rollouts.has_unfinished_requests():
+        outputs += rollouts.step()
+    by_id = {output.request_id: output.rollouts for output in outputs}
+    assert set(by_id) - {first} == {second, third}
+    assert [len(rollout.ids) for rollout in by_id[second]] == [10, 4]
+    if not isinstance(rollouts, HFBackend):  # its draws depend on the batch
+        assert first not in by_id
+        assert by_id[second][1].ids == expected[3].ids[:4]
+        assert [rollout.ids for rollout in by_id[third]] == [rollout.ids for rollout in expected[4:6]]
+
+
+def test_requests_that_cannot_be_in_flight_together(backend):
+    rollouts, sampling = backend(tiny.model()), SamplingParams(max_tokens=5)
+    rollouts.add_request(PROMPTS[0], 2, sampling, request_id=7)
+    with pytest.raises(ValueError, match="request 7 is in flight"):
+        rollouts.add_request(PROMPTS[0], 2, sampling, request_id=7)
+    with pytest.raises(ValueError, match="share temperature"):
+        rollouts.add_request(PROMPTS[1], 2, SamplingParams(temperature=0.5, max_tokens=5))
+    with pytest.raises(ValueError, match="idle"):
+        rollouts.generate(PROMPTS)
+    assert rollouts.add_request(PROMPTS[1], 2, sampling) == 8
+
+
+def test_weights_may_not_change_under_requests_in_flight():
     model = tiny.model()
     engine = RolloutEngine(model)
+    engine.add_request(PROMPTS[0], 2, SamplingParams(max_tokens=5))
+    engine.step()
+    with torch.no_grad():
+        model.base_model.norm.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="weights changed while requests were in flight"):
+        engine.step()
+    engine.abort_request(0)
+    assert len(engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5))) == 8
+
+
+def test_long_prompts_are_prefilled_in_parts(monkeypatch):
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 8)
+    model = tiny.model()
+    sampling = SamplingParams(temperature=0, max_tokens=8)
+    tokens = []
+    forward = model.base_model.forward
+    monkeypatch.setattr(
+        model.base_model,
+        "forward",
+        lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw),
+    )
+    rollouts = RolloutEngine(model).generate(PROMPTS, 2, sampling)
+    assert tokens[:3] == [4, 7, 2]
+    for prompt, rollout in zip(PROMPTS, rollouts[::2], strict=True):
+        assert rollout.ids == greedy_of_transformers(model, prompt, 8, ())
+
+
+def test_keys_and_values_stay_in_their_place_between_calls():
+    engine = RolloutEngine(tiny.model())
+    engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5))
+    first = engine.slots
+    for prompts in (PROMPTS, PROMPTS[:2]):
+        engine.generate(prompts, 2, SamplingParams(max_tokens=4))
+        assert engine.slots is first
+    engine.generate(PROMPTS, 3, SamplingParams(max_tokens=5))
+    assert engine.slots is not first
+
+
+def test_nothing_of_the_old_weights_survives_an_update(backend):
+    model = tiny.model()
+    engine = backend(model)
     sampling = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(1,))
     before = [rollout.ids for rollout in engine.generate(PROMPTS, 2, sampling)]
     with torch.no_grad():
@@ -106,7 +268,7 @@ def test_nothing_of_the_old_weights_survives_an_update():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     after = [rollout.ids for rollout in engine.generate(PROMPTS, 2, sampling)]
     assert after != before
-    assert after == [rollout.ids for rollout in RolloutEngine(model).generate(PROMPTS, 2, sampling)]
+    assert after == [rollout.ids for rollout in backend(model).generate(PROMPTS, 2, sampling)]
 
 
 def test_a_prompt_is_computed_once_a_group(monkeypatch):
@@ -134,76 +296,63 @@ def test_finished_rows_leave(monkeypatch):
     assert rows[1] > 4 * rows[-1]
 
 
-def test_model_attends_as_before_outside_of_the_engine():
+def test_model_attends_as_before_outside_of_the_engine(backend):
     model = tiny.model()
     before = model.config._attn_implementation
-    RolloutEngine(model).generate(PROMPTS, 1, SamplingParams(max_tokens=2))
+    backend(model).generate(PROMPTS, 1, SamplingParams(max_tokens=2))
     assert model.config._attn_implementation == before
 
 
-def test_a_group_that_does_not_fit_is_refused():
+def test_a_group_that_does_not_fit_is_refused(backend):
     with pytest.raises(ValueError, match="num_generations=8 does not fit into max_num_seqs=4"):
-        RolloutEngine(tiny.model(), max_num_seqs=4).generate(PROMPTS, 8)
+        backend(tiny.model(), max_num_seqs=4).generate(PROMPTS, 8)
 
 
 @pytest.mark.parametrize("prompts, match", [([[]], "prompt 0 has no tokens"), ([[5] * 250], "context of 256")])
-def test_refused_prompts(prompts, match):
+def test_refused_prompts(backend, prompts, match):
     with pytest.raises(ValueError, match=match):
-        RolloutEngine(tiny.model()).generate(prompts, 1, SamplingParams(max_tokens=20))
-
-
-@pytest.mark.parametrize(
-    "name, value", [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 2), ("max_tokens", 0)]
-)
-def test_refused_sampling(name, value):
-    with pytest.raises(ValueError, match=name):
-        SamplingParams(**{name: value})
+        backend(tiny.model()).generate(prompts, 1, SamplingParams(max_tokens=20))
 
 
 def test_head_gives_fp32_logits_of_a_bf16_model():
     model = tiny.model().bfloat16()
     states = torch.randn(5, 32, dtype=torch.bfloat16)
-    logits = RolloutEngine(model)._logits(states)
+    logits = fp32_logits(model, states)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, states.float() @ head(model)[0].float().T)
 
 
-def expected_distribution(logits, params):
-    """The filters in plain Python, token by token."""
-    probs = torch.softmax(logits.double() / params.temperature, -1).tolist()
-    order = sorted(range(len(probs)), key=lambda i: -probs[i])
-    if params.top_k:
-        order = order[: params.top_k]
-    kept, mass, total = [], 0.0, sum(probs[i] for i in order)
-    for i in order:
-        if mass < params.top_p:
-            kept.append(i)
-        mass += probs[i] / total
-    kept = [i for i in kept if probs[i] >= params.min_p * probs[order[0]]]
-    total = sum(probs[i] for i in kept)
-    return torch.tensor([probs[i] / total if i in kept else 0.0 for i in range(len(probs))])
+@pytest.mark.slow
+def test_a_soak_leaks_nothing_and_loses_no_sequence():
+    """200 generations of random prompts, lengths, group sizes and aborts."""
+    import psutil
 
+    model, rng = tiny.model("llama"), torch.Generator().manual_seed(0)
+    engine, resident = RolloutEngine(model, max_num_seqs=24), []
 
-@pytest.mark.parametrize(
-    "filters",
-    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.15}, {"top_k": 6, "top_p": 0.7, "min_p": 0.1}],
-)
-def test_draws_follow_the_distribution(filters):
-    params = SamplingParams(**filters)
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(5)) * 1.5
-    expected = expected_distribution(logits, params)
-    count = 40_000
-    tokens, logps = sample(logits.expand(count, -1), params, torch.Generator().manual_seed(11))
-    seen = torch.bincount(tokens, minlength=12)
-    assert seen[expected == 0].sum() == 0
-    allowed = expected > 0
-    chi_square = ((seen[allowed] - count * expected[allowed]) ** 2 / (count * expected[allowed])).sum()
-    # 99.9% quantile of chi-square with at most 11 degrees of freedom is 31.3.
-    assert chi_square < 31.3
-    full = torch.log_softmax(logits / params.temperature, -1)
-    torch.testing.assert_close(logps, full[tokens])
+    def number(low, high):
+        return int(torch.randint(low, high, (), generator=rng))
 
-
-def test_top_p_keeps_the_likeliest_token_whatever_p():
-    kept = filter_logps(torch.log(torch.tensor([[0.1, 0.6, 0.3]])), SamplingParams(top_p=1e-6))
-    assert kept.isfinite().tolist() == [[False, True, False]]
+    for step in range(200):
+        sampling = SamplingParams(temperature=1.3, max_tokens=40, stop_token_ids=tuple(range(1, 9)), seed=step)
+        wanted = {}
+        for i in range(number(1, 12)):
+            n, prompt = number(1, 9), [number(5, 60) for _ in range(number(1, 30))]
+            limits = [number(1, 41) for _ in range(n)]
+            engine.add_request(prompt, n, sampling, request_id=i, max_tokens=limits)
+            wanted[i] = limits
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                limits = wanted.pop(output.request_id)
+                assert len(output.rollouts) == len(limits)
+                for rollout, limit in zip(output.rollouts, limits, strict=True):
+                    assert 1 <= len(rollout.ids) <= limit and len(rollout.logps) == len(rollout.ids)
+                    assert (rollout.finish_reason == "stop") == (rollout.ids[-1] < 9)
+                    assert rollout.finish_reason == "stop" or len(rollout.ids) == limit
+            if wanted and number(0, 40) == 0:
+                dropped = next(iter(wanted))
+                engine.abort_request(dropped)
+                del wanted[dropped]
+        assert not wanted and not engine._live()
+        resident.append(psutil.Process().memory_info().rss)
+    assert max(resident[150:]) < 1.02 * max(resident[50:100])

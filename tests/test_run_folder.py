@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from fastgrpo.checkpoint import claim_output_dir
 from fastgrpo.config import GRPOConfig
 from fastgrpo.metrics import RunLog
 from fastgrpo.report import draw_curves, moving_average, read_metrics, table
+from fastgrpo.run_folder import claim_output_dir
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "gsm8k-7").mkdir()
-    assert [claim_output_dir(None, "gsm8k").name for _ in range(2)] == ["gsm8k-8", "gsm8k-9"]
-    assert claim_output_dir(None, "arithmetic").name == "arithmetic-1"
+    assert [claim_output_dir(None, "gsm8k")[0].name for _ in range(2)] == ["gsm8k-8", "gsm8k-9"]
+    assert claim_output_dir(None, "arithmetic")[0].name == "arithmetic-1"
 
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path):
@@ -25,7 +25,7 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"not empty.*--overwrite_output_dir"):
         claim_output_dir(str(tmp_path), "t")
     claim_output_dir(str(tmp_path), "t", overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "notes.txt"}
     with pytest.raises(ValueError, match="is a file"):
         claim_output_dir(str(tmp_path / "notes.txt"), "t")
 

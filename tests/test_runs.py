@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from fastgrpo.evaluate import evaluate
+from fastgrpo.heldout import evaluate
 from fastgrpo.metrics import RunLog
 from fastgrpo.rewards import Rewards
 from fastgrpo.tasks import arithmetic
@@ -40,8 +40,8 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
     rewards = Rewards([arithmetic.correctness])
 
     def accuracy():
-        values = evaluate(trainer.engine, trainer.tokenizer, task.test, rewards, trainer.sampling, trainer.state)
-        return values["eval/accuracy"]
+        result = evaluate(trainer.engine, trainer.tokenizer, task.test, rewards, trainer.sampling, trainer.state)
+        return result.values["eval/accuracy"]
 
     before = accuracy()
     trainer.train()

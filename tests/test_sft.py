@@ -2,6 +2,7 @@
 
 import pytest
 import tiny
+import torch
 
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -26,3 +27,11 @@ def test_it_learns_the_completions_and_reports_their_likelihood():
 def test_no_examples():
     with pytest.raises(ValueError, match="at least one example"):
         sft(tiny.model(), [], steps=1, batch_size=1, learning_rate=1e-3)
+
+
+def test_updates_that_are_never_finite_end_it():
+    model = tiny.model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = torch.nan
+    with pytest.raises(ValueError, match="10 updates in a row were not finite"):
+        sft(model, [([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)

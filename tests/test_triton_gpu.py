@@ -4,6 +4,8 @@ What needs no GPU is in interpreted_*.py and test_triton_aot.py; what is here ca
 """
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -270,6 +272,51 @@ def test_logits_past_2_to_the_31_elements():
     (grad,) = torch.autograd.grad(out.loss, given)
     torch.testing.assert_close(out.logps[-8:], part.logps)
     torch.testing.assert_close(grad[-8:], expected)
+
+
+@pytest.mark.parametrize("rows", (4096, 16384))
+def test_a_head_sharded_over_one_process(rows, tmp_path):
+    """Through NCCL, with the collectives in the same places as over many."""
+    import torch.distributed as dist
+
+    head = head_of(rows, 896, 32000)
+    plain, grads = run(head)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        out, sharded = run(head, process_group=dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(out.loss, plain.loss) and torch.equal(out.logps, plain.logps)
+    assert all(torch.equal(sharded[name], grads[name]) for name in grads)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_another_than_the_current_device():
+    head = head_of(1024, 896, 32000)
+    here, grads = run(head)
+    for name, value in vars(head).items():
+        if isinstance(value, torch.Tensor):
+            setattr(head, name, value.to("cuda:1"))
+    there, others = run(head)
+    assert torch.equal(there.loss.to("cuda:0"), here.loss)
+    assert all(torch.equal(others[name].to("cuda:0"), grads[name]) for name in grads)
+
+
+def test_anomaly_mode_names_a_bad_target():
+    """In a process of its own: an assertion on the device is the end of a process's CUDA."""
+    code = """if True:
+        import torch, fastgrpo
+        hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 100))
+        targets = torch.tensor([0, 1, 2, 3, 4, 5, 6, 100], device="cuda")
+        logps = fastgrpo.linear_logprob(hidden, weight, targets)
+        assert logps.isnan().tolist() == [False] * 7 + [True]
+        with torch.autograd.detect_anomaly():
+            fastgrpo.linear_logprob(hidden, weight, targets)
+        torch.cuda.synchronize()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "targets must be in [0, 100)" in done.stderr + done.stdout, done.stderr[-2000:]
 
 
 def test_frozen_head_saves_its_product():

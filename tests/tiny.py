@@ -12,6 +12,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from fastgrpo.model import prepare
@@ -26,6 +28,7 @@ ARCHITECTURES = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "smollm3-like": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "attention_bias": False}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"tie_word_embeddings": True, "no_rope_layers": [1, 0]}),
 }
 
 

@@ -1,0 +1,90 @@
+"""The engine on the CPU with the kernels that it has on a GPU: group_decode and sample under the interpreter.
+
+Collected by test_triton_interpret.py, in a process of its own with TRITON_INTERPRET=1.
+"""
+
+import warnings
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.sampling import sample as fused
+from fastgrpo.rollout import engine as engine_module
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.providers import GroupDecode
+from fastgrpo.rollout.sampling import SamplingParams
+
+if not launch.INTERPRET:
+    pytest.skip("needs TRITON_INTERPRET=1 before the import", allow_module_level=True)
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():  # numpy tells of exp2(-inf) on purpose
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The kernels in the place of plain PyTorch; what they did."""
+    calls = {"decode": 0, "sample": 0}
+
+    class Counted(GroupDecode):
+        def decode(self, *args):
+            calls["decode"] += 1
+            return super().decode(*args)
+
+    def draw(*args, **how):
+        calls["sample"] += 1
+        return fused(*args, **how)
+
+    monkeypatch.setattr(engine_module, "make_provider", lambda *args: Counted())
+    monkeypatch.setattr(engine_module, "sample", draw)
+    return calls
+
+
+def greedy_of_transformers(model, prompt, max_tokens, stop):
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, eos_token_id=list(stop),
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("group_size", [1, 5])
+def test_greedy_equals_generate(kernels, architecture, group_size):
+    model, stop = tiny.model(architecture), (1, 20, 33)
+    engine = RolloutEngine(model, max_num_seqs=2 * group_size)  # three groups: freed lanes are taken over
+    rollouts = engine.generate(PROMPTS, group_size, SamplingParams(temperature=0, max_tokens=7, stop_token_ids=stop))
+    for i, prompt in enumerate(PROMPTS):
+        expected = greedy_of_transformers(model, prompt, 7, stop)
+        assert [rollout.ids for rollout in rollouts[i * group_size : (i + 1) * group_size]] == [expected] * group_size
+    assert kernels["decode"] > 8 and kernels["sample"] > 4
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}], ids=str)
+def test_draws_equal_those_of_the_plain_path(kernels, monkeypatch, filters):
+    """The same uniform numbers and distribution: a token can differ only where rounding moves a boundary over one."""
+    model = tiny.model("llama")
+    sampling = SamplingParams(temperature=1.3, max_tokens=7, stop_token_ids=(1, 2, 3, 4), seed=5, **filters)
+    seen = RolloutEngine(model, max_num_seqs=8).generate(PROMPTS, 4, sampling)
+    assert kernels["decode"] and kernels["sample"]
+    monkeypatch.undo()
+    expected = RolloutEngine(model, attention="products").generate(PROMPTS, 4, sampling)
+    assert len({len(rollout.ids) for rollout in expected}) > 2
+    same = [i for i in range(len(seen)) if seen[i].ids == expected[i].ids]
+    assert len(same) >= len(seen) - 1
+    for i in same:
+        torch.testing.assert_close(seen[i].logps, expected[i].logps, atol=1e-5, rtol=0)
+        if filters:
+            torch.testing.assert_close(seen[i].kept, expected[i].kept, atol=1e-5, rtol=0)
+            assert ((seen[i].kept > 0) & (seen[i].kept <= 1)).all()
+        else:
+            assert seen[i].kept is None

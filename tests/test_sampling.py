@@ -1,0 +1,92 @@
+"""Drawing a token: the distribution, with each filter, the random numbers, and what is refused."""
+
+import pytest
+import torch
+
+from fastgrpo.rollout.sampling import SamplingParams, filter_logps, sample, uniforms
+
+
+@pytest.mark.parametrize(
+    "name, value", [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 2), ("max_tokens", 0)]
+)
+def test_refused_sampling(name, value):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+def expected_distribution(logits, params):
+    """The filters in plain Python, token by token."""
+    probs = torch.softmax(logits.double() / params.temperature, -1).tolist()
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    if params.top_k:
+        order = order[: params.top_k]
+    kept, mass, total = [], 0.0, sum(probs[i] for i in order)
+    for i in order:
+        if mass < params.top_p:
+            kept.append(i)
+        mass += probs[i] / total
+    kept = [i for i in kept if probs[i] >= params.min_p * probs[order[0]]]
+    total = sum(probs[i] for i in kept)
+    return torch.tensor([probs[i] / total if i in kept else 0.0 for i in range(len(probs))])
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.15}, {"top_k": 6, "top_p": 0.7, "min_p": 0.1}],
+)
+def test_draws_follow_the_distribution(filters):
+    params = SamplingParams(**filters)
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(5)) * 1.5
+    expected = expected_distribution(logits, params)
+    count = 40_000
+    draws = uniforms(11, 0, 1, count)[0]
+    tokens, logps, kept = sample(logits.expand(count, -1), draws, **params.distribution)
+    seen = torch.bincount(tokens, minlength=12)
+    assert seen[expected == 0].sum() == 0
+    allowed = expected > 0
+    chi_square = ((seen[allowed] - count * expected[allowed]) ** 2 / (count * expected[allowed])).sum()
+    # 99.9% quantile of chi-square with at most 11 degrees of freedom is 31.3.
+    assert chi_square < 31.3
+    full = torch.log_softmax(logits / params.temperature, -1)
+    torch.testing.assert_close(logps, full[tokens])
+    torch.testing.assert_close(kept, full.exp()[expected > 0].sum().expand(count))
+    assert params.filters == (len(filters) > 0 and "temperature" not in filters)
+
+
+def test_top_p_keeps_the_likeliest_token_whatever_p():
+    kept = filter_logps(torch.log(torch.tensor([[0.1, 0.6, 0.3]])), top_p=1e-6)
+    assert kept.isfinite().tolist() == [[False, True, False]]
+
+
+def test_equal_tokens_stay_or_go_together():
+    logps = torch.log(torch.tensor([[0.3, 0.2, 0.2, 0.2, 0.1]]))
+    assert filter_logps(logps, top_k=2).isfinite().tolist() == [[True, True, True, True, False]]
+    assert filter_logps(logps, top_p=0.4).isfinite().tolist() == [[True, True, True, True, False]]
+    assert logps.isfinite().all()
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-24])
+def test_a_token_without_probability_is_never_drawn(u):
+    logits = torch.full((1, 50), -torch.inf)
+    logits[0, 20:30] = torch.linspace(0, 1, 10)
+    tokens, logps, _ = sample(logits, torch.tensor([u]))
+    assert 20 <= tokens.item() < 30 and logps.isfinite().all()
+    tokens, _, kept = sample(logits, torch.tensor([u]), top_k=1)
+    assert tokens.item() == 29 and 0 < kept.item() < 1
+
+
+def test_greedy_takes_the_likeliest_at_temperature_1():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.5, 0.1, 0.2]])
+    tokens, logps, kept = sample(logits, torch.tensor([0.9, 0.9]), temperature=0)
+    assert tokens.tolist() == [1, 0] and kept.tolist() == [1, 1]
+    torch.testing.assert_close(logps, torch.log_softmax(logits, -1).amax(-1))
+
+
+def test_a_request_and_a_position_key_a_random_number():
+    numbers = uniforms(seed=3, request_id=9, count=4, length=50)
+    assert numbers.shape == (4, 50) and numbers.dtype == torch.float32
+    assert numbers.min() >= 0 and numbers.max() < 1 and 0.4 < numbers.mean() < 0.6
+    assert torch.equal(uniforms(3, 9, 4, 20), numbers[:, :20])
+    for other in (uniforms(4, 9, 4, 50), uniforms(3, 10, 4, 50), uniforms(-1, 9, 4, 50)):
+        assert not torch.equal(other, numbers)
+    assert len(numbers.flatten().unique()) > 190
