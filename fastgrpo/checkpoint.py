@@ -127,13 +127,13 @@ def prune(run_dir, limit, best=None):
 class Checkpointer:
     """When to save, which checkpoint is the best, which are kept; the thread that writes them.
 
-    A context: leaving it waits for the thread. `newest` is the Path of the newest good checkpoint of this run, or None.
+    A context: leaving it waits for the thread.
     """
 
     def __init__(self, config, log):
         """config: `GRPOConfig`. log: the `RunLog`, whose folder the checkpoints go to."""
         self.config, self.log = config, log
-        self.newest = log.checkpoint
+        self._good = log.checkpoint
         self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # the step that was saved last
         metric = config.metric_for_best_model
         self.greater = not (metric or "").endswith("loss")
@@ -155,6 +155,13 @@ class Checkpointer:
             self.log.say(f"error: {failure}")  # beside the error that ends the run, which goes on its way
         finally:
             self._thread.shutdown()
+
+    @property
+    def newest(self):
+        """Path of the newest good checkpoint of this run, or None; a save under way is waited for."""
+        if self._writing is not None and self._writing.exception() is None:
+            return self._writing.result()
+        return self._good
 
     def due(self, step, last):
         """Whether a checkpoint is due after this step: the last one always is."""
@@ -188,9 +195,9 @@ class Checkpointer:
         if writing is None:
             return
         try:
-            self.newest = writing.result()
+            self._good = writing.result()
         except Exception as error:
-            good = f"{self.newest} is the newest good one" if self.newest else "there is no earlier one"
+            good = f"{self._good} is the newest good one" if self._good else "there is no earlier one"
             raise ValueError(
                 f"checkpoint-{self.saved} could not be written to {self.log.dir}: {error}; {good}; mend this, then go "
                 f"on with --output_dir {self.log.dir} --resume_from_checkpoint auto"

@@ -184,13 +184,26 @@ def test_writing_goes_on_beside_the_steps_and_the_next_save_waits(tmp_path):
     with log, checkpointer:
         checkpointer.save(2, lambda: first)  # returns although nothing is written yet
         checkpointer.check()
-        assert checkpoints(log.dir) == {} and checkpointer.newest is None
+        assert checkpoints(log.dir) == {}
         threading.Timer(0.2, first.go.set).start()
         checkpointer.save(4, lambda: second)
-        assert list(checkpoints(log.dir)) == [2] and checkpointer.newest == log.dir / "checkpoint-2"
+        assert list(checkpoints(log.dir)) == [2]
         threading.Timer(0.2, second.go.set).start()
-    assert list(checkpoints(log.dir)) == [2, 4] and checkpointer.newest == log.dir / "checkpoint-4"
+    assert list(checkpoints(log.dir)) == [2, 4]
     assert first.thread is second.thread is not threading.current_thread()
+
+
+def test_the_newest_good_one_is_told_after_a_save_under_way(tmp_path):
+    checkpointer, log = make_checkpointer(tmp_path)
+    good, bad = Saving(), Saving(OSError(28, "No space left on device"))
+    with log, pytest.raises(ValueError, match="checkpoint-4 could not be written"), checkpointer:
+        assert checkpointer.newest is None
+        checkpointer.save(2, lambda: good)
+        threading.Timer(0.2, good.go.set).start()
+        assert checkpointer.newest == log.dir / "checkpoint-2"
+        checkpointer.save(4, lambda: bad)
+        threading.Timer(0.2, bad.go.set).start()
+        assert checkpointer.newest == log.dir / "checkpoint-2"
 
 
 def test_an_error_of_the_thread_names_the_last_good_one(tmp_path):
