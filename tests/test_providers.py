@@ -70,8 +70,9 @@ def test_lanes_move_with_their_keys():
     slots, *_ = lay_out(provider, 2)
     cache = slots.caches[0]
     cache.keys.copy_(torch.arange(7)[:, None, None, None].expand_as(cache.keys))
-    slots.move(torch.tensor([5, 6]), torch.tensor([2, 0]))
-    assert cache.keys[:, 0, 0, 0].tolist() == [6, 1, 5, 3, 4, 5, 6]
+    slots.move(torch.tensor([5, 6]), torch.tensor([2, 0]), 3)
+    assert (cache.keys[:, 0, :3, 0] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None]).all()
+    assert (cache.keys[:, 0, 3:, 0] == torch.arange(7)[:, None]).all()  # no place that holds nothing is copied
 
 
 def test_auto_takes_what_works_and_says_so_once(caplog):

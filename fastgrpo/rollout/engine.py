@@ -46,6 +46,10 @@ class Seat:
     number: int
     end: int
 
+    def drawn(self, steps):
+        """Tokens of its completion after this many decode steps."""
+        return self.group.request.limits[self.number] - (self.end - steps)
+
 
 class RolloutEngine(RolloutBackend):
     """Generates from `model` in place. Any causal LM that uses transformers' attention interface."""
@@ -77,7 +81,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes.finished[torch.tensor(rows, device=self.model.device)] = True
         seats = [self.seats[row] for row in rows]
         drawn = sum(len(rollout.ids) for rollout in seats[0].group.done.values())
-        drawn += sum(request.limits[seat.number] - (seat.end - self.steps) for seat in seats)
+        drawn += sum(seat.drawn(self.steps) for seat in seats)
         self._leave(rows)
         return drawn
 
@@ -254,8 +258,10 @@ class RolloutEngine(RolloutBackend):
         if not self.waiting and live < COMPACT_BELOW * len(self.seats):
             sources = [i for i, seat in enumerate(self.seats) if seat and i >= live]
             targets = [i for i, seat in enumerate(self.seats[:live]) if not seat]
+            moved, flat = [self.seats[i] for i in sources], self.geometry.flat
+            tokens = max(seat.drawn(self.steps) + flat * len(seat.group.request.prompt_ids) for seat in moved)
             index = torch.tensor([sources, targets], device=self.model.device)
-            self.slots.move(*index)
+            self.slots.move(*index, tokens)
             self.lanes.move(*index)
             for source, target in zip(sources, targets, strict=True):
                 self.seats[target] = self.seats[source]

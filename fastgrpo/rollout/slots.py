@@ -64,11 +64,11 @@ class Slots:
         self.members.copy_(torch.from_numpy(members), non_blocking=True)
 
     @torch.inference_mode()
-    def move(self, sources, targets):
-        """The lanes at `sources` continue at `targets`."""
+    def move(self, sources, targets, tokens):
+        """The lanes at `sources`, which hold at most so many tokens, continue at `targets`."""
         for cache in self.caches.values():
-            cache.keys[targets] = cache.keys[sources]
-            cache.values[targets] = cache.values[sources]
+            for held in (cache.keys[:, :, :tokens], cache.values[:, :, :tokens]):
+                held[targets] = held[sources]
 
 
 class PrefillAttention(PackedAttention):
