@@ -177,6 +177,8 @@ class Checkpointer:
             ValueError: as `wait`.
         """
         if self.saved == step:
+            if self._measured(step):  # after a stop, the evaluation of its step comes when the run goes on
+                self._compare(step)
             return
         self.wait()
         self._compare(step)
@@ -211,13 +213,16 @@ class Checkpointer:
             prune(self.log.dir, self.config.save_total_limit, self.best and self.best["step"])
         return path
 
+    def _measured(self, step):
+        return self.log.latest.get(self.config.metric_for_best_model, (None, None))[0] == step
+
     def _compare(self, step):
         """Whether the policy of this step is the best so far, by what was logged of this very step."""
         metric = self.config.metric_for_best_model
         if metric is None:
             return
-        measured, value = self.log.latest.get(metric, (None, math.nan))
-        if measured != step or math.isnan(value):
+        value = self.log.latest[metric][1] if self._measured(step) else math.nan
+        if math.isnan(value):
             self.log.say(f"step {step}: {metric} was not measured, checkpoint-{step} cannot be the best")
         elif self.best is None or (value > self.best["value"] if self.greater else value < self.best["value"]):
             self.best = {"metric": metric, "value": value, "step": step}

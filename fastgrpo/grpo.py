@@ -6,6 +6,7 @@ dropped; so a step does not depend on how it was split into micro-batches, nor o
 were computed.
 """
 
+import math
 from collections import defaultdict
 from itertools import chain, pairwise
 
@@ -26,6 +27,7 @@ class GRPOUpdate:
         self.temperature, self.timer = temperature, updater.timer
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
         self.flops = update_flops(model.base_model, head(model)[0])
+        self.norms = []  # gradient norm of each update of the last call; NaN where it was skipped
 
     def __call__(self, groups, with_entropy=True):
         """All updates of one rollout.
@@ -50,6 +52,7 @@ class GRPOUpdate:
             for minibatch in kept:
                 meter.norms.append(self.updater.step(minibatch, lambda part, batch: self.loss(part, batch, meter)))
         values = meter.values() | {"learning_rate": self.updater.learning_rate}
+        self.norms = meter.norms
         if self.reference is not None:
             values |= self.reference.metrics
         if self.objective.beta == 0:
@@ -154,8 +157,7 @@ class Meter:
 
     def __init__(self):
         self.sums = defaultdict(list)  # name -> (index of the update, sum over the micro-batch's active tokens)
-        self.norms = []  # one an update; NaN where it was skipped
-        self.finite = []  # the same, once the host has looked
+        self.norms = []  # one an update; NaN where it was skipped. On the host once `values` has been called
 
     def add(self, out, batch):
         """What one micro-batch measured: means are weighted by its active tokens."""
@@ -177,8 +179,8 @@ class Meter:
         """Means over the active tokens of the step's updates that were not skipped; losses are means over these
         updates."""
         norms = torch.stack(self.norms).double().cpu()
-        self.finite = norms.isfinite().tolist()
-        taken = sum(self.finite)
+        self.norms = norms.tolist()
+        taken = int(norms.isfinite().sum())
         values = {"skipped_updates": len(norms) - taken}
         if not taken:
             return values
@@ -199,4 +201,4 @@ class Meter:
     def _kept(self, entries):
         """The values of the updates that were not skipped, on the host."""
         values = torch.stack([value for _, value in entries]).double().cpu()
-        return values[torch.tensor([self.finite[update] for update, _ in entries])]
+        return values[torch.tensor([math.isfinite(self.norms[update]) for update, _ in entries])]

@@ -3,6 +3,7 @@
 `CHECKS` is the table: a condition on the metrics of a step, and for how many steps in a row it must hold.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,12 +121,12 @@ class Watch:
         self.streaks, self.told = Counter(), set()
         self.skipped = 0  # updates in a row
 
-    def observe(self, values):
+    def observe(self, values, norms):
         """What to tell after a step.
 
         Args:
-            values: the metrics of the step. Without a grad_norm, all of its updates were skipped; at 0, there was
-                nothing to learn from.
+            values: the metrics of the step. norms: the gradient norm of each of its updates: NaN where it was skipped,
+                0 where there was nothing to learn from.
 
         Returns:
             a list of texts, most often empty.
@@ -133,10 +134,11 @@ class Watch:
         Raises:
             ValueError: `MAX_SKIPPED` updates in a row were skipped; the last good checkpoint is named.
         """
-        if "grad_norm" not in values:
-            self.skipped += values.get("skipped_updates", 0)
-        elif values["grad_norm"] > 0:
-            self.skipped = 0
+        for norm in norms:
+            if math.isnan(norm):
+                self.skipped += 1
+            elif norm > 0:
+                self.skipped = 0
         if self.skipped >= MAX_SKIPPED:
             last = self.checkpoints.newest
             raise ValueError(

@@ -191,7 +191,7 @@ class GRPOTrainer:
             self.update.reference.sync(self.model, self.args.ref_model_mixup_alpha)
         values |= experience.metrics
         self._count(step, experience, values)
-        for warning in self.watch.observe(values):
+        for warning in self.watch.observe(values, self.update.norms):
             self.log.say(f"step {step}: {warning}")
         if logged:
             self.log.samples(sample_rows(step, experience, self.rewards.names, self.args.num_generations))

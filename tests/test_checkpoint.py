@@ -247,6 +247,20 @@ def test_the_best_one_stays(tmp_path, greater, kept):
     assert checkpointer.state_dict()["best"]["step"] == kept[0]
 
 
+def test_what_is_measured_after_the_save_of_its_step_counts(tmp_path, capsys):
+    """A stop saves before it evaluates; the run that goes on evaluates the step whose checkpoint is there."""
+    checkpointer, log = make_checkpointer(tmp_path, save_total_limit=1, metric_for_best_model="reward")
+    with log, checkpointer:
+        for step, reward in ((2, None), (2, 0.9), (4, 0.5), (6, 0.6)):
+            if reward is not None:
+                log.step(step, {"reward": reward})
+            saving = Saving()
+            saving.go.set()
+            checkpointer.save(step, lambda saving=saving: saving)
+    assert list(checkpoints(log.dir)) == [2, 6] and checkpointer.state_dict()["best"]["step"] == 2
+    assert capsys.readouterr().out.count("cannot be the best") == 1
+
+
 def test_a_checkpoint_whose_metric_was_not_measured_is_not_the_best(tmp_path, capsys):
     checkpointer, log = make_checkpointer(tmp_path, metric_for_best_model="reward")
     with log, checkpointer:

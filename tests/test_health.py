@@ -12,6 +12,7 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.health import CHECKS, Watch
 from fastgrpo.metrics import METRICS
 from fastgrpo.optim import MasterAdamW
+from fastgrpo.rewards import Rewards
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 NO_CHECKPOINTS = SimpleNamespace(newest=None)
@@ -55,7 +56,7 @@ def with_changes(changes):
 
 
 def told(watch, changes, steps):
-    return [watch.observe(with_changes(changes)) for _ in range(steps)]
+    return [watch.observe(with_changes(changes), [0.5]) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -88,7 +89,7 @@ def test_what_was_seen_survives_a_resume():
     args, texts = GRPOConfig(), []
     watch = Watch(args, NO_CHECKPOINTS)
     for _ in range(12):
-        texts += watch.observe(with_changes({"frac_informative": 0.0, "grad_norm": 0.0, "skipped_updates": 0}))
+        texts += watch.observe(with_changes({"frac_informative": 0.0, "grad_norm": 0.0, "skipped_updates": 0}), [0.0])
         state, watch = json.loads(json.dumps(watch.state_dict())), Watch(args, NO_CHECKPOINTS)
         watch.load_state_dict(state)
     assert sum("no group had rewards that differ" in text for text in texts) == 1
@@ -96,15 +97,16 @@ def test_what_was_seen_survives_a_resume():
 
 def test_the_last_good_checkpoint_is_named(tmp_path):
     checkpoints = SimpleNamespace(newest=None)
-    skipped, nothing = {"grad_norm": None, "skipped_updates": 2}, {"grad_norm": 0.0, "frac_informative": 0.0}
+    nan = float("nan")
     watch = Watch(GRPOConfig(), checkpoints)
-    for changes in (skipped, skipped, {}, skipped, skipped, nothing, skipped, skipped):
-        watch.observe(with_changes(changes))
+    # An update without teaching samples (0) is none; one that moved the weights begins the count anew, in its step too.
+    for norms in ([nan, nan], [nan, 0.5], [nan, nan], [nan, 0.0], [0.0, 0.0], [0.5, nan, nan], [nan] * 4, [0.0, nan]):
+        watch.observe(with_changes({}), norms)
     with pytest.raises(ValueError, match=r"10 updates in a row .*not finite[^\n]*\n  no checkpoint had been saved"):
-        watch.observe(with_changes(skipped))
+        watch.observe(with_changes({}), [nan, 0.0, nan, nan])
     checkpoints.newest = tmp_path / "checkpoint-10"
     with pytest.raises(ValueError, match=r"12 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10$"):
-        watch.observe(with_changes(skipped))
+        watch.observe(with_changes({}), [nan, nan])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -214,6 +216,18 @@ def test_ten_in_a_row_end_the_run(tmp_path):
         trainer.train()
     assert trainer.state.global_step == 12
     assert sum(row["skipped_updates"] for row in logged(tmp_path)) >= 9
+
+
+def test_ten_in_a_row_end_the_run_with_minibatches_that_teach_nothing(tmp_path):
+    def flat_for_b(prompts, completions, **_):
+        return [float(i) if "b" in prompt else 0.0 for i, prompt in enumerate(prompts)]
+
+    trainer = make_trainer(tmp_path, range(1, 100), max_steps=50, updates_per_rollout=2)
+    trainer.rewards = Rewards([flat_for_b])
+    trainer.make_experience.rewards = trainer.rewards
+    with pytest.raises(ValueError, match="10 updates in a row"):
+        trainer.train()
+    assert trainer.state.global_step == 10  # one of the two updates of a step is skipped; the other is none
 
 
 def test_a_loss_of_0_is_explained_at_the_first_update(tmp_path, capsys):
