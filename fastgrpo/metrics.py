@@ -99,7 +99,7 @@ def check_metric(name):
 class RunLog:
     """The folder of a run and all that goes into it while it lasts.
 
-    Creating one claims the folder (see `open_run`) and writes config.json. `started` is when; `checkpoint` is the Path
+    Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. `started` is when; `checkpoint` is the Path
     of what the run goes on from, or None; `latest` holds (step, value) of every metric. A context: leaving it closes.
     """
 
@@ -108,8 +108,8 @@ class RunLog:
         self.config = config
         check_metric(config.metric_for_best_model)
         self.dir, self._lock, self.checkpoint = open_run(config, self.say)
-        resolved = {**dataclasses.asdict(config), "output_dir": str(self.dir)}
-        (self.dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        if self.checkpoint is None:
+            self._write_config()
         self._metrics = open(self.dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while the run lasts
         self._samples = open(self.dir / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
@@ -126,6 +126,10 @@ class RunLog:
                 self._reduce()
         finally:
             self.close()
+
+    def _write_config(self):
+        resolved = {**dataclasses.asdict(self.config), "output_dir": str(self.dir)}
+        (self.dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
     def say(self, text):
         """A line above the progress bar."""
@@ -193,7 +197,8 @@ class RunLog:
         }
 
     def load_state_dict(self, state):
-        """Undo `state_dict`: rows that came after it are cut."""
+        """Undo `state_dict`: rows that came after it are cut. config.json is the resumed run's from here on."""
+        self._write_config()
         self.started = time.perf_counter() - state["wall_seconds"]
         self._pending = state["pending"]
         for file, size in ((self._metrics, state["metrics_bytes"]), (self._samples, state["samples_bytes"])):

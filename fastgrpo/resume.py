@@ -5,17 +5,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from fastgrpo.checkpoint import checkpoints, step_of, verify
-from fastgrpo.run_folder import claim_output_dir, empty
+from fastgrpo.run_folder import LOCK, claim_output_dir, empty, is_run
 
 # Settings that a resumed run may change without a word: what is recorded, not what is computed.
 RECORDING = {
     "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit",
     "metric_for_best_model", "greater_is_better", "eval_steps", "max_eval_samples", "logging_steps", "report_to",
-    "eval_num_generations", "eval_temperature", "eval_top_p", "eval_top_k", "profile",
+    "eval_num_generations", "eval_temperature", "eval_top_p", "eval_top_k", "profile", "reward_errors",
 }  # fmt: skip
-# And those that it may change with a warning: how far, and how it fits into the machine.
+# And those that it may change with a warning: how far, and how it fits into the machine. (What auto makes of dtype must
+# stay: `restore` looks.)
 INEXACT = {
-    "max_steps", "num_train_epochs", "device", "gradient_checkpointing", "max_num_seqs", "max_tokens_per_microbatch",
+    "max_steps", "num_train_epochs", "device", "dtype", "gradient_checkpointing", "max_num_seqs", "max_tokens_per_microbatch",
     "share_prompt", "ref_device", "use_liger_kernel", "rollout_attention", "rollout_memory_utilization",
     "rollout_enforce_eager",
 }  # fmt: skip
@@ -47,11 +48,15 @@ def open_run(config, say):
     if checkpoint is None:
         if (path / "summary.json").exists():
             raise ValueError(f"{path} holds a finished run without its checkpoints; choose another output_dir")
+        if any(old.name != LOCK for old in path.iterdir()) and not is_run(path):
+            raise ValueError(
+                f"output_dir {path} holds files that are not of a run, and resume_from_checkpoint=auto found none to "
+                "go on from; choose another folder"
+            )
         say(f"no checkpoint in {path}: a fresh start")
         empty(path)
     else:
         check_settings(checkpoint, config, say)
-        _set_aside(path, step_of(checkpoint), say)
         say(f"going on from {checkpoint}")
     return path, lock, checkpoint
 
@@ -88,7 +93,7 @@ def newest_good(run_dir, say):
     return None
 
 
-def _set_aside(run_dir, step, say):
+def set_aside(run_dir, step, say):
     """Rename checkpoints after `step`: the run will write its own, and these may be damaged, or of another course."""
     for later, path in checkpoints(run_dir).items():
         if later > step:
@@ -112,10 +117,10 @@ def check_settings(checkpoint, config, say):
         if field.name in RECORDING or json.loads(json.dumps(old)) == new:
             continue
         if field.name not in INEXACT:
-            raise ValueError(
-                f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave it, or start a new run "
-                f"from its weights with --model_name_or_path {checkpoint}"
+            anew = (
+                "" if config.use_peft else f", or start a new run from its weights: --model_name_or_path {checkpoint}"
             )
+            raise ValueError(f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave it{anew}")
         say(
             f"warning: {field.name} was {old!r} and is {new!r} now: the run goes on, but not to the last bit as it "
             "would have"

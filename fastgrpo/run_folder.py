@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -98,6 +99,14 @@ def hold(path):
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
+
+
+def is_run(path):
+    """Whether a folder is that of a run: the first thing that a run writes is its settings."""
+    try:
+        return "resume_from_checkpoint" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def empty(path):

@@ -95,6 +95,7 @@ def trainer_state(trainer):
         "log": trainer.log.state_dict(),
         "watch": trainer.watch.state_dict(),
         "reference_measured": measured(trainer.update.reference),
+        "dtype": str(trainer.model.dtype),
         "config": dataclasses.asdict(trainer.args),
     }
 
@@ -103,13 +104,16 @@ def restore(trainer, path):
     """Put a new trainer where the one was that wrote the checkpoint; its generators come last.
 
     Raises:
-        ValueError: the data or the number of steps is not what the run had.
+        ValueError: the data, the number of steps or the precision is not what the run had.
     """
     state = json.loads((path / "trainer_state.json").read_text())
     if state["rows"] != len(trainer.source):
         raise ValueError(f"{path} was trained on {state['rows']} rows, the data now has {len(trainer.source)}")
     if state["global_step"] > trainer.state.max_steps:
         raise ValueError(f"{path} is past max_steps={trainer.state.max_steps}; raise it")
+    if state["dtype"] != str(trainer.model.dtype):
+        before, now = (name.removeprefix("torch.") for name in (state["dtype"], str(trainer.model.dtype)))
+        raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
     load_weights(trainer.model, path)
     if trainer.args.sync_ref_model:
         weights = torch.load(path / "reference.pt", map_location="cpu", weights_only=True)

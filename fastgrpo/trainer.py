@@ -24,6 +24,7 @@ from fastgrpo.model import policy_and_tokenizer, stop_token_ids
 from fastgrpo.optim import MasterAdamW, make_schedule
 from fastgrpo.profiling import Profiler, StageTimer, needed_steps, peak_flops
 from fastgrpo.report import conclude
+from fastgrpo.resume import set_aside
 from fastgrpo.rewards import Rewards
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
@@ -159,6 +160,7 @@ class GRPOTrainer:
                 set_seed(self.args.seed)  # reward functions may draw from the global generators
             else:
                 restore(self, log.checkpoint)
+                set_aside(log.dir, self.state.global_step, log.say)
             while True:
                 self.checkpoints.check()
                 if not stop:

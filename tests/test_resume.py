@@ -292,7 +292,7 @@ def test_a_named_checkpoint_goes_on_in_its_own_folder(whole):
     run = folder / "named"
     make_trainer(folder, "named").train()
     trainer = make_trainer(folder, None, output_dir=None, resume_from_checkpoint=str(run / "checkpoint-2"), seed=1)
-    assert trainer.log.dir == run and list(checkpoints(run)) == [2]
+    assert trainer.log.dir == run and list(checkpoints(run)) == [2, 4, 6, 8]  # nothing moves before it has gone on
     trainer.train()
     assert list(checkpoints(run)) == [2, 4, 6, 8]
     assert {path.name for path in run.glob("stale-*")} == {f"stale-checkpoint-{step}" for step in (4, 6, 8)}
@@ -348,6 +348,16 @@ def test_auto_starts_where_nothing_is(tmp_path, capsys):
         log()
 
 
+def test_auto_leaves_a_folder_alone_that_is_not_a_run(tmp_path):
+    tiny.save(tmp_path / "model")
+    (tmp_path / "model" / "curves.png").write_text("mine")
+    before = sorted(path.name for path in (tmp_path / "model").iterdir())
+    with pytest.raises(ValueError, match="model holds files that are not of a run"):
+        RunLog(GRPOConfig(output_dir=str(tmp_path / "model"), resume_from_checkpoint="auto"))
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted([*before, ".lock"])
+    json.loads((tmp_path / "model" / "config.json").read_text())["model_type"]
+
+
 def test_where_all_are_damaged_nothing_is_started(tmp_path):
     for step in (1, 2):
         (write_checkpoint(tmp_path, step, lambda path: (path / "a").write_text("a")) / "a").write_text("b")
@@ -388,7 +398,12 @@ def test_settings_that_change_the_run_are_refused_and_others_warned_of(whole, ca
     assert len(warnings) == 2 and "max_steps was 8 and is 10 now" in warnings[0] and "microbatch" in warnings[1]
     assert trainer.train()["steps"] == 10
     assert untimed(folder / "changed")[0] == untimed(folder / "whole")[0]
-    trainer = make_trainer(folder, "changed", resume_from_checkpoint="auto", max_steps=10)
+    with pytest.raises(
+        ValueError, match="was trained in float32, the policy is bfloat16 now; go on with --dtype float32"
+    ):
+        make_trainer(folder, "changed", resume_from_checkpoint="auto", max_steps=10, dtype="bfloat16").train()
+    assert json.loads((folder / "changed" / "config.json").read_text())["dtype"] == "float32"
+    trainer = make_trainer(folder, "changed", resume_from_checkpoint="auto", max_steps=10, reward_errors="skip")
     trainer.source.levels[-1].source.rows.pop()
     with pytest.raises(ValueError, match="was trained on 5 rows, the data now has 4"):
         trainer.train()
