@@ -99,8 +99,9 @@ def check_metric(name):
 class RunLog:
     """The folder of a run and all that goes into it while it lasts.
 
-    Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. `started` is when; `checkpoint` is the Path
-    of what the run goes on from, or None; `latest` holds (step, value) of every metric. A context: leaving it closes.
+    Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. `started` is when;
+    `checkpoint` is the Path of what the run goes on from, or None; `latest` holds (step, value) of every metric. A
+    context: leaving it closes.
     """
 
     def __init__(self, config):

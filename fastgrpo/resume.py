@@ -16,9 +16,9 @@ RECORDING = {
 # And those that it may change with a warning: how far, and how it fits into the machine. (What auto makes of dtype must
 # stay: `restore` looks.)
 INEXACT = {
-    "max_steps", "num_train_epochs", "device", "dtype", "gradient_checkpointing", "max_num_seqs", "max_tokens_per_microbatch",
-    "share_prompt", "ref_device", "use_liger_kernel", "rollout_attention", "rollout_memory_utilization",
-    "rollout_enforce_eager",
+    "max_steps", "num_train_epochs", "device", "dtype", "gradient_checkpointing", "max_num_seqs",
+    "max_tokens_per_microbatch", "share_prompt", "ref_device", "use_liger_kernel", "rollout_attention",
+    "rollout_memory_utilization", "rollout_enforce_eager",
 }  # fmt: skip
 
 
