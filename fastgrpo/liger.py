@@ -3,6 +3,8 @@
 import logging
 from importlib.util import find_spec
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,6 +29,7 @@ def apply_liger(model, wanted=None):
         return False
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
+    torch.cuda.set_device(model.device)  # its rotary embedding launches on the current device
     _apply_liger_kernel_to_instance(
         model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
     )

@@ -67,6 +67,12 @@ class MasterAdamW:
             parameter.copy_(master)
         return torch.where(finite, norm, torch.nan)
 
+    def bytes_to_come(self):
+        """Of the gradients, and before the first step of the two moments: they will be there, and are not yet."""
+        states = [self.adamw.state.get(master, {}) for master in self.masters]
+        missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
+        return sum(m.nbytes * (count + (m.grad is None)) for m, count in zip(self.masters, missing, strict=True))
+
     def state_dict(self):
         """fp32 masters of the parameters below fp32, and AdamW's own state. The tensors are the ones in use."""
         return {"masters": [master.detach() for _, master in self.pairs], "adamw": self.adamw.state_dict()}

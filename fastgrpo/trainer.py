@@ -101,7 +101,7 @@ class GRPOTrainer:
             max_tokens=self.args.max_completion_length,
             stop_token_ids=stop_token_ids(self.model, self.tokenizer),
         )
-        self.engine = make_backend(self.model, self.args)
+        self.engine = make_backend(self.model, self.args, lambda: self.update.updater.optimizer.bytes_to_come())
         self.timer = StageTimer(self.model.device, peak_flops(self.model.device, self.model.dtype))
         self.make_experience = ExperienceMaker(
             self.source, self.tokenizer, self.engine, self.rewards, self.sampling, self.args, self.timer

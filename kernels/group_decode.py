@@ -174,8 +174,8 @@ def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, promp
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     own = launch.decode_blocks(ratio, depth, query.dtype)
     shared = launch.decode_blocks(group * ratio, depth, query.dtype)
-    row_blocks = triton.cdiv(group * ratio, shared.rows)
-    own_splits = launch.decode_splits(lanes * key_heads, max_length or keys.shape[2], own, query.device)
+    own_blocks, row_blocks = triton.cdiv(ratio, own.rows), triton.cdiv(group * ratio, shared.rows)
+    own_splits = launch.decode_splits(lanes * own_blocks * key_heads, max_length or keys.shape[2], own, query.device)
     shared_splits = launch.decode_splits(
         prompts * row_blocks * key_heads, max_prompt_length or prompt_keys.shape[2], shared, query.device
     )
@@ -194,7 +194,7 @@ def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, promp
 
     if lanes:
         # The suffixes first: they mark the prompt's splits empty, for lanes without one.
-        partial(lanes, keys, values, lengths, None, own, 1, 0, own_splits)
+        partial(lanes, keys, values, lengths, None, own, own_blocks, 0, own_splits)
         if prompts and group:
             partial(prompts, prompt_keys, prompt_values, prompt_lengths, members, shared, row_blocks, own_splits,
                     shared_splits)  # fmt: skip

@@ -180,6 +180,13 @@ def test_more_query_rows_than_a_block_holds():
     torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", ((40, 1), (71, 1), (80, 2)), ids="{0[0]}-over-{0[1]}".format)
+def test_more_heads_of_a_key_head_than_a_block_holds(heads):
+    case = random_decode(*GROUPS["ragged"], heads=heads, depth=16)
+    assert launch.decode_blocks(heads[0] // heads[1], 16, torch.float32).rows < heads[0] // heads[1]
+    torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
+
+
 def test_scores_far_apart():
     """A key 90 nats above the rest in the prompt, the suffix, or both: the merge neither overflows nor loses it."""
     for prompt, suffix in ((90.0, 0.0), (0.0, 90.0), (90.0, 90.0), (-900.0, -900.0)):

@@ -5,7 +5,7 @@ import tiny
 import torch
 
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.memory import BUCKETS, Geometry, bucket, fit, kv_budget, kv_token_bytes
+from fastgrpo.rollout.memory import BUCKETS, Geometry, bucket, fit, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.sampling import SamplingParams
 
 REQUESTS = [(100, [50] * 4)] * 8
@@ -45,6 +45,29 @@ def test_bytes_of_a_token():
 def test_the_budget_is_a_share_of_what_is_free():
     half, all_of_it = (kv_budget(torch.device("cpu"), share) for share in (0.5, 1.0))
     assert 0.3 < half / all_of_it < 0.7 and all_of_it > 2**28
+
+
+def test_what_is_reserved_is_not_shared():
+    cpu = torch.device("cpu")
+    free = kv_budget(cpu, 1.0)
+    assert 0 <= kv_budget(cpu, 1.0, free // 2) < 0.6 * free and kv_budget(cpu, 0.5, 2 * free) == 0
+
+
+def test_a_geometry_that_is_there_stays_or_grows():
+    def geometry(lanes, capacity, prompts=2, group=4):
+        return Geometry(lanes, capacity, prompts, 16, group, True)
+
+    requests = [(10, [8] * 4)]
+    old = geometry(8, 16)
+    assert settled(old, geometry(6, 8), requests, 1, 10**6) == old
+    grown = settled(old, geometry(100, 8, 9, 1), requests, 1, 10**6)
+    assert grown == geometry(100, 16, 9, 4) == settled(grown, old, requests, 1, 10**6)
+    # A budget that holds 10 lanes of the shorter requests, and 8 of the longer ones before.
+    assert settled(old, geometry(10, 8), requests, 1, old.tokens) == old
+    assert settled(old, geometry(20, 8), requests, 1, old.tokens) == geometry(20, 8)
+    assert settled(old, geometry(8, 17), [(10, [17] * 4)], 1, old.tokens) == geometry(8, 17)
+    flat = Geometry(8, 16, 2, 16, 4, False)
+    assert settled(old, flat, requests, 1, 10**6) == flat
 
 
 def test_buckets_hold_the_lanes():

@@ -78,6 +78,68 @@ def test_sampled_logps_equal_a_teacher_forced_forward(backend, temperature):
         torch.testing.assert_close(logps, rollout.logps, atol=1e-5, rtol=0)
 
 
+def test_the_models_own_generation_settings_change_no_draw(backend):
+    """Only stop tokens are read from them (`stop_token_ids`): under a penalty or a filter that nobody asked for, draws
+    and log-probs would not be the policy's."""
+    plain, model = tiny.model(), tiny.model()
+    own = {"repetition_penalty": 1.9, "typical_p": 0.3, "min_p": 0.2, "no_repeat_ngram_size": 1, "eos_token_id": 5}
+    for name, value in own.items():
+        setattr(model.generation_config, name, value)
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=12, seed=3)
+        expected, seen = (backend(each).generate(PROMPTS, 2, sampling) for each in (plain, model))
+        assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+        assert all(torch.equal(a.logps, b.logps) for a, b in zip(seen, expected, strict=True))
+    assert model.generation_config.repetition_penalty == 1.9
+
+
+def test_requests_wait_again_after_a_failure(backend, monkeypatch):
+    model = tiny.model()
+    rollouts, sampling = backend(model, max_num_seqs=4), SamplingParams(max_tokens=5, seed=3)
+    expected = backend(model, max_num_seqs=4).generate(PROMPTS[:3], 2, sampling)
+    for i, prompt in enumerate(PROMPTS[:3]):
+        rollouts.add_request(prompt, 2, sampling, request_id=i)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model.base_model), "forward", lambda *a, **k: (_ for _ in ()).throw(MemoryError("full")))
+        with pytest.raises(MemoryError, match="full"):
+            rollouts.step()
+    outputs = []
+    while rollouts.has_unfinished_requests():
+        outputs += rollouts.step()
+    seen = [rollout.ids for output in sorted(outputs, key=lambda o: o.request_id) for rollout in output.rollouts]
+    assert len(seen) == len(expected)
+    if isinstance(rollouts, RolloutEngine):
+        assert seen == [rollout.ids for rollout in expected]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "products"])
+def test_what_is_not_finite_leaves_nothing_behind(attention):
+    model, sampling = tiny.model(), SamplingParams(max_tokens=9, seed=3)
+    engine = RolloutEngine(model, attention=attention)
+    expected = engine.generate(PROMPTS, 2, sampling)
+    weight = model.base_model.layers[0].self_attn.v_proj.weight
+    good = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    assert not any(rollout.logps.isfinite().all() for rollout in engine.generate(PROMPTS, 2, sampling))
+    with torch.no_grad():
+        weight.copy_(good)
+    for _ in range(2):
+        again = engine.generate(PROMPTS, 2, sampling)
+        assert all(torch.equal(a.logps, b.logps) for a, b in zip(again, expected, strict=True))
+    assert not engine.lanes.spoilt
+
+
+def test_training_and_evaluation_take_no_turns_at_keys_and_values():
+    engine = RolloutEngine(tiny.model(), max_num_seqs=8)
+    cleared = []
+    clear, engine.graphs.clear = engine.graphs.clear, lambda: (cleared.append(1), clear())
+    for _ in range(3):
+        engine.generate(PROMPTS[:2], 4, SamplingParams(max_tokens=4, seed=0))
+        engine.generate(PROMPTS * 2, 1, SamplingParams(max_tokens=9, seed=0))
+    assert len(cleared) <= 3  # made, and grown once; the weights' places are new at the beginning
+
+
 def test_the_seed_decides(backend):
     rollouts = backend(tiny.model())
 

@@ -73,6 +73,10 @@ def test_a_token_without_probability_is_never_drawn(u):
     assert 20 <= tokens.item() < 30 and logps.isfinite().all()
     tokens, _, kept = sample(logits, torch.tensor([u]), top_k=1)
     assert tokens.item() == 29 and 0 < kept.item() < 1
+    logits = torch.randn(5000, 50, generator=torch.Generator().manual_seed(0)) * 3
+    logits[:, 30:] = -torch.inf
+    tokens, logps, _ = sample(logits, torch.full((5000,), u), top_k=20)
+    assert logps.isfinite().all() and (tokens < 30).all()
 
 
 def test_greedy_takes_the_likeliest_at_temperature_1():
@@ -80,6 +84,9 @@ def test_greedy_takes_the_likeliest_at_temperature_1():
     tokens, logps, kept = sample(logits, torch.tensor([0.9, 0.9]), temperature=0)
     assert tokens.tolist() == [1, 0] and kept.tolist() == [1, 1]
     torch.testing.assert_close(logps, torch.log_softmax(logits, -1).amax(-1))
+    logits = torch.zeros(1, 150_000)
+    logits[0, 100], logits[0, 70_000] = 0.1, 0.1000004  # log-probs near -12 cannot tell them apart
+    assert sample(logits, torch.tensor([0.0]), temperature=0)[0].item() == 70_000
 
 
 def test_a_request_and_a_position_key_a_random_number():

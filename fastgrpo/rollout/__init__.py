@@ -1,8 +1,8 @@
 """Generation inside the trainer's process, from the policy's own weights."""
 
 
-def make_backend(model, config):
-    """The backend that a `GRPOConfig` names."""
+def make_backend(model, config, reserved=None):
+    """The backend that a `GRPOConfig` names. reserved: see `RolloutEngine`."""
     if config.rollout_backend == "hf":
         from fastgrpo.rollout.hf import HFBackend
 
@@ -15,4 +15,5 @@ def make_backend(model, config):
         attention=config.rollout_attention,
         memory_utilization=config.rollout_memory_utilization,
         enforce_eager=config.rollout_enforce_eager,
+        reserved=reserved,
     )

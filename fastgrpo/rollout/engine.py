@@ -17,7 +17,7 @@ from fastgrpo.model import fp32_logits, hidden_states
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
-from fastgrpo.rollout.memory import bucket, fit, head_dim, kv_budget, kv_token_bytes
+from fastgrpo.rollout.memory import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
 from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
@@ -54,17 +54,19 @@ class Seat:
 class RolloutEngine(RolloutBackend):
     """Generates from `model` in place. Any causal LM that uses transformers' attention interface."""
 
-    def __init__(self, model, *, max_num_seqs=256, attention="auto", memory_utilization=0.3, enforce_eager=False):
+    def __init__(self, model, *, max_num_seqs=256, attention="auto", memory_utilization=0.3, enforce_eager=False,
+                 reserved=None):  # fmt: skip
         """
         Args:
             max_num_seqs: completions in flight at once; more wait. attention: a name of providers.py.
             memory_utilization: share of the device's free memory, when the first request comes, that keys and values
-                may take. enforce_eager: no CUDA graphs.
+                may take. enforce_eager: no CUDA graphs. reserved: a function that returns how many bytes of what is
+                free others will take (the optimizer's states, before its first step), or None for none.
         """
         super().__init__(model, max_num_seqs)
         if not 0 < memory_utilization <= 1:
             raise ValueError(f"memory_utilization must be in (0, 1], got {memory_utilization}")
-        self.attention, self.memory_utilization = attention, memory_utilization
+        self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = model.device.type == "cuda"
         self.graphs = Graphs(model.device, self.on_gpu and not enforce_eager)
         self.budget = None  # bytes for keys and values
@@ -109,6 +111,9 @@ class RolloutEngine(RolloutBackend):
         if places != self.places:
             self.graphs.clear()
         self.places, self.versions = places, self._versions()
+        if self.lanes and self.lanes.spoilt:
+            self.slots.zero()
+            self.lanes.forgive()
 
     def _versions(self):
         return sum(weight._version for weight in self.weights)
@@ -154,30 +159,39 @@ class RolloutEngine(RolloutBackend):
             self.attention, model.device, model.dtype, head_dim(shape), max(length for length, _ in requests)
         )
         if self.budget is None:
-            self.budget = kv_budget(model.device, self.memory_utilization)
+            reserved = self.reserved() if self.reserved else 0
+            self.budget = kv_budget(model.device, self.memory_utilization, reserved)
         limits = self.max_num_seqs, kv_token_bytes(shape, model.dtype), self.budget, provider.flat
         try:
             new = fit(requests, *limits)
         except ValueError:  # the longest prompt and the largest group need not be one request's: begin with the first
             new, requests = fit(requests[:1], *limits), requests[:1]
-        old = self.geometry
-        if (
-            old is not None
-            and old.flat == new.flat
-            and old.lanes >= new.lanes
-            and old.prompts >= new.prompts
-            and all(old.holds(*request) for request in requests)
-        ):
-            return
+        if self.geometry is not None:
+            new = settled(self.geometry, new, requests, *limits[1:3])
+            if new == self.geometry:
+                return
         self.graphs.clear()
         self.slots = self.lanes = None  # free them before the new ones are made
         self.geometry, self.provider = new, provider
         self.slots = Slots(new, model.device, provider.memory_order)
         self.lanes = Lanes(new.lanes, new.capacity, model.device)
 
-    @torch.inference_mode()
     def _seat(self, groups):
-        """Prefill: the prompts once each, and the first draw of each of their completions."""
+        """Prefill; where that fails, the groups wait again."""
+        try:
+            self._prefill(groups)
+        except BaseException:
+            self.waiting.extendleft(group.request for group in reversed(groups))
+            raise
+        self.seats += [None] * (1 + max(lane for group in groups for lane in group.lanes) - len(self.seats))
+        for group in groups:
+            for number, lane in enumerate(group.lanes):
+                self.seats[lane] = Seat(group, number, self.steps + group.request.limits[number] - 1)
+        self._arrange()
+
+    @torch.inference_mode()
+    def _prefill(self, groups):
+        """The prompts once each, and the first draw of each of their completions."""
         device, requests, lanes = self.model.device, [g.request for g in groups], [g.lanes for g in groups]
         slots, lengths = [g.slot for g in groups], [len(r.prompt_ids) for r in requests]
         ids = torch.tensor([token for r in requests for token in r.prompt_ids], device=device)
@@ -195,12 +209,6 @@ class RolloutEngine(RolloutBackend):
         self.lanes.seat(rows, *(tensor.to(device) for tensor in seats))
         logits = fp32_logits(self.model, states[(lengths.cumsum(0) - 1).to(device)])
         self._draw(rows, logits.repeat_interleave(counts.to(device), 0, output_size=len(rows)))
-
-        self.seats += [None] * (1 + max(map(max, lanes)) - len(self.seats))
-        for group in groups:
-            for number, lane in enumerate(group.lanes):
-                self.seats[lane] = Seat(group, number, self.steps + group.request.limits[number] - 1)
-        self._arrange()
 
     def _arrange(self):
         self.slots.arrange([seat.group.slot if seat else -1 for seat in self.seats])

@@ -39,14 +39,19 @@ class Graphs:
         graph, run = torch.cuda.CUDAGraph(), {"stream": self.stream, "capture_error_mode": "thread_local"}
         try:
             # The threads that write checkpoints may use CUDA meanwhile: only this one is watched.
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self.pool, **run):
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # a recording that fails leaves its own
+                torch.cuda.graph(graph, pool=self.pool, **run),
+            ):
                 step()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            cause = error.__context__ or error  # where a recording fails, so does its end
             raise ValueError(
                 "the model's decode step cannot be recorded as a CUDA graph; use --rollout_enforce_eager True "
-                f"({str(error).splitlines()[0]})"
+                f"({str(cause).splitlines()[0]})"
             ) from error
         self.pool = graph.pool()
         return graph

@@ -1,11 +1,24 @@
 """The slow backend: transformers' own `generate`, for a model that the engine refuses, and to compare with."""
 
+from contextlib import contextmanager
+
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from fastgrpo.batch import Rollout
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
 from fastgrpo.rollout.sampling import filter_logps
+
+
+@contextmanager
+def _plain(model):
+    """`generate` fills what a GenerationConfig leaves open from the model's own: a repetition penalty, say, under which
+    draws and log-probs would not be the policy's."""
+    before, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = before
 
 
 class DrawRecorder(LogitsProcessor):
@@ -53,8 +66,14 @@ class HFBackend(RolloutBackend):
             if (len(requests) + 1) * count > self.max_num_seqs:
                 break
             requests.append(self.waiting.popleft())
-            del self.unfinished[requests[-1].request_id]
-        return self._generate(requests, count)
+        try:
+            outputs = self._generate(requests, count)
+        except BaseException:
+            self.waiting.extendleft(reversed(requests))
+            raise
+        for request in requests:
+            del self.unfinished[request.request_id]
+        return outputs
 
     def _generate(self, requests, count):
         sampling, device = requests[0].sampling, self.model.device
@@ -68,7 +87,7 @@ class HFBackend(RolloutBackend):
         settings = {"do_sample": False}
         if sampling.temperature > 0:
             settings = {"do_sample": True, **sampling.distribution, "min_p": sampling.min_p or None}
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.model):
             torch.manual_seed(sampling.seed)
             sequences = self.model.generate(
                 ids.to(device).repeat_interleave(count, 0),

@@ -23,6 +23,7 @@ class Lanes:
         self.uniforms = zeros(count, capacity + 1, dtype=torch.float32)
         self.tokens = zeros(count, capacity + 1)
         self.logps = zeros(count, capacity + 1, dtype=torch.float32)
+        self.spoilt = False  # whether a log-prob was not finite, and so keys and values may not be
         self.kept = None  # the mass that filters left at each draw: see `keep_mass`
 
     def keep_mass(self):
@@ -65,12 +66,18 @@ class Lanes:
             if tensor is not None:
                 tensor[targets] = tensor[sources]
 
+    def forgive(self):
+        """What was not finite is gone."""
+        self.logps.zero_()
+        self.spoilt = False
+
     def take(self, rows):
         """(ids, logps, kept or None) of each of these lanes, on the host."""
         lengths = self.length[rows].tolist()
         longest = max(lengths)
         tokens = self.tokens[rows, :longest].tolist()
         logps = self.logps[rows, :longest].cpu()
+        self.spoilt |= not logps.isfinite().all().item()
         kept = None if self.kept is None else self.kept[rows, :longest].cpu()
         return [
             (ids[:n], logps[i, :n].clone(), None if kept is None else kept[i, :n].clone())

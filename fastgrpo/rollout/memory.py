@@ -11,6 +11,7 @@ import torch
 
 PROMPTS_A_GROUP = 2  # prompts kept for each full group of lanes: of some groups only a straggler is left
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # lanes of a CUDA graph
+NEAR = 0.8  # share of the lanes and prompts that would fit, from which what is there is kept
 ROUND = 16  # prompts are rounded up to this many tokens, so that a slightly longer one does not move everything
 
 
@@ -75,6 +76,22 @@ def fit(requests, max_num_seqs, token_bytes, budget, flat):
     )
 
 
+def settled(old, new, requests, token_bytes, budget):
+    """The geometry to go on with where `new` fits the requests and `old` is there: a change costs the graphs.
+
+    `old` where it is as large; else both at once, so that training and evaluation do not take turns; where the budget
+    does not hold both, `old` if it holds the requests and is not much smaller, else `new`.
+    """
+    if old.flat != new.flat:
+        return new
+    sizes = "lanes", "capacity", "prompts", "longest_prompt", "group"
+    both = Geometry(*(max(getattr(old, size), getattr(new, size)) for size in sizes), old.flat)
+    if both.tokens * token_bytes <= budget:
+        return both
+    near = old.lanes >= NEAR * new.lanes and old.prompts >= NEAR * new.prompts
+    return old if near and all(old.holds(*request) for request in requests) else new
+
+
 def kv_token_bytes(config, dtype):
     """Bytes of one token's keys and values in all layers of a model with this transformers config."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -86,15 +103,15 @@ def head_dim(config):
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def kv_budget(device, utilization):
-    """Bytes that keys and values may take: this share of the device's memory that is free now."""
+def kv_budget(device, utilization, reserved=0):
+    """Bytes that keys and values may take: this share of the device's memory that is free now and not reserved."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # What torch has cached and does not use is free too.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
-    return int(free * utilization)
+    return int(max(free - reserved, 0) * utilization)
 
 
 def bucket(lanes, geometry):

@@ -30,8 +30,12 @@ class SharedPrefix:
     def __init__(self, part, memory_order):
         self.part, self.memory_order = part, memory_order
 
-    def begin(self, slots, token_index):
-        """What all layers of a step share. token_index: [n] place of each lane's newest token in its slot."""
+    def begin(self, slots, token_index, bounds):
+        """What all layers of a step share.
+
+        token_index: [n] place of each lane's newest token in its slot. bounds: the smallest and the largest one on the
+        host; None on a GPU.
+        """
         n = len(token_index)
         members = slots.members
         if members.device.type == "cpu":  # nothing is captured there: leave empty prompts and places out
@@ -105,7 +109,7 @@ class GroupDecode:
 
     flat, memory_order = False, TOKENS_BEFORE_HEADS
 
-    def begin(self, slots, token_index):
+    def begin(self, slots, token_index, bounds):
         self.slots, self.lengths = slots, (token_index + 1).to(torch.int32)
 
     def decode(self, query, cache, scale):
@@ -130,11 +134,11 @@ class Flat:
         self.on_cpu, self.scratch = on_cpu, None
         self.memory_order = (2, 0, 1) if on_cpu else (0, 1, 2)
 
-    def begin(self, slots, token_index):
+    def begin(self, slots, token_index, bounds):
         self.longest, self.bias = slots.geometry.lane_tokens, None
-        if self.on_cpu:
-            shortest, self.longest = int(token_index.min()) + 1, int(token_index.max()) + 1
-            if shortest == self.longest:
+        if bounds:
+            self.longest = bounds[1] + 1
+            if bounds[0] == bounds[1]:
                 return
         beyond = torch.arange(self.longest, device=token_index.device) > token_index[:, None]
         self.bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)[:, None, None]
@@ -147,7 +151,8 @@ class Flat:
         grouped = query.reshape(n, keys.shape[1], -1, width)  # the heads of a key head as so many queries
         if not self.on_cpu:
             bias = self.bias.to(query.dtype)
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale).view(n, heads, -1)
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
+            return out.reshape(n, heads, -1)  # of whatever strides its kernel gives it
         scores = (grouped * scale) @ keys.transpose(-1, -2)
         if self.bias is not None:
             scores = scores + self.bias  # in fp32: so is the softmax of a 16-bit model
@@ -209,7 +214,13 @@ def _obstacle(name, device, dtype, head_dim):
     if device.type != "cuda":
         return f"needs a CUDA device; the model is on {device}"
     if name == "triton":
-        return None if find_spec("triton") else "needs the package: pip install triton"
+        if find_spec("triton") is None:
+            return "needs the package: pip install triton"
+        from fastgrpo.kernels import launch
+
+        if not launch.runs_on(device):
+            return "needs an NVIDIA GPU of compute capability 8.0 or newer"
+        return None if dtype in launch.DTYPES else f"takes bf16, fp16 and fp32; the model is {dtype}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes bf16 and fp16; the model is {dtype}"
     if head_dim > 256 or head_dim % 8:

@@ -67,7 +67,7 @@ def sample(logits, uniforms, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Draw one token a row, by the inverse of the cumulative distribution in vocabulary order.
 
     Args:
-        logits: [R, V] fp32. uniforms: [R] fp32 in [0, 1). temperature: 0 is greedy.
+        logits: [R, V] fp32. uniforms: [R] fp32 in [0, 1), at most 1 - 2**-24. temperature: 0 is greedy.
 
     Returns:
         tokens [R] int64; logps [R] fp32: their log-probs under the full softmax at the temperature (at 1 when greedy),
@@ -81,24 +81,24 @@ def sample(logits, uniforms, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     greedy = temperature == 0
     all_logps = torch.log_softmax(logits if greedy or temperature == 1 else logits / temperature, dim=-1)
     if greedy:
-        tokens, kept = all_logps.argmax(-1), torch.ones_like(uniforms)
+        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # the softmax would round near ties together
     else:
-        cumulative = filter_logps(all_logps, top_k=top_k, top_p=top_p, min_p=min_p).exp_().cumsum(-1)
+        filtered = filter_logps(all_logps, top_k=top_k, top_p=top_p, min_p=min_p)
+        cumulative = filtered.exp().cumsum(-1)
         kept = cumulative[:, -1]
-        # Below the total, so that rounding cannot step past the last token that has probability.
-        target = torch.minimum(uniforms * kept, torch.nextafter(kept, torch.zeros_like(kept)))
-        tokens = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+        # Of u <= 1 - 2**-24 the product with the total rounds below the total: the token has probability.
+        tokens = torch.searchsorted(cumulative, (uniforms * kept)[:, None], right=True)[:, 0]
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits: every comparison is false
     return tokens, all_logps.gather(-1, tokens[:, None])[:, 0], kept
 
 
 def filter_logps(all_logps, *, top_k=0, top_p=1.0, min_p=0.0):
-    """A new [R, V] of log-probs, -inf where top-k, top-p or min-p cut, in this order, as transformers does.
+    """[R, V] log-probs, -inf where top-k, top-p or min-p cut, in this order, as transformers does.
 
     Equal tokens stay or go together: top-k keeps those that tie with its last, and top-p those that tie with the one
     that completes its mass.
     """
-    kept = all_logps.clone()
+    kept = all_logps
     if 0 < top_k < kept.shape[-1]:
         threshold = kept.topk(top_k, dim=-1).values[:, -1:]
         kept = kept.masked_fill(kept < threshold, -torch.inf)

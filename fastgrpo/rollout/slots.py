@@ -64,6 +64,13 @@ class Slots:
         self.members.copy_(torch.from_numpy(members), non_blocking=True)
 
     @torch.inference_mode()
+    def zero(self):
+        """Forget all keys and values: a masked place is multiplied by 0, and 0 times NaN is NaN."""
+        for cache in self.caches.values():
+            for tensor in cache:
+                tensor.zero_()
+
+    @torch.inference_mode()
     def move(self, sources, targets, tokens):
         """The lanes at `sources`, which hold at most so many tokens, continue at `targets`."""
         for cache in self.caches.values():
@@ -109,11 +116,14 @@ class DecodeAttention:
 
     def __init__(self, slots, provider, token_index):
         self.slots, self.provider = slots, provider
-        n, device = len(token_index), token_index.device
-        self.place = torch.arange(n, device=device), slice(None), token_index
-        if device.type == "cpu" and (token_index == token_index[0]).all():  # one block of memory
-            self.place = slice(n), slice(None), int(token_index[0])
-        provider.begin(slots, token_index)
+        n, device, bounds = len(token_index), token_index.device, None
+        if device.type == "cpu":  # a GPU is not waited for
+            bounds = tuple(map(int, token_index.aminmax()))
+        if bounds and bounds[0] == bounds[1]:  # one block of memory
+            self.place = slice(n), slice(None), bounds[0]
+        else:
+            self.place = torch.arange(n, device=device), slice(None), token_index
+        provider.begin(slots, token_index, bounds)
 
     def attend(self, layer, query, key, value, scaling):
         """query [H, n, d], key and value [K, n, d] of the new tokens -> [n, H, d]."""
