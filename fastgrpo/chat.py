@@ -79,7 +79,7 @@ class Conversation:
         turn = {"role": "user", "content": text}
         prefix = f"{self.system_prompt}\n\n" if self.system_prompt else ""
         prompt = to_prompt({"prompt": [*self.messages, turn] if templated else prefix + text}, self.tokenizer)
-        check_prompts([prompt], self.model, self.max_tokens)
+        check_prompts([prompt], self.model, self.max_tokens, "max_tokens")
         ids = torch.tensor([prompt.ids], device=self.model.device)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)

@@ -65,7 +65,7 @@ def explain(error):
     return None
 
 
-_DENIED = "no permission to write{where}; choose a folder that is yours (--output_dir, and HF_HOME for downloads)"
+_DENIED = "no permission to read or write{where}; choose what is yours (--output_dir for runs, HF_HOME for downloads)"
 _SYSTEM = {
     errno.ENOSPC: "the disk is full, writing{where} failed; checkpoints saved before are whole: free space and resume",
     errno.EDQUOT: "the disk quota is used up, writing{where} failed; checkpoints saved before are whole: free space",

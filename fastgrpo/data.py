@@ -9,6 +9,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from fastgrpo.batch import Prompt
 
 
@@ -73,6 +75,11 @@ class Curriculum:
     @property
     def name(self):
         return self.levels[self.level].name
+
+    @property
+    def rows(self):
+        """Of all levels."""
+        return [row for level in self.levels for row in level.source.rows]
 
     def __len__(self):
         return len(self.levels[-1].source)
@@ -206,7 +213,15 @@ def to_prompt(row, tokenizer):
     elif tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
     else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        from jinja2 import TemplateError
+
+        try:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        except TemplateError as error:
+            raise ValueError(
+                f"the tokenizer's chat template refuses the prompt {shortened(prompt)}: {error}; a template that knows "
+                "no system role takes no system prompt"
+            ) from None
         ids = ids["input_ids"]
     return Prompt(list(ids), prompt, {name: value for name, value in row.items() if name != "prompt"})
 
@@ -215,8 +230,10 @@ def _is_message(message):
     return isinstance(message, dict) and "role" in message and ("content" in message or "tool_calls" in message)
 
 
-def check_prompts(prompts, model, max_tokens):
+def check_prompts(prompts, model, max_tokens, limit="max_completion_length"):
     """Refuse what the model cannot hold: a prompt that leaves no room for max_tokens, or a token without an embedding.
+
+    limit: the name of the setting that is max_tokens.
 
     Raises:
         ValueError: naming the prompt by its beginning.
@@ -228,7 +245,7 @@ def check_prompts(prompts, model, max_tokens):
             raise ValueError(f"the prompt {shortened(prompt.prompt)} has no tokens")
         if context is not None and len(prompt.ids) + max_tokens > context:
             raise ValueError(
-                f"the prompt {shortened(prompt.prompt)} has {len(prompt.ids)} tokens; with max_completion_length "
+                f"the prompt {shortened(prompt.prompt)} has {len(prompt.ids)} tokens; with {limit} "
                 f"{max_tokens} it exceeds the model's context of {context}; shorten the prompt or the completions"
             )
         if max(prompt.ids) >= embeddings:
@@ -236,6 +253,13 @@ def check_prompts(prompts, model, max_tokens):
                 f"the prompt {shortened(prompt.prompt)} has the token id {max(prompt.ids)}, but the model has only "
                 f"{embeddings} embeddings; use the tokenizer that the model was trained with"
             )
+
+
+def check_rows(rows, tokenizer, model, max_tokens):
+    """Look at every row before the first step, so that none ends the run in the middle: see `to_prompt` and
+    `check_prompts`."""
+    for row in tqdm(rows, desc="check prompts", delay=2, leave=False):
+        check_prompts([to_prompt(row, tokenizer)], model, max_tokens)
 
 
 def shortened(text, limit=60):

@@ -12,6 +12,7 @@ Shapes: S completions, those of a prompt side by side, G a group; F reward funct
 """
 
 import dataclasses
+import json
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fastgrpo.advantage import decoupled_advantages, group_advantages
 from fastgrpo.batch import Prompt, Rollout, Sample
 from fastgrpo.data import check_prompts, to_completion, to_prompt
 from fastgrpo.measure import reward_metrics, rollout_metrics
+from fastgrpo.rewards import scalar
 
 # Between the seeds of a step's batches. torch's CPU generator reads 32 bits of a seed: modulo 2**32, the multiples of
 # the golden ratio keep farthest from one another, and so from the seeds of the next steps.
@@ -139,12 +141,16 @@ class ExperienceMaker:
         extras, custom = {}, defaultdict(list)
 
         def log_extra(column, values):
-            extras[column] = list(values)
-            if len(extras[column]) != len(completions):
+            values = [scalar(value) for value in values]
+            if len(values) != len(completions):
                 raise ValueError(
-                    f"log_extra({column!r}, ...) takes one value a completion: {len(completions)}, got "
-                    f"{len(extras.pop(column))}"
+                    f"log_extra({column!r}, ...) takes one value a completion: {len(completions)}, got {len(values)}"
                 )
+            try:
+                json.dumps(values)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
+            extras[column] = values
 
         per_function = self.rewards(
             prompts,

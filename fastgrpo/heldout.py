@@ -18,11 +18,13 @@ from fastgrpo.tasks.answers import completion_text, final_answer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """values: metrics by name. intervals: (low, high) of those that are means over prompts. rows: one a completion."""
+    """values: metrics by name. intervals: (low, high) of those that are means over prompts. rows: one a completion.
+    notes: what a person must know to read them."""
 
     values: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     rows: list[dict]
+    notes: list[str]
 
     def metrics(self):
         """Values and intervals as one dict, for metrics.jsonl."""
@@ -32,12 +34,12 @@ class Evaluation:
         return self.values | bounds
 
     def summary(self):
-        """Accuracy, and pass@k and maj@k of the most draws, on one line."""
+        """Accuracy, and pass@k and maj@k of the most draws, on one line; a line for each note."""
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = ["eval/accuracy", *by_kind.values()]
         means = ", ".join(f"{name.removeprefix('eval/')} {self.cell(name)}" for name in shown)
-        return f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)"
+        return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *self.notes])
 
     def cell(self, name):
         """A value with its interval, as text."""
@@ -77,16 +79,21 @@ def evaluate(engine, tokenizer, rows, rewards, sampling, trainer_state, progress
         )  # fmt: skip
         groups = range(0, len(drawn), num_generations)
         answers = [final_answer(completion_text(row["completion"])) for row in drawn]
+        voting = not any(r and answer is None for r, answer in zip(right, answers, strict=True))
+        if not voting:
+            means.notes.append(
+                "note: maj@k is left out: right completions have no number or marked answer to vote with"
+            )
         for k in draws_reported(num_generations):
             spans = [slice(i, i + num_generations) for i in groups]
             passed = [pass_at_k(num_generations, sum(right[span]), k) for span in spans]
             means.add(f"eval/pass@{k}", passed, share=True)
-            if k > 1:
+            if k > 1 and voting:
                 votes = [maj_at_k(answers[span], right[span], k) for span in spans]
                 means.add(f"eval/maj@{k}", votes, share=True)
         shown += drawn
     means.values["eval/time"] = time.perf_counter() - started
-    return Evaluation(means.values, means.intervals, shown)
+    return Evaluation(means.values, means.intervals, shown, means.notes)
 
 
 def draws_reported(count):
@@ -95,10 +102,10 @@ def draws_reported(count):
 
 
 class _Means:
-    """Means over problems and their intervals, by name."""
+    """Means over problems and their intervals, by name; notes on them."""
 
     def __init__(self):
-        self.values, self.intervals = {}, {}
+        self.values, self.intervals, self.notes = {}, {}, []
 
     def add(self, name, by_problem, share=False):
         """by_problem: one value a problem, NaN for none. share: they are shares, 0 or 1 for one completion each."""
@@ -128,6 +135,12 @@ def _complete(engine, tokenizer, prompts, rewards, sampling, state, progress, dr
         log_metric=lambda name, value: None,
         log_extra=lambda column, values: None,
     )
+    for name, count in rewards.errors.items():
+        means.values[f"{prefix}rewards/{name}/errors"] = count
+        means.notes.append(
+            f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions; they "
+            "count as without a reward, and not as right"
+        )
     columns = {f"rewards/{name}/mean": column for name, column in zip(rewards.names, per_function.T, strict=True)}
     shares = {}
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):

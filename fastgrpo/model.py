@@ -1,6 +1,7 @@
 """The policy: loading, with checks, and token ids -> hidden states. Logits are never made here; the head belongs to the
 loss."""
 
+import logging
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.attention import PackedAttention, attention_of
 from fastgrpo.own_attention import narrow_window, packing_obstacle, padded_states
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(name="auto"):
@@ -195,6 +198,7 @@ def prepare(model, gradient_checkpointing=False, own_attention=False):
             if isinstance(value, float) and ("dropout" in knob or knob in ("layerdrop", "router_jitter_noise")):
                 setattr(module, knob, 0.0)
     model.eval()
+    _check_generation_config(model)
     if gradient_checkpointing:
         # The layers run a second time in the backward pass, outside of `hidden_states`: they must attend as they did.
         def contexts():
@@ -205,6 +209,25 @@ def prepare(model, gradient_checkpointing=False, own_attention=False):
     else:
         model.gradient_checkpointing_disable()
     return model
+
+
+def _check_generation_config(model):
+    """transformers loads a generation config that contradicts itself, and refuses to save it: not at the first
+    checkpoint."""
+    config = model.generation_config
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True  # its sampling settings say so
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"the model's generation_config.json could not be saved again, mend it: {reason}"
+            ) from None
+        logger.warning("the model's generation_config.json samples without do_sample: what is saved has do_sample=True")
 
 
 def head(model):

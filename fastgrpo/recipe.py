@@ -54,6 +54,14 @@ def _typed(where, value, kind):
     return value
 
 
+def unchecked(settings):
+    """A `GRPOConfig` that nobody has checked: flags come on top, and then it is."""
+    config = object.__new__(GRPOConfig)
+    for field in dataclasses.fields(GRPOConfig):
+        object.__setattr__(config, field.name, settings.get(field.name, field.default))
+    return config
+
+
 def task_defaults(task):
     """Settings of recipes/TASK.yaml, where the task ships one."""
     path = RECIPES / f"{task}.yaml"

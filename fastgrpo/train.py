@@ -4,7 +4,7 @@ import sys
 
 from fastgrpo.command import parse_flags, run_command
 from fastgrpo.config import GRPOConfig
-from fastgrpo.recipe import load_yaml, task_defaults
+from fastgrpo.recipe import load_yaml, task_defaults, unchecked
 
 
 def parse(argv):
@@ -16,7 +16,7 @@ def parse(argv):
     argv, config_file = _take_flag(argv, "--config")
     from_file = load_yaml(config_file) if config_file else {}
     task = _take_flag(argv, "--task")[1] or from_file.get("task", "arithmetic")
-    defaults = GRPOConfig(**{**task_defaults(task), **from_file, "task": task})
+    defaults = unchecked({**task_defaults(task), **from_file, "task": task})
     return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=__doc__, default=defaults)
 
 

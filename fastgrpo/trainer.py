@@ -10,7 +10,7 @@ from transformers import set_seed
 
 from fastgrpo.checkpoint import Checkpointer, save_model
 from fastgrpo.config import GRPOConfig
-from fastgrpo.data import Curriculum, ShuffledRows
+from fastgrpo.data import Curriculum, ShuffledRows, check_rows
 from fastgrpo.experience import ExperienceMaker
 from fastgrpo.frozen import make_reference
 from fastgrpo.grpo import GRPOUpdate
@@ -51,7 +51,8 @@ class GRPOTrainer:
         model: a folder or hub id, or a transformers causal LM (trained in place).
         reward_funcs: a function or a list: `f(prompts, completions, **columns) -> list[float | None]`, see `Rewards`.
         args: `GRPOConfig`. train_dataset: rows with a `prompt` column (a list, a datasets.Dataset), or a source like
-            `ShuffledRows`. eval_dataset: held-out rows, or None for no evaluation.
+            `ShuffledRows`; the `rows` of one that has them are looked at before the first step. eval_dataset: held-out
+            rows, or None for no evaluation.
         processing_class: the tokenizer; None loads the model's.
         log: a `RunLog` whose folder is claimed already; None makes one from args.
 
@@ -80,6 +81,8 @@ class GRPOTrainer:
         self.source = train_dataset
         if not (hasattr(train_dataset, "take") and hasattr(train_dataset, "observe")):
             self.source = ShuffledRows(train_dataset, seed=self.args.seed, shuffle=self.args.shuffle_dataset)
+        if hasattr(self.source, "rows"):
+            check_rows(self.source.rows, self.tokenizer, self.model, self.args.max_completion_length)
         self.eval_rows = None if eval_dataset is None else list(eval_dataset)[: self.args.max_eval_samples]
         max_steps = self.args.max_steps
         if max_steps < 0:
@@ -101,7 +104,7 @@ class GRPOTrainer:
             max_tokens=self.args.max_completion_length,
             stop_token_ids=stop_token_ids(self.model, self.tokenizer),
         )
-        self.engine = make_backend(self.model, self.args, lambda: self.update.updater.optimizer.bytes_to_come())
+        self.engine = make_backend(self.model, self.args, lambda: self.optimizer.bytes_to_come())
         self.timer = StageTimer(self.model.device, peak_flops(self.model.device, self.model.dtype))
         self.make_experience = ExperienceMaker(
             self.source, self.tokenizer, self.engine, self.rewards, self.sampling, self.args, self.timer
@@ -114,7 +117,7 @@ class GRPOTrainer:
 
     def _make_update(self):
         args = self.args
-        optimizer = MasterAdamW(
+        self.optimizer = MasterAdamW(
             self.model,
             learning_rate=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
@@ -122,9 +125,11 @@ class GRPOTrainer:
             weight_decay=args.weight_decay,
         )
         updates = self.state.max_steps * args.num_iterations * args.updates_per_rollout
-        schedule = make_schedule(optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps, total_steps=updates)
+        schedule = make_schedule(
+            self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps, total_steps=updates
+        )
         updater = Updater(
-            optimizer,
+            self.optimizer,
             schedule,
             max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch,

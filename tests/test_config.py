@@ -119,6 +119,15 @@ def test_yaml_numbers_may_lack_their_point(tmp_path):
     assert repr(load_yaml(path)) == "{'max_steps': 1000}"
 
 
+def test_what_the_file_begins_flags_may_complete(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("resume_from_checkpoint: auto\nmetric_for_best_model: eval/accuracy\nsave_steps: 20\n")
+    config = parse(["--config", str(path), "--output_dir", "x", "--eval_steps", "10"])
+    assert config.resume_from_checkpoint == "auto" and config.output_dir == "x"
+    with pytest.raises(ValueError, match="resume_from_checkpoint=auto needs output_dir"):
+        parse(["--config", str(path), "--eval_steps", "10"])
+
+
 def test_flags_go_before_the_file_before_the_tasks_recipe(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("beta: 0.5\nnum_generations: 4\n")

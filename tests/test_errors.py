@@ -35,6 +35,10 @@ async def raises_later(completions, **columns):
 def short(completions, **columns):
     return [0.0]
 
+def opaque(completions, log_extra, **columns):
+    log_extra("note", [object()] * len(completions))
+    return [0.0] * len(completions)
+
 def text(completions, **columns):
     return ["good"] * len(completions)
 
@@ -216,6 +220,22 @@ CASES = {
     "no data set": (flags(dataset_name=None), "needs --dataset_name"),
     "no data file": (flags(dataset_name="./no.jsonl"), "no such file: no.jsonl"),
     "curriculum of another task": (flags(curriculum_iters=3), "curriculum_iters goes with --task gsm8k"),
+    "warmup of a constant rate": (
+        flags(lr_scheduler_type="constant", warmup_steps=5),
+        "has no effect under lr_scheduler_type=constant; use constant_with_warmup",
+    ),
+    "draws that nobody makes": (flags(eval_top_k=5), "eval_top_k is of the draws of an evaluation, .*eval_num_gen"),
+    "another loss's temperature": (flags(sapo_temperature_neg=2), "sapo_temperature_neg is of loss_type=sapo alone"),
+    "a KL estimator without KL": (flags(kl="k2"), "kl is of the reference, and at beta=0 there is none; set beta"),
+    "a reference that should move": (
+        flags(beta=0.1, ref_model_sync_steps=5),
+        "ref_model_sync_steps is of a reference that follows .*sync_ref_model=True",
+    ),
+    "a bound without refills": (flags(max_num_gen_batches=5), "max_num_gen_batches is of dynamic_sampling, which"),
+    "attention of the other backend": (
+        flags(rollout_backend="hf", rollout_attention="sdpa"),
+        "rollout_attention is of the engine, and rollout_backend=hf does without it",
+    ),
     "adapters that are off": (flags(lora_r=4), "lora_r is of adapters, and without use_peft=True there are none"),
     "data file of another kind": (
         spoilt(lambda c: (c.folder / "rows.csv").write_text("prompt"), dataset_name="rows.csv"),
@@ -252,6 +272,21 @@ CASES = {
         spoilt(lambda c: c.write('{"prompt": [{"rol": "user", "content": "hi"}]}')), "each with a role and a content",
     ),
     "no messages": (spoilt(lambda c: c.write('{"prompt": []}')), "a prompt of messages must have some"),
+    "overlong prompt, far behind": (
+        spoilt(
+            lambda c: c.write(*['{"prompt": "ab"}'] * 50, json.dumps({"prompt": "long " * 600})), shuffle_dataset=False
+        ),
+        r"the prompt 'long long .* has \d+ tokens; with max_completion_length 4 it exceeds the model's context of",
+    ),
+    "chat template without a system role": (
+        spoilt(
+            lambda c: (
+                c.edit("tokenizer_config.json", chat_template="{{ raise_exception('System role not supported') }}"),
+                c.write('{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}'),
+            )
+        ),
+        "chat template refuses the prompt 'u': System role not supported; .*no system prompt",
+    ),
     "empty prompt": (spoilt(lambda c: c.write('{"prompt": ""}')), "the prompt '' has no tokens"),
     "messages without a template": (
         spoilt(lambda c: c.write('{"prompt": [{"role": "user", "content": "hi"}]}')), "no chat template; use plain",
@@ -274,6 +309,10 @@ CASES = {
     "all rewards None": (flags(reward_funcs="own_rewards:none"), "all rewards are None: none gave none of 4"),
     "log_extra of the wrong length": (
         flags(reward_funcs="own_rewards:extra"), r"'extra' raised ValueError: log_extra\('note', ...\) .*: 4, got 1",
+    ),
+    "log_extra of what JSON cannot hold": (
+        flags(reward_funcs="own_rewards:opaque"),
+        r"'opaque' raised ValueError: log_extra\('note', ...\) takes what JSON can hold: Object of type object",
     ),
     "weights for other rewards": (lambda c: [*c.argv(), "--reward_weights", "1", "2"], "2 entries for 1 reward"),
     "unknown schedule": (flags(lr_scheduler_type="cosin"), "lr_scheduler_type 'cosin' cannot be used.*cosine"),
@@ -311,7 +350,7 @@ CASES = {
     "unwritable cache": (
         spoilt(lambda c: c.patch("datasets.load_dataset", raising(PermissionError(errno.EACCES, "no", "/root/.cache"))),
                dataset_name="a/b"),
-        "no permission to write /root/.cache.*HF_HOME",
+        "no permission to read or write /root/.cache.*HF_HOME",
     ),
     "disk full": (
         spoilt(lambda c: c.patch("transformers.PreTrainedModel.save_pretrained", raising(FULL))),

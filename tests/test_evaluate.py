@@ -141,6 +141,32 @@ def test_a_reward_that_was_not_given_is_left_out_of_its_mean():
     assert not any(math.isnan(value) for value in result.metrics().values())
 
 
+def test_answers_that_nobody_can_count_have_no_majority():
+    def letter(completions, **_):
+        return [float(text == "The answer is B") for text in completions]
+
+    engine = Script(["The answer is B"], ["The answer is B"] * 3 + ["The answer is C"])
+    rows = [{"prompt": "A, B or C?"}]
+    result = evaluate(engine, engine.tokenizer, rows, Rewards([letter]), SamplingParams(max_tokens=50), STATE, None, 4)
+    assert result.values["eval/pass@4"] == 1.0 and not any("maj@" in name for name in result.values)
+    assert result.summary().count("note: maj@k is left out") == 1
+
+
+def test_failures_of_a_reward_function_are_told():
+    def moody(completions, **_):
+        return [float("nan") if text == "?" else 1.0 for text in completions]
+
+    engine = Script(["?", "a"], ["?", "?", "a", "?"])
+    rows = [{"prompt": "x"}, {"prompt": "y"}]
+    result = evaluate(
+        engine, engine.tokenizer, rows, Rewards([moody], on_error="skip"), SamplingParams(max_tokens=50), STATE, None, 2
+    )
+    assert result.values["eval/rewards/moody/errors"] == 1 and result.values["eval/sampled/rewards/moody/errors"] == 3
+    assert result.values["eval/accuracy"] == 0.5
+    assert "'moody' failed on 1 of 2 held-out completions" in result.summary()
+    assert "'moody' failed on 3 of 4 held-out completions" in result.summary()
+
+
 def test_the_draws_follow_the_engine():
     """With the real engine: greedy draws of the K completions would all be equal; sampled ones are not."""
     model = tiny.model(vocab_size=258)
@@ -184,7 +210,7 @@ def test_final_answers(text, answer):
 
 def test_one_table_over_several_models():
     result, _ = measured()
-    lines = comparison(["a", "b"], [result, heldout.Evaluation({"eval/accuracy": 0.25}, {}, [])]).splitlines()
+    lines = comparison(["a", "b"], [result, heldout.Evaluation({"eval/accuracy": 0.25}, {}, [], [])]).splitlines()
     assert lines[0].split("|")[1:-1] == [f" {'metric':<34} ", f" {'a':<23} ", f" {'b':<5} "]
     assert lines[2].startswith("| accuracy") and "0.500 [0.095, 0.905]" in lines[2] and "0.250" in lines[2]
     assert len({len(line) for line in lines}) == 1

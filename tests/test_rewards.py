@@ -72,11 +72,48 @@ def test_async_functions_run_together():
     assert order == ["slow starts", "quick", "slow ends"]
 
 
+def test_async_functions_run_where_a_loop_runs_already():
+    async def later(**_):
+        await asyncio.sleep(0.01)
+        return [1, 2]
+
+    async def notebook():
+        return call(Rewards([later]))
+
+    assert asyncio.run(notebook()).tolist() == [[1], [2]]
+
+
 def test_numpy_and_torch_scalars_are_numbers():
     def reward(**_):
         return [torch.tensor(1.5), torch.tensor(2).numpy()[()]]
 
-    assert call(Rewards([reward])).tolist() == [[1.5], [2.0]]
+    def column(**_):
+        return torch.tensor([[1.5], [2.0]])
+
+    def generator(**_):
+        return map(float, ("1.5", "2"))
+
+    for function in (reward, column, generator):
+        assert call(Rewards([function])).tolist() == [[1.5], [2.0]]
+
+
+@pytest.mark.parametrize(
+    "result, match",
+    [
+        (lambda: ({}[text] for text in "ab"), r"'reward' raised KeyError: 'a' \("),
+        (lambda: torch.ones(2, 2), r"'reward' returned tensor\(\[1., 1.\]\) for completion 0, not a finite number"),
+        (lambda: torch.ones(2, 2).numpy(), r"'reward' returned array\(.* for completion 0, not a finite number"),
+        (lambda: torch.tensor(1.0), "'reward' raised TypeError: iteration over a 0-d tensor"),
+    ],
+)
+def test_what_fails_while_it_is_read_is_named_or_skipped(result, match):
+    def reward(**_):
+        return result()
+
+    with pytest.raises(ValueError, match=match):
+        call(Rewards([reward]))
+    skipping = Rewards([reward], on_error="skip")
+    assert call(skipping).isnan().all() and skipping.errors == {"reward": 2}
 
 
 def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():

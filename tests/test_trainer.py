@@ -296,7 +296,13 @@ def test_no_verdict_at_all(tmp_path):
 def advantages_of(trainer):
     """Those of one step, and the rewards they are made of."""
     seen = []
-    trainer.update = lambda groups, logged: seen.extend(groups) or {"accuracy": 0.0}
+
+    def update(groups, logged):
+        seen.extend(groups)
+        return {"accuracy": 0.0}
+
+    update.norms = []
+    trainer.update = update
     trainer.step()
     return torch.tensor([[sample.advantage for sample in group] for group in seen])
 
@@ -354,3 +360,23 @@ def test_draws_of_held_out_prompts(tmp_path):
 def test_no_data_set(tmp_path):
     with pytest.raises(ValueError, match="train_dataset is needed"):
         GRPOTrainer(str(tiny.save(tmp_path / "m")), share_of_a, GRPOConfig(output_dir=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("do_sample", [False, None])
+def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path, caplog, do_sample):
+    """As some models on the hub have them: transformers loads them, and refuses to save them."""
+    folder = tiny.save(tmp_path / "model")
+    path = folder / "generation_config.json"
+    settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": do_sample}
+    path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=1, num_generations=2, max_completion_length=4,
+        device="cpu",
+    )  # fmt: skip
+    GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}]).train()
+    saved = json.loads((tmp_path / "run" / "checkpoint-1" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
+    assert "do_sample=True" in caplog.text
+    path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
+    with pytest.raises(ValueError, match=r"could not be saved again, mend it: .*length_penalty"):
+        GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}])

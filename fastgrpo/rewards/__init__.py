@@ -6,6 +6,7 @@ import inspect
 import math
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -101,9 +102,9 @@ class Rewards:
             "log_extra": log_extra,
         }
         self.errors = Counter()
-        results = [_attempt(function, arguments) for function in self.functions]
+        results = [_attempt(function, **arguments) for function in self.functions]
         if any(inspect.isawaitable(result) for result in results):
-            results = asyncio.run(_gather(results))
+            results = _finished(_gather(results))
         verdicts = [
             self._checked(name, result, prompts, completions) for name, result in zip(self.names, results, strict=True)
         ]
@@ -120,13 +121,13 @@ class Rewards:
     def _checked(self, name, result, prompts, completions):
         """What one function returned, or the exception that it raised -> [S] fp64."""
         rewards = torch.full((len(prompts),), math.nan, dtype=torch.float64)
+        if hasattr(result, "__iter__"):
+            values = result = _attempt(list, result)  # a generator may raise, too
         if isinstance(result, Exception):
             problem = f"raised {_told(result)}; the rows have the columns {', '.join(prompts[0].columns) or '(none)'}"
             self._fail(name, problem, len(prompts), prompts[0], completions[0], result)
             return rewards
-        try:
-            values = list(result)
-        except TypeError:
+        if not isinstance(result, list):
             problem = f"returned {result!r:.60}, not a list"
             self._fail(name, problem, len(prompts), prompts[0], completions[0])
             return rewards
@@ -135,8 +136,7 @@ class Rewards:
             self._fail(name, problem, len(prompts), prompts[0], completions[0])
             return rewards
         for i, value in enumerate(values):
-            if hasattr(value, "item"):  # a numpy or torch scalar
-                value = value.item()
+            value = scalar(value)
             if value is None:
                 continue
             if isinstance(value, (int, float)) and math.isfinite(value):
@@ -162,12 +162,30 @@ class Rewards:
         return torch.where(per_function.isnan().all(1), math.nan, total)
 
 
-def _attempt(function, arguments):
+def _attempt(function, *arguments, **named):
     """What a function returns, or the exception that it raises."""
     try:
-        return function(**arguments)
+        return function(*arguments, **named)
     except Exception as error:
         return error
+
+
+def scalar(value):
+    """A number of numpy's or torch's as Python's; anything else as it is."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):  # several numbers
+        return value
+
+
+def _finished(coroutine):
+    """What a coroutine returns. Where this thread runs a loop already, as a notebook's does, another one runs it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
 
 
 async def _gather(results):

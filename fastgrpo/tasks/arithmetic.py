@@ -76,7 +76,10 @@ def build(config, tokenizer):
         if getattr(config, name):
             raise ValueError(f"task=arithmetic makes its own data: {name} goes with --task gsm8k or dataset")
     *levels, held_out = pairs_by_level()
-    sources = [ShuffledRows([to_row(*pair) for pair in level], seed=config.seed) for level in levels]
+    sources = [
+        ShuffledRows([to_row(*pair) for pair in level], seed=config.seed, shuffle=config.shuffle_dataset)
+        for level in levels
+    ]
     thresholds = (0.5, 0.5, None)
     names = ("below 40", "below 70", "any, with a carry")
     curriculum = [Level(*level) for level in zip(names, sources, thresholds, strict=True)]

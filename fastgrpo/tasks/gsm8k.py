@@ -38,7 +38,8 @@ def build(config, tokenizer):
     source = ShuffledRows(train, seed=config.seed, shuffle=config.shuffle_dataset)
     if config.curriculum_iters:
         sums = [to_row(row, system_prompt, conversational) for row in arithmetic_rows(config.seed)]
-        first = Level("arithmetic", ShuffledRows(sums, seed=config.seed), until_steps=config.curriculum_iters)
+        sums = ShuffledRows(sums, seed=config.seed, shuffle=config.shuffle_dataset)
+        first = Level("arithmetic", sums, until_steps=config.curriculum_iters)
         source = Curriculum([first, Level("gsm8k", source)])
     return Task(source, test, [correctness, format_reward, length_reward])
 
