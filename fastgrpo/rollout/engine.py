@@ -22,7 +22,7 @@ from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
 from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
 
-COMPACT_BELOW = 0.75  # live share of the lanes under which gaps are closed: a copy against wasted compute
+COMPACT_BELOW = 0.9  # live share of the lanes under which gaps are closed: a copy against wasted compute
 ADMIT_FROM = 0.25  # free share of the lanes from which waiting groups move in: a prefill costs several decode steps
 PREFILL_TOKENS = 16384  # of one prefill pass
 POLL_STEPS = 8  # decode steps between two looks at the GPU's finished flags; on a CPU every step is looked at
