@@ -122,16 +122,16 @@ class GroupDecode:
 
 
 class Flat:
-    """Lanes with their prompt in front: nothing is shared. SDPA; on a CPU, where it is slow for one query, products.
+    """Lanes with their prompt in front: nothing is shared. SDPA; on a CPU, from a length on, products.
 
-    Small keys and values are multiplied element by element there, which uses all cores and the cache: with tokens
-    outermost in memory, the sums over keys run along it. A product a lane and head has 1 x d numbers on one side.
+    PyTorch multiplies batches of small matrices one by one, and from `BATCHED` multiplications a matrix on by the
+    matrix library, which is then faster than SDPA for one query.
     """
 
     flat = True
 
     def __init__(self, on_cpu):
-        self.on_cpu, self.scratch = on_cpu, None
+        self.on_cpu = on_cpu
         self.memory_order = (2, 0, 1) if on_cpu else (0, 1, 2)
 
     def begin(self, slots, token_index, bounds):
@@ -146,11 +146,9 @@ class Flat:
     def decode(self, query, cache, scale):
         n, heads, width = query.shape
         keys, values = cache.keys[:n, :, : self.longest], cache.values[:n, :, : self.longest]
-        if self.on_cpu and keys.shape[1] == heads and keys.numel() <= SMALL and keys.shape == values.shape:
-            return self._by_elements(query, keys, values, scale)
         grouped = query.reshape(n, keys.shape[1], -1, width)  # the heads of a key head as so many queries
-        if not self.on_cpu:
-            bias = self.bias.to(query.dtype)
+        if not self.on_cpu or grouped.shape[2] * width * self.longest < BATCHED:
+            bias = None if self.bias is None else self.bias.to(query.dtype)
             out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
             return out.reshape(n, heads, -1)  # of whatever strides its kernel gives it
         scores = (grouped * scale) @ keys.transpose(-1, -2)
@@ -159,21 +157,8 @@ class Flat:
         probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
         return (probs @ values).reshape(n, heads, -1)
 
-    def _by_elements(self, query, keys, values, scale):
-        keys, values = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)  # [tokens, n, H, d], as it lies in memory
-        if self.scratch is None or self.scratch.dtype != keys.dtype or self.scratch.numel() < keys.numel():
-            self.scratch = keys.new_empty(keys.numel() * 2)
-        scratch = self.scratch[: keys.numel()].view(keys.shape)
-        scores = torch.mul(keys, query * scale, out=scratch).sum(
-            -1, dtype=torch.promote_types(keys.dtype, torch.float32)
-        )
-        if self.bias is not None:
-            scores += self.bias[:, 0, 0].T[..., None]
-        probs = scores.softmax(0).to(values.dtype)
-        return torch.mul(values, probs[..., None], out=scratch).sum(0)
 
-
-SMALL = 2**21  # elements of keys, up to which a CPU takes them one by one
+BATCHED = 400  # as in ATen's bmm
 SHORT_PROMPT = 64  # tokens; on a CPU a shorter one is read again for each completion: less than sharing it costs
 
 NAMES = ("triton", "flash_attn", "varlen", "sdpa", "products")
