@@ -64,7 +64,7 @@ class Lanes:
         for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept"):
             tensor = getattr(self, name)
             if tensor is not None:
-                tensor[targets] = tensor[sources]
+                tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
     def forgive(self):
         """What was not finite is gone."""

@@ -122,10 +122,8 @@ class GroupDecode:
 
 
 class Flat:
-    """Lanes with their prompt in front: nothing is shared. SDPA; on a CPU, from a length on, products.
-
-    PyTorch multiplies batches of small matrices one by one, and from `BATCHED` multiplications a matrix on by the
-    matrix library, which is then faster than SDPA for one query.
+    """Lanes with their prompt in front: nothing is shared. SDPA; on a CPU with many lanes, products, which are faster
+    for one query.
     """
 
     flat = True
@@ -137,8 +135,8 @@ class Flat:
     def begin(self, slots, token_index, bounds):
         self.longest, self.bias = slots.geometry.lane_tokens, None
         if bounds:
-            self.longest = bounds[1] + 1
-            if bounds[0] == bounds[1]:
+            self.longest = min(max(bounds[1] + 1, LEAST_KEYS), self.longest)
+            if bounds[0] + 1 == self.longest:
                 return
         beyond = torch.arange(self.longest, device=token_index.device) > token_index[:, None]
         self.bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)[:, None, None]
@@ -147,7 +145,7 @@ class Flat:
         n, heads, width = query.shape
         keys, values = cache.keys[:n, :, : self.longest], cache.values[:n, :, : self.longest]
         grouped = query.reshape(n, keys.shape[1], -1, width)  # the heads of a key head as so many queries
-        if not self.on_cpu or grouped.shape[2] * width * self.longest < BATCHED:
+        if not self.on_cpu or n * keys.shape[1] < MANY:
             bias = None if self.bias is None else self.bias.to(query.dtype)
             out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
             return out.reshape(n, heads, -1)  # of whatever strides its kernel gives it
@@ -158,7 +156,10 @@ class Flat:
         return (probs @ values).reshape(n, heads, -1)
 
 
-BATCHED = 400  # as in ATen's bmm
+MANY = 128  # lanes times key heads, from which a CPU takes products
+# ATen's bmm leaves matrices of 400 multiplications to the matrix library, and takes longer for smaller ones. A head is
+# at least 16 wide; masked keys fill up.
+LEAST_KEYS = 25
 SHORT_PROMPT = 64  # tokens; on a CPU a shorter one is read again for each completion: less than sharing it costs
 
 NAMES = ("triton", "flash_attn", "varlen", "sdpa", "products")

@@ -73,9 +73,11 @@ class Slots:
     @torch.inference_mode()
     def move(self, sources, targets, tokens):
         """The lanes at `sources`, which hold at most so many tokens, continue at `targets`."""
+        lanes = self.memory_order.index(0)
         for cache in self.caches.values():
-            for held in (cache.keys[:, :, :tokens], cache.values[:, :, :tokens]):
-                held[targets] = held[sources]
+            for tensor in (cache.keys, cache.values):
+                held = tensor[:, :, :tokens].permute(*self.memory_order, 3)  # as it lies in memory
+                held.index_copy_(lanes, targets, held.index_select(lanes, sources))
 
 
 class PrefillAttention(PackedAttention):
