@@ -28,7 +28,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
-ROUNDS = 2 if SMALL else 3 if GPU else 21
+ROUNDS = 2 if SMALL else 3 if GPU else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
 PROMPT_TOKENS, NEW_TOKENS = (512, 512) if GPU and not SMALL else (6, 16 if SMALL else 48)
 BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second that a copy reaches

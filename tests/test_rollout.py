@@ -409,7 +409,7 @@ def test_a_soak_leaks_nothing_and_loses_no_sequence():
                 assert len(output.rollouts) == len(limits)
                 for rollout, limit in zip(output.rollouts, limits, strict=True):
                     assert 1 <= len(rollout.ids) <= limit and len(rollout.logps) == len(rollout.ids)
-                    assert (rollout.finish_reason == "stop") == (rollout.ids[-1] < 9)
+                    assert (rollout.finish_reason == "stop") == (rollout.ids[-1] in sampling.stop_token_ids)
                     assert rollout.finish_reason == "stop" or len(rollout.ids) == limit
             if wanted and number(0, 40) == 0:
                 dropped = next(iter(wanted))
