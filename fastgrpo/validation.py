@@ -142,10 +142,6 @@ def validate(config):
             f"max_num_seqs={config.max_num_seqs} must hold the eval_num_generations={config.eval_num_generations} "
             "completions of a prompt"
         )
-    for names, active, why in IDLE:
-        for name in names:
-            if getattr(config, name) != getattr(type(config), name) and not active(config):
-                raise ValueError(f"{name} {why}")
     _check_sampling(config)
     _check_reference(config)
     if config.multi_objective_aggregation == "normalize_then_sum":
@@ -167,6 +163,10 @@ def validate(config):
         raise ValueError(f"report_to must be of {', '.join(REPORTERS)}, got {', '.join(sorted(unknown))}")
     _check_saving(config)
     config.objective  # noqa: B018 - validates the rest
+    for names, active, why in IDLE:
+        for name in names:
+            if getattr(config, name) != getattr(type(config), name) and not active(config):
+                raise ValueError(f"{name} {why}")
 
 
 def _check_sampling(config):
