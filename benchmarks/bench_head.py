@@ -147,7 +147,7 @@ def run(shape, share, batch, heads, missing):
     for name, result in measured.items():
         products = extras[name].pop("products")
         flops = 2 * products * len(batch.rows) * shape.v * shape.d
-        extras[name]["tflops"] = round(flops / result["median_s"] / 1e12, 3)
+        extras[name]["tflops"] = float(f"{flops / result['median_s'] / 1e12:.3g}")
     rows = rows_of(
         measured, missing, extras, **variants.versions(), benchmark="head", n=shape.n, d=shape.d, v=shape.v,
         dtype=str(DTYPE).removeprefix("torch."), active_rows=len(batch.rows),
