@@ -292,17 +292,22 @@ def test_weights_may_not_change_under_requests_in_flight():
     assert len(engine.generate(PROMPTS, 2, SamplingParams(max_tokens=5))) == 8
 
 
-def test_long_prompts_are_prefilled_in_parts(monkeypatch):
-    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 8)
-    model = tiny.model()
-    sampling = SamplingParams(temperature=0, max_tokens=8)
-    tokens = []
-    forward = model.base_model.forward
+def count_tokens(model, monkeypatch):
+    """The list to which each forward pass adds its tokens."""
+    tokens, forward = [], model.base_model.forward
     monkeypatch.setattr(
         model.base_model,
         "forward",
         lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw),
     )
+    return tokens
+
+
+def test_long_prompts_are_prefilled_in_parts(monkeypatch):
+    monkeypatch.setattr(engine_module, "PREFILL_TOKENS", 8)
+    model = tiny.model()
+    sampling = SamplingParams(temperature=0, max_tokens=8)
+    tokens = count_tokens(model, monkeypatch)
     rollouts = RolloutEngine(model).generate(PROMPTS, 2, sampling)
     assert tokens[:3] == [4, 7, 2]
     for prompt, rollout in zip(PROMPTS, rollouts[::2], strict=True):
@@ -335,13 +340,7 @@ def test_nothing_of_the_old_weights_survives_an_update(backend):
 
 def test_a_prompt_is_computed_once_a_group(monkeypatch):
     model = tiny.model()
-    tokens = []
-    forward = model.base_model.forward
-    monkeypatch.setattr(
-        model.base_model,
-        "forward",
-        lambda input_ids, **kw: tokens.append(input_ids.numel()) or forward(input_ids, **kw),
-    )
+    tokens = count_tokens(model, monkeypatch)
     RolloutEngine(model).generate(PROMPTS, 8, SamplingParams(max_tokens=3, seed=0))
     assert tokens == [sum(map(len, PROMPTS)), 8 * len(PROMPTS), 8 * len(PROMPTS)]
 
