@@ -20,7 +20,7 @@ test-slow: $(VENV)/.installed
 
 # 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
 soak: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow tests/test_soak.py -s $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/whole/test_soak.py -s $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)

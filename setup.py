@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
     package_dir={"fastgrpo.kernels": "kernels"},
-    package_data={"fastgrpo": ["recipes/*.yaml", "OBJECTIVES.md", "LOSS.md"]},
+    package_data={"fastgrpo": ["recipes/*.yaml"]},
     install_requires=["torch>=2.8", "triton>=3.4; platform_system == 'Linux'"],
     extras_require={
         "train": [

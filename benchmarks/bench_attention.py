@@ -20,9 +20,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.variants import versions
 from fastgrpo import linear_grpo_loss
-from fastgrpo.batch import Batch, Sample, split_by_tokens
-from fastgrpo.model import completion_states, head, prepare
-from fastgrpo.varlen import kernel_for
+from fastgrpo.policy.batch import Batch, Sample, split_by_tokens
+from fastgrpo.policy.model import completion_states, head, prepare
+from fastgrpo.policy.varlen import kernel_for
 
 SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
 CUDA = torch.cuda.is_available()

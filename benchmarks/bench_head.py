@@ -99,7 +99,7 @@ def bars_of(shape, results):
     """share -> variant -> figures of `compare`, as bar -> (value, at most).
 
     Time of a step against the bare products of the same rows, of a forward against one product, with few active rows
-    against all of them, against every peer; and memory against the formula of LOSS.md.
+    against all of them, against every peer; and memory against the formula of docs/loss.md.
     """
     every = results[1.0]
 

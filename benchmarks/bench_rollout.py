@@ -20,9 +20,9 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.variants import versions
-from fastgrpo.model import prepare
+from fastgrpo.policy.model import prepare
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.memory import kv_token_bytes
+from fastgrpo.rollout.geometry import kv_token_bytes
 from fastgrpo.rollout.sampling import SamplingParams
 
 SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"

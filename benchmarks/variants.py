@@ -14,8 +14,8 @@ import torch
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import chunked, products, reference
 from fastgrpo.kernels.softmax import Vocabulary
-from fastgrpo.loss import HAS_TRITON
-from fastgrpo.rows import Layout, keep_rows
+from fastgrpo.loss.losses import HAS_TRITON
+from fastgrpo.loss.rows import Layout, keep_rows
 
 LOGIT_STD = 7.0  # an entropy of 1.9 nats at V = 151936: nearer to a trained model than the 11 of unit logits
 LOG_RATIOS = (-0.5, -0.05, 0.05, 0.5)  # clipped or not by a wide margin: rounding decides for no token

@@ -11,9 +11,9 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
-from fastgrpo.command import parse_flags, run_command
-from fastgrpo.data import check_prompts, to_prompt
-from fastgrpo.model import check_vocabulary, load_model, load_tokenizer, stop_token_ids
+from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.data.prompts import check_prompts, to_prompt
+from fastgrpo.policy.model import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.rollout.sampling import SamplingParams
 
 

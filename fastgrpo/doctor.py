@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import fastgrpo
-from fastgrpo.command import TRAIN, run_command
+from fastgrpo.config.command import TRAIN, run_command
 from fastgrpo.report import table
 
 # distribution, what it is for; the first ones are needed
@@ -49,7 +49,7 @@ def installed(distribution):
 
 def machine():
     """(name, value) of what the code runs on."""
-    from fastgrpo.loss import HAS_TRITON
+    from fastgrpo.loss.losses import HAS_TRITON
 
     rows = [
         ("fastgrpo", fastgrpo.__version__),
@@ -69,8 +69,8 @@ def machine():
 
 def attentions(device):
     """(name, value) of the attention that a model in 16 bits on this device would get, in training and in rollouts."""
+    from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.providers import choose_provider
-    from fastgrpo.varlen import kernel_for
 
     dtype = torch.bfloat16
     kernel = kernel_for(torch.empty(0, 1, HEAD_WIDTH, device=device, dtype=dtype)).name
@@ -88,8 +88,8 @@ def packages():
 
 def memory(argv):
     """The planned memory of a run with these flags of training, as text."""
-    from fastgrpo.memory import outline, plan
-    from fastgrpo.model import choose_device, choose_dtype
+    from fastgrpo.policy.model import choose_device, choose_dtype
+    from fastgrpo.step.plan import outline, plan
     from fastgrpo.train import parse
 
     config = parse(argv)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from fastgrpo.command import parse_flags, run_command
-from fastgrpo.config import GRPOConfig
-from fastgrpo.heldout import comparison, evaluate
-from fastgrpo.model import check_vocabulary, load_model, load_tokenizer, prepare, stop_token_ids
-from fastgrpo.recipe import task_defaults
-from fastgrpo.rewards import Rewards, load_reward
+from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.recipe import task_defaults
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.evaluation.heldout import comparison, evaluate
+from fastgrpo.policy.model import check_vocabulary, load_model, load_tokenizer, prepare, stop_token_ids
+from fastgrpo.rewards.call import Rewards, load_reward
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks import find_task

@@ -2,9 +2,9 @@
 
 import sys
 
-from fastgrpo.command import parse_flags, run_command
-from fastgrpo.config import GRPOConfig
-from fastgrpo.recipe import load_yaml, task_defaults, unchecked
+from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.recipe import load_yaml, task_defaults, unchecked
+from fastgrpo.config.settings import GRPOConfig
 
 
 def parse(argv):
@@ -43,10 +43,10 @@ def make_trainer(config):
     Raises:
         ValueError: what does not fit together.
     """
-    from fastgrpo.metrics import RunLog
-    from fastgrpo.model import choose_device, load_tokenizer
-    from fastgrpo.optim import check_schedule
-    from fastgrpo.rewards import Rewards, load_reward
+    from fastgrpo.policy.model import choose_device, load_tokenizer
+    from fastgrpo.rewards.call import Rewards, load_reward
+    from fastgrpo.run.log import RunLog
+    from fastgrpo.step.optim import check_schedule
     from fastgrpo.tasks import find_task
     from fastgrpo.trainer import GRPOTrainer
 

@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from tqdm import tqdm
 from transformers import set_seed
 
-from fastgrpo.checkpoint import Checkpointer, save_model
-from fastgrpo.config import GRPOConfig
-from fastgrpo.data import Curriculum, ShuffledRows, check_rows
-from fastgrpo.experience import ExperienceMaker
-from fastgrpo.frozen import make_reference
-from fastgrpo.grpo import GRPOUpdate
-from fastgrpo.health import Watch
-from fastgrpo.heldout import evaluate
-from fastgrpo.liger import apply_liger
-from fastgrpo.lora import add_lora, merged, refuse_adapters
-from fastgrpo.measure import rates, sample_rows
-from fastgrpo.metrics import RunLog
-from fastgrpo.model import policy_and_tokenizer, stop_token_ids
-from fastgrpo.optim import MasterAdamW, make_schedule
-from fastgrpo.profiling import Profiler, StageTimer, needed_steps, peak_flops
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.prompts import Curriculum, ShuffledRows, check_rows
+from fastgrpo.evaluation.heldout import evaluate
+from fastgrpo.policy.liger_layers import apply_liger
+from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
+from fastgrpo.policy.model import policy_and_tokenizer, stop_token_ids
+from fastgrpo.policy.reference import make_reference
 from fastgrpo.report import conclude
-from fastgrpo.resume import set_aside
-from fastgrpo.rewards import Rewards
+from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.signals import StopSignals
-from fastgrpo.snapshot import Snapshot, restore
-from fastgrpo.update import Updater
+from fastgrpo.run.checkpoint import Checkpointer, save_model
+from fastgrpo.run.health import Watch
+from fastgrpo.run.log import RunLog
+from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
+from fastgrpo.run.resume import set_aside
+from fastgrpo.run.signals import StopSignals
+from fastgrpo.run.snapshot import Snapshot, restore
+from fastgrpo.step.experience import ExperienceMaker
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.measure import rates, sample_rows
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.batch import Rollout
+from fastgrpo.policy.batch import Rollout
 from fastgrpo.rollout.sampling import SamplingParams
 
 

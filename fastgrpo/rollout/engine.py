@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastgrpo.batch import Rollout
-from fastgrpo.model import fp32_logits, hidden_states
+from fastgrpo.policy.batch import Rollout
+from fastgrpo.policy.model import fp32_logits, hidden_states
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
+from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
-from fastgrpo.rollout.memory import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
 from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastgrpo.attention import PackedAttention
+from fastgrpo.policy.attention import PackedAttention
 
 
 class Cache(NamedTuple):

@@ -12,14 +12,14 @@ import random
 
 import torch
 
-from fastgrpo.checkpoint import save_model
-from fastgrpo.data import Curriculum, Level, ShuffledRows, to_prompt
-from fastgrpo.model import load_policy
+from fastgrpo.data.prompts import Curriculum, Level, ShuffledRows, to_prompt
+from fastgrpo.policy.model import load_policy
+from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.sft import sft
+from fastgrpo.run.checkpoint import save_model
+from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task
-from fastgrpo.tasks.answers import completion_text
 
 HELD_OUT = 500
 PAIRS_SEED = 0  # of which pairs are held out: the same ones in every run, so that runs compare

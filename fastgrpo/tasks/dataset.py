@@ -1,6 +1,6 @@
 """Prompts of any data set with a `prompt` column; rewards from --reward_funcs module:function."""
 
-from fastgrpo.data import ShuffledRows, load_rows
+from fastgrpo.data.prompts import ShuffledRows, load_rows
 from fastgrpo.tasks import Task
 
 

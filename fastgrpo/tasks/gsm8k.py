@@ -7,9 +7,9 @@ never seen the tags earns its first rewards on problems it can solve.
 
 import random
 
-from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows
+from fastgrpo.data.prompts import Curriculum, Level, ShuffledRows, load_rows
+from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task
-from fastgrpo.tasks.gsm8k_rewards import correctness, format_reward, length_reward
 
 __all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward"]
 

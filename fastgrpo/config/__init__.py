@@ -1,0 +1,1 @@
+"""Settings: one frozen record of all of them, their YAML files, and the command line."""

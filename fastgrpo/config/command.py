@@ -1,0 +1,127 @@
+"""What the commands share: flags, and mistakes told in a line or two with exit code 2 (`--debug` shows the traceback).
+
+A ValueError is a mistake that a person can mend, and its text names the thing and the remedy. So are a full disk, a
+folder that may not be written, a package that is not installed, and a GPU without enough memory. Everything else is a
+bug, and keeps its traceback.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import errno
+import io
+import re
+import sys
+import traceback
+from itertools import dropwhile, takewhile
+from pathlib import Path
+
+PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # where module and distribution differ in name
+LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
+TRAIN = "pip install 'fastgrpo[train]'"
+_HERE = str(Path(__file__).parent.parent)
+
+
+def run_command(main, argv=None):
+    """Call main(argv). Returns the exit code: 0; 2 for a mistake, which is told on stderr; 130 after SIGINT."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    try:
+        main([argument for argument in argv if argument != "--debug"])
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        text = explain(error)
+        if text is None:
+            raise
+        if debug:
+            traceback.print_exc()
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def explain(error):
+    """What a person reads of an exception, one or two lines; None for a bug, which needs its traceback."""
+    text = "\n".join([line for line in str(error).splitlines() if line.strip()][:2])
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the package {error.name} is not installed: {pip_line(error.name)}"
+    if isinstance(error, OSError) and error.errno in _SYSTEM:
+        where = f" {error.filename}" if error.filename else ""
+        return _SYSTEM[error.errno].format(where=where)
+    if isinstance(error, ValueError):
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if frame.filename.startswith(_HERE):
+            return text
+        first = text.splitlines()[0] if text else type(error).__name__
+        return f"{first}\n  raised at {frame.filename}:{frame.lineno}; --debug shows the traceback"
+    if "No space left on device" in text or "PytorchStreamWriter failed" in text:  # safetensors' and torch's own kinds
+        return _SYSTEM[errno.ENOSPC].format(where="")
+    if type(error).__name__ == "OutOfMemoryError":
+        return (
+            f"{text.split('. ')[0]}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing "
+            "on; python -m fastgrpo.doctor --model MODEL shows what a run takes"
+        )
+    return None
+
+
+_DENIED = "no permission to read or write{where}; choose what is yours (--output_dir for runs, HF_HOME for downloads)"
+_SYSTEM = {
+    errno.ENOSPC: "the disk is full, writing{where} failed; checkpoints saved before are whole: free space and resume",
+    errno.EDQUOT: "the disk quota is used up, writing{where} failed; checkpoints saved before are whole: free space",
+    errno.EACCES: _DENIED,
+    errno.EPERM: _DENIED,
+    errno.EROFS: _DENIED,
+}
+
+
+def pip_line(module):
+    """The command that installs what a module belongs to."""
+    root = module.partition(".")[0]
+    return TRAIN if root in LIBRARIES else f"pip install {PACKAGES.get(root, root)}"
+
+
+def parse_flags(record, argv, *, prog, description, default=None, aliases=None):
+    """Arguments -> an instance of the dataclass `record`; fields without a default are positional.
+
+    Args:
+        default: an instance, for its values. aliases: {other name of a flag: its name}.
+
+    Raises:
+        ValueError: a flag that does not exist (the nearest is named), or a value that is not allowed. SystemExit(0)
+            after --help.
+    """
+    import tyro
+
+    argv = [_renamed(argument, aliases or {}) for argument in argv]
+    told = io.StringIO()
+    known = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(
+                record, args=argv, use_underscores=True, prog=prog, description=description,
+                config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs), **known,
+            )  # fmt: skip
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    message = _message(told.getvalue())
+    unknown = re.match(r"Unrecognized options: --(\w+)", message)
+    near = unknown and difflib.get_close_matches(unknown[1], [field.name for field in dataclasses.fields(record)], n=1)
+    raise ValueError(f"{message}; did you mean --{near[0]}?" if near else f"{message}; see {prog} --help")
+
+
+def _renamed(argument, aliases):
+    name, equals, value = argument.partition("=")
+    return aliases.get(name, name) + equals + value
+
+
+def _message(box):
+    """The text in tyro's box, above its first rule. Without UTF-8 on stdout, the box is of spaces and hyphens."""
+    lines = [line.strip("│─╰╯ ").removeprefix("Error parsing GRPOConfig: ") for line in box.splitlines()[1:]]
+    words = dropwhile(_is_rule, lines)
+    return " ".join(takewhile(lambda line: not _is_rule(line), words)).rstrip(".")
+
+
+def _is_rule(line):
+    return not line.strip("-")

@@ -1,0 +1,1 @@
+"""Held-out accuracy: greedy completions, pass@k and maj@k, with their intervals."""

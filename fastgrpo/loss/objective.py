@@ -1,0 +1,224 @@
+"""One frozen record of a policy-gradient objective: what is clipped, against what, and how tokens are weighted.
+
+    loss = sum_n w_n (I_n s_n + beta KL_n) - entropy_coef sum_n e_n H_n
+
+s_n is the surrogate of a token, w_n the weight that carries the whole aggregation, I_n the importance weight against
+the sampler (1 without `sampler_logps`), e_n = 1 / tokens of the step. A loss type is one surrogate and one aggregation:
+
+| loss_type | s_n                                    | w_n                  | source |
+|-----------|----------------------------------------|----------------------|--------|
+| grpo      | -min(r A, clip(r) A)                   | 1 / (S len_s)        | arXiv 2402.03300 eq. 3 |
+| bnpo      | as grpo                                | 1 / tokens here      | TRL `loss_type="bnpo"` |
+| dapo      | as grpo                                | 1 / tokens of step   | arXiv 2503.14476 eq. 8 |
+| dr_grpo   | as grpo                                | 1 / (S max_length)   | arXiv 2503.20783 eq. 2 |
+| luspo     | as grpo, sequence-level r              | 1 / S                | arXiv 2602.05261 |
+| cispo     | -sg(min(r, epsilon_high)) A logp       | 1 / tokens of step   | arXiv 2506.13585, 2510.13786 |
+| sapo      | -4/tau sigmoid(tau (r - 1)) A          | 1 / (S len_s)        | arXiv 2511.20347 |
+| vespo     | -sg(phi(W_s)) A logp                   | 1 / tokens of step   | arXiv 2602.10693 |
+
+GSPO (arXiv 2507.18071) is grpo with importance_sampling_level="sequence". docs/objectives.md explains every
+symbol, and where TRL, Liger and the papers differ.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+# loss type -> (surrogate: a per-token function in kernels/, aggregation: a divisor below)
+LOSS_TYPES = {
+    "grpo": ("clip", "sequence_mean"),
+    "bnpo": ("clip", "batch_tokens"),
+    "dapo": ("clip", "step_tokens"),
+    "dr_grpo": ("clip", "sequence_constant"),
+    "luspo": ("clip", "sequence_sum"),
+    "cispo": ("cispo", "step_tokens"),
+    "sapo": ("sapo", "sequence_mean"),
+    "vespo": ("vespo", "step_tokens"),
+}
+IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The knobs of the loss, under TRL's names; validated on construction.
+
+    Args:
+        loss_type: surrogate and aggregation, see the table above.
+        importance_sampling_level: "token", or "sequence" for GSPO's geometric-mean ratio (arXiv 2507.18071 eq. 7).
+        epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; epsilon_high None is epsilon.
+            For cispo epsilon_high is the cap on the ratio itself (5.0 in arXiv 2510.13786) and must be given.
+        delta: upper bound on the unclipped ratio (two-sided clip, arXiv 2505.07291), or None.
+        beta: coefficient of the KL to the reference; 0 needs no reference.
+        kl: "k1" = -d, "k2" = d^2/2, "k3" = e^d - d - 1, "abs" = |d|, with d = ref_logp - logp.
+        max_completion_length: the constant of dr_grpo, in tokens.
+        use_bias_correction_kl: multiply the KL by the ratio, gradient through both (arXiv 2512.02556).
+        entropy_coef: coefficient of the mean entropy over the tokens of the step, subtracted from the loss.
+        sapo_temperature_pos, sapo_temperature_neg: tau of sapo where A > 0 and elsewhere.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: phi(W) = exp(lambda + k log W - lambda W) of
+            vespo, where A >= 0 and where A < 0.
+        importance_sampling_mode: how `sampler_logps`, where they are given, weigh the surrogate: I = exp(old - sampler)
+            per token, or of the whole sequence, truncated to the bounds or masked (0) outside of them.
+        importance_sampling_clip_min, importance_sampling_clip_max: the bounds of I; None is unbounded.
+
+    Raises:
+        ValueError: naming the knob, its value and what is expected.
+    """
+
+    loss_type: str = "dapo"
+    importance_sampling_level: str = "token"
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    delta: float | None = None
+    beta: float = 0.0
+    kl: str = "k3"
+    max_completion_length: int | None = None
+    use_bias_correction_kl: bool = False
+    entropy_coef: float = 0.0
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
+    importance_sampling_mode: str = "sequence_mask"
+    importance_sampling_clip_max: float | None = 3.0
+    importance_sampling_clip_min: float | None = None
+
+    def __post_init__(self):
+        for name, choices in (
+            ("loss_type", LOSS_TYPES),
+            ("importance_sampling_level", IMPORTANCE_SAMPLING_LEVELS),
+            ("kl", KL_ESTIMATORS),
+            ("importance_sampling_mode", IMPORTANCE_SAMPLING_MODES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        self._check_combinations()
+        if self.epsilon_high is None:
+            object.__setattr__(self, "epsilon_high", self.epsilon)
+        if not 0 <= self.epsilon < 1:
+            raise ValueError(f"epsilon must be in [0, 1), got {self.epsilon}")
+        for name in ("epsilon_high", "beta", "vespo_k_pos", "vespo_k_neg"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
+        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
+        if self.delta is not None and not self.delta > 0:
+            raise ValueError(f"delta must be positive, got {self.delta}")
+        low, high = self.importance_bounds
+        if not 0 <= low < high:
+            raise ValueError(f"importance_sampling_clip_min must be in [0, clip_max={high}), got {low}")
+
+    def _check_combinations(self):
+        if self.loss_type == "dr_grpo" and not (self.max_completion_length or 0) > 0:
+            raise ValueError(f"dr_grpo needs max_completion_length > 0, got {self.max_completion_length}")
+        if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
+            raise ValueError(
+                "luspo scales a sequence-level loss: it needs importance_sampling_level='sequence', got "
+                f"{self.importance_sampling_level!r}; loss_type='dapo' is its token-level neighbour"
+            )
+        if self.loss_type == "vespo" and self.importance_sampling_level != "token":
+            raise ValueError(
+                "vespo weighs sequences by itself: it needs importance_sampling_level='token', got "
+                f"{self.importance_sampling_level!r}"
+            )
+        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
+            raise ValueError(
+                "cispo needs epsilon_high, the cap on the ratio itself, at least 1 (5.0 in arXiv 2510.13786), got "
+                f"{self.epsilon_high}"
+            )
+        if self.delta is not None and self.surrogate != "clip":
+            raise ValueError(f"delta bounds the clipped surrogate, which {self.loss_type} has not; pass delta=None")
+
+    @property
+    def surrogate(self):
+        """Name of the per-token function: "clip", "cispo", "sapo" or "vespo"."""
+        return LOSS_TYPES[self.loss_type][0]
+
+    @property
+    def ratio_bounds(self):
+        """(low, high): where the surrogate holds the ratio; (0, inf) where it never does."""
+        if self.surrogate == "clip":
+            return 1 - self.epsilon, 1 + self.epsilon_high
+        return 0.0, self.epsilon_high if self.surrogate == "cispo" else math.inf
+
+    @property
+    def importance_bounds(self):
+        """(low, high) of the importance weight against the sampler."""
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        return 0.0 if low is None else low, math.inf if high is None else high
+
+    def couples_tokens(self, with_sampler=False):
+        """Whether a token's loss depends on the other tokens of its sequence, so that sequences must stay whole.
+
+        with_sampler: whether `sampler_logps` are given.
+        """
+        by_sampler = with_sampler and self.importance_sampling_mode.startswith("sequence")
+        return self.importance_sampling_level == "sequence" or self.surrogate == "vespo" or by_sampler
+
+    @property
+    def needs_sequences(self):
+        """Whether the objective, without a sampler's log-probs, looks at sequences beyond the tokens."""
+        return LOSS_TYPES[self.loss_type][1].startswith("sequence") or self.couples_tokens()
+
+    def token_weights(self, mask, cu_seqlens=None, num_items_in_batch=None):
+        """w_n of the table above, 0 where the mask is.
+
+        Args:
+            mask: [N] bool, the tokens that count. cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo.
+            num_items_in_batch: tokens of the whole step (int or tensor), read by dapo, cispo and vespo; None is
+                mask.sum().
+
+        Returns:
+            [N] fp32.
+        """
+        divisor = _DIVISORS[LOSS_TYPES[self.loss_type][1]]
+        return mask.float() / divisor(mask, cu_seqlens, num_items_in_batch, self.max_completion_length)
+
+    def entropy_weights(self, mask, num_items_in_batch=None):
+        """entropy_coef e_n: [N] fp32 like the mask; the normalizer is the tokens of the step for every loss type, so
+        that micro-batches sum to the whole batch. None, as above, is mask.sum().
+        """
+        return self.entropy_coef * mask.float() / _step_tokens(mask, None, num_items_in_batch, None)
+
+
+def _batch_tokens(mask, cu_seqlens, num_items, max_length):
+    return mask.sum().float().clamp(min=1)
+
+
+def _step_tokens(mask, cu_seqlens, num_items, max_length):
+    if num_items is None:
+        return _batch_tokens(mask, cu_seqlens, num_items, max_length)
+    if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
+        return torch.full((), max(num_items, 1), dtype=torch.float32, device=mask.device)
+    return num_items.to(mask.device, torch.float32, non_blocking=True).clamp(min=1)
+
+
+def _sequence_mean(mask, cu_seqlens, num_items, max_length):
+    lengths = cu_seqlens.diff()
+    kept = torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True).clamp(min=1)
+    return (len(lengths) * kept).repeat_interleave(lengths, output_size=len(mask))
+
+
+def _sequence_sum(mask, cu_seqlens, num_items, max_length):
+    return len(cu_seqlens) - 1
+
+
+def _sequence_constant(mask, cu_seqlens, num_items, max_length):
+    return (len(cu_seqlens) - 1) * max_length
+
+
+# aggregation -> what w_n divides by: a number, a scalar tensor or [N]
+_DIVISORS = {
+    "batch_tokens": _batch_tokens,
+    "step_tokens": _step_tokens,
+    "sequence_mean": _sequence_mean,
+    "sequence_sum": _sequence_sum,
+    "sequence_constant": _sequence_constant,
+}

@@ -1,0 +1,1 @@
+"""One GRPO step: from prompts to rewarded completions, and from these to updated weights."""

@@ -1,0 +1,129 @@
+"""What a run will hold in memory, from the settings and the model's config alone."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastgrpo.kernels.chunked import chunk_rows
+from fastgrpo.loss.losses import HAS_TRITON
+from fastgrpo.policy.lora import add_lora
+from fastgrpo.policy.model import refuse_code
+from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
+from fastgrpo.rollout.providers import make_provider
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """name: of the part. bytes: how many. how: the product that gives them, for a person. ppo: only PPO has it."""
+
+    name: str
+    bytes: int
+    how: str
+    ppo: bool = False
+
+
+def outline(path, trust_remote_code=False):
+    """A causal LM without weights, from the config in a folder or in the hub's cache; nothing is downloaded.
+
+    Raises:
+        ValueError: there is no config, or not of a causal LM.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        refuse_code(path, error)
+        raise ValueError(
+            f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
+            f"downloaded here): {' '.join(str(error).split())[:200]}"
+        ) from None
+
+
+def plan(config, model, *, dtype, device, prompt_tokens):
+    """The parts of a run's memory.
+
+    Args:
+        config: `GRPOConfig`. model: see `outline`; with use_peft it gets adapters. dtype: of its weights. device: that
+            the run is on. prompt_tokens: of a typical prompt.
+
+    Returns:
+        list of `Part`, in the order in which a run makes them. Activations are not among them: they are small beside
+        the rest with gradient_checkpointing, and depend on the architecture without it.
+    """
+    model = model.to(dtype)
+    reference = _reference(config, model)
+    if config.use_peft:
+        add_lora(
+            model, r=config.lora_r, alpha=config.lora_alpha, target_modules=config.lora_target_modules
+        )  # fmt: skip
+    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    moved = sum(parameter.numel() for parameter in trained)
+    masters = FP32 * sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
+    optimizer = masters + 2 * FP32 * moved
+    optimizer_how = f"{moved:,} x (2 Adam states{' + a master' if masters else ''}) x 4 bytes"
+
+    shape = model.config.get_text_config()
+    token = kv_token_bytes(shape, dtype)
+    limits = [config.max_completion_length] * config.num_generations
+    requests = [(prompt_tokens, limits)] * config.oversampled(config.prompts_per_step)
+    provider = make_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
+    flat = provider.flat or config.rollout_backend == "hf"
+    slots = fit(requests, config.max_num_seqs, token, math.inf, flat)
+    tokens = f"{slots.lanes} completions x {slots.lane_tokens} tokens"
+    if not flat:
+        tokens = f"({slots.prompts} prompts x {slots.longest_prompt} tokens + {tokens})"
+
+    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    chunk, logit = chunk_rows(vocabulary), FP32
+    if device.type == "cuda" and HAS_TRITON:
+        from fastgrpo.kernels.launch import CHUNK_ROWS
+
+        chunk, logit = CHUNK_ROWS, dtype.itemsize
+    chunk = min(chunk, config.max_tokens_per_microbatch)
+    head_gradient = 0 if config.use_peft else vocabulary * hidden * FP32
+    same = "as the policy's own"
+    return [
+        Part("policy", count * dtype.itemsize, f"{count:,} parameters x {dtype.itemsize} bytes"),
+        Part("gradients", moved * FP32, f"{moved:,} x 4 bytes (fp32)"),
+        Part("optimizer", optimizer, optimizer_how),
+        reference,
+        Part(
+            "keys and values", slots.tokens * token,
+            f"{tokens} x {token:,} bytes; at most rollout_memory_utilization of what is free",
+        ),
+        Part("logits of a draw", slots.lanes * vocabulary * FP32, f"{slots.lanes} x {vocabulary:,} x 4 bytes"),
+        Part(
+            "head", chunk * vocabulary * logit + head_gradient,
+            f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes"
+            + (", and its weight's gradient in fp32" if head_gradient else ""),
+        ),
+        Part("value model", count * dtype.itemsize, same, ppo=True),
+        Part("its gradients", moved * FP32, same, ppo=True),
+        Part("its optimizer", optimizer, same, ppo=True),
+    ]  # fmt: skip
+
+
+def _reference(config, model):
+    """The reference of `frozen.make_reference`; model: the policy before it gets adapters."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    if config.beta == 0:
+        return Part("reference", 0, "none: beta is 0")
+    if config.use_peft:
+        return Part("reference", 0, "none: the policy with its adapters off")
+    if config.ref_device is not None:
+        return Part("reference", 0, f"{size:,} bytes of host memory, streamed layer by layer")
+    if config.ref_quantization is None:
+        return Part("reference", size, "a copy of the policy")
+    head = model.get_output_embeddings()
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    count, bits = sum(weight.numel() for weight in linear), {"int8": 8, "nf4": 4}[config.ref_quantization]
+    rest = size - sum(weight.nbytes for weight in linear)
+    return Part(
+        "reference", count * bits // 8 + rest, f"{count:,} weights x {bits} bits, without their scales; the rest"
+    )

@@ -1,0 +1,63 @@
+"""liger-kernel's layers in policy and reference: what is refused, and that they compute the same."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo.policy import liger_layers as liger
+from fastgrpo.policy.attention import PackedAttention
+from fastgrpo.policy.liger_layers import apply_liger
+from fastgrpo.policy.model import hidden_states
+from fastgrpo.policy.reference import frozen_copy
+
+
+def test_on_a_cpu_it_is_off_unless_asked_for():
+    model = tiny.model()
+    assert not apply_liger(model)
+    with pytest.raises(ValueError, match="use_liger_kernel=True needs a CUDA device"):
+        apply_liger(model, True)
+
+
+def on_a_gpu(model_type):
+    return SimpleNamespace(device=torch.device("cuda"), config=SimpleNamespace(model_type=model_type))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    assert not apply_liger(on_a_gpu("qwen2"))
+    with pytest.raises(ValueError, match=r"pip install 'fastgrpo\[liger\]'"):
+        apply_liger(on_a_gpu("qwen2"), True)
+
+
+def test_an_unknown_architecture_is_named():
+    pytest.importorskip("liger_kernel")
+    with pytest.raises(ValueError, match=r"does not know the architecture gpt2; it knows .*qwen2"):
+        apply_liger(on_a_gpu("gpt2"), True)
+    assert not apply_liger(on_a_gpu("gpt2"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
+def test_outputs_and_gradients_agree(architecture):
+    pytest.importorskip("liger_kernel")
+    model = tiny.model(architecture).cuda()
+    ids, positions = torch.arange(5, 17, device="cuda"), torch.cat([torch.arange(8), torch.arange(4)]).cuda()
+    mixed = torch.randn(12, 32, device="cuda")
+
+    def run(model):
+        model.zero_grad()
+        states = hidden_states(model, ids, positions, PackedAttention([8, 4], ids.device))
+        (states * mixed).sum().backward()
+        return states.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, gradients = run(model)
+    assert apply_liger(model, True)
+    states, fused = run(model)
+    torch.testing.assert_close(states, expected, atol=1e-4, rtol=1e-4)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fused[name], gradient, atol=2e-3, rtol=2e-3, msg=name)
+    with torch.no_grad():
+        copy = frozen_copy(model)
+        assert torch.equal(hidden_states(copy, ids, positions, PackedAttention([8, 4], ids.device)), states)

@@ -1,0 +1,189 @@
+"""The reference: which kind is made, that it stays what it was, quantization and its error, and synchronization."""
+
+import sys
+
+import pytest
+import tiny
+import torch
+from test_trainer import PROMPTS, lines, make_trainer, samples_of, share_of_a
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.model import head
+from fastgrpo.policy.reference import (
+    AdaptersOff,
+    FrozenCopy,
+    QuantizedCopy,
+    StreamedCopy,
+    make_reference,
+    quantize,
+    score,
+)
+
+PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
+# Relative error of a random weight, in the Frobenius norm: 8 bits with one scale a row of 32 to 64, 4 bits in blocks.
+WEIGHT_ERROR = {"int8": 0.01, "nf4": 0.12}
+
+
+def wide(**changes):
+    """A policy whose layers have multiples of 64 inputs, as nf4 on a CPU needs."""
+    return tiny.model(hidden_size=64, **changes)
+
+
+@pytest.fixture(params=sorted(PACKAGES))
+def quantization(request):
+    pytest.importorskip(PACKAGES[request.param], reason="not installed (extra: quantization)")
+    return request.param
+
+
+def test_which_reference():
+    model = tiny.model()
+    assert make_reference(model, 0.0) is None
+    assert type(make_reference(model, 0.1)) is FrozenCopy
+    assert type(make_reference(model, 0.1, device="cpu")) is StreamedCopy
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    assert type(make_reference(add_lora(model), 0.1)) is AdaptersOff
+
+
+@pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
+def test_a_copy_stays_when_the_policy_moves(kind):
+    model = tiny.model("smollm3-like")
+    reference = kind(model)
+    expected = score(model, samples_of(), 1.0, 10_000)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    for got, want in zip(reference.score(samples_of(), 1.0, 10_000), expected, strict=True):
+        assert torch.equal(got, want)
+    assert not any(p.requires_grad for p in reference.model.parameters())
+    assert reference.model.lm_head.weight is reference.model.base_model.embed_tokens.weight  # tied stays tied
+
+
+@pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
+def test_sync_is_trls_formula(kind):
+    policy, reference = tiny.model(seed=1), kind(tiny.model(seed=2))
+    before = {name: p.clone() for name, p in reference.model.named_parameters()}
+    reference.sync(policy, 0.6)
+    for name, parameter in reference.model.named_parameters():
+        expected = before[name].mul(1.0 - 0.6).add(policy.get_parameter(name).data, alpha=0.6)
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-7)
+    reference.sync(policy, 1.0)
+    for got, want in zip(reference.score(samples_of(), 1.0, 99), score(policy, samples_of(), 1.0, 99), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_the_trainer_syncs_every_so_many_steps(tmp_path, device):
+    trainer = make_trainer(
+        tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0, max_steps=4,
+        learning_rate=1e-2, ref_device=device,
+    )  # fmt: skip
+    reference = trainer.update.reference.model
+    start, weights = reference.lm_head.weight.clone(), reference.lm_head.weight
+    trainer.step()
+    assert torch.equal(weights, start) and not torch.equal(trainer.model.lm_head.weight, start)
+    trainer.step()
+    assert torch.equal(reference.lm_head.weight, trainer.model.lm_head.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_layers_are_near_and_the_head_is_exact(quantization, dtype):
+    model, exact = wide().to(dtype), wide().to(dtype)
+    quantized = quantize(model.requires_grad_(False), quantization, "cpu")
+    assert torch.equal(head(quantized)[0], head(exact)[0]) and head(quantized)[0].dtype == dtype
+    assert torch.equal(quantized.base_model.embed_tokens.weight, exact.base_model.embed_tokens.weight)
+    for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"):
+        ours, theirs = quantized.base_model.get_submodule(name), exact.base_model.get_submodule(name)
+        x = torch.eye(theirs.in_features, dtype=dtype)
+        bias = 0 if theirs.bias is None else theirs.bias
+        weight = (ours(x) - bias).T
+        assert weight.dtype == dtype
+        error = (weight - theirs.weight).float().norm() / theirs.weight.float().norm()
+        assert 0.1 * WEIGHT_ERROR[quantization] < error < WEIGHT_ERROR[quantization]
+
+
+def test_quantized_layers_take_the_memory_they_promise(quantization):
+    model = quantize(tiny.model(hidden_size=256, intermediate_size=512).bfloat16(), quantization, "cpu")
+    layer = model.base_model.layers[0].mlp.up_proj
+    weight, entries = layer.weight, 256 * 512
+    data = weight.qdata if quantization == "int8" else weight.data
+    assert data.numel() * data.element_size() == {"int8": entries, "nf4": entries // 2}[quantization]
+
+
+def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"), beta=0.1, ref_quantization=quantization, max_steps=2, prompts_per_step=4,
+        max_completion_length=6, num_generations=4, learning_rate=1e-3, logging_steps=1, device="cpu",
+    )  # fmt: skip
+    trainer = GRPOTrainer(wide(vocab_size=258), share_of_a, args, PROMPTS, processing_class=tiny.tokenizer())
+    reference, samples = trainer.update.reference, None
+    exact = FrozenCopy(trainer.model)
+    update = trainer.update.__class__.set_logps
+
+    def keep(kept):
+        nonlocal samples
+        samples = samples or [sample for group in kept for sample in group]
+        update(trainer.update, kept)
+
+    trainer.update.set_logps = keep
+    trainer.train()
+    errors = [row.get("ref/kl_error") for row in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert errors[0] > 0 and errors[1:] == [None]
+    assert reference.exact is None
+    quantized, truth = (torch.cat(r.score(samples, 1.0, 10_000)) for r in (reference, exact))
+    d = (quantized - truth).double()
+    assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
+
+
+def test_int8_errs_less_than_nf4():
+    for package in PACKAGES.values():
+        pytest.importorskip(package, reason="not installed (extra: quantization)")
+    errors = {}
+    for name in PACKAGES:
+        reference = QuantizedCopy(wide(), name)
+        reference.score(samples_of(), 1.0, 10_000)
+        errors[name] = reference.metrics["ref/kl_error"]
+        reference.score(samples_of(), 1.0, 10_000)
+        assert reference.metrics == {}
+    assert 0 < errors["int8"] < 0.1 * errors["nf4"]
+
+
+def test_nf4_on_a_cpu_refuses_what_it_would_get_wrong():
+    pytest.importorskip("bitsandbytes", reason="not installed (extra: quantization)")
+    with pytest.raises(ValueError, match=r"q_proj has 32 inputs.*multiple of 64"):
+        quantize(tiny.model(), "nf4", "cpu")
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_a_package_that_is_not_there_is_named(name, monkeypatch):
+    for module in [*sys.modules]:
+        if module.split(".")[0] == PACKAGES[name]:
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, PACKAGES[name], None)
+    with pytest.raises(ValueError, match=rf"{name} needs {PACKAGES[name]}: pip install 'fastgrpo\[quantization\]'"):
+        quantize(tiny.model(), name, "cpu")
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"ref_device": "cpu"}, "ref_device is of the reference, and at beta=0 there is none"),
+        ({"ref_quantization": "int8"}, "at beta=0"),
+        ({"sync_ref_model": True}, "at beta=0"),
+        ({"beta": 0.1, "ref_device": "disk"}, "ref_device must be one of None, cpu, got 'disk'"),
+        ({"beta": 0.1, "ref_quantization": "int3"}, "ref_quantization must be one of None, int8, nf4"),
+        ({"beta": 0.1, "sync_ref_model": True, "use_peft": True}, "sync_ref_model does not go with use_peft"),
+        ({"beta": 0.1, "ref_device": "cpu", "use_peft": True}, "ref_device does not go with use_peft"),
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_quantization": "int8"},
+            "sync_ref_model does not go with ref_quantization",
+        ),
+        ({"beta": 0.1, "ref_device": "cpu", "ref_quantization": "nf4"}, "ref_device does not go with ref_quantization"),
+        ({"ref_model_mixup_alpha": 0}, "ref_model_mixup_alpha must be in"),
+        ({"ref_model_sync_steps": 0}, "ref_model_sync_steps must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, match):
+    with pytest.raises(ValueError, match=match):
+        GRPOConfig(**settings)

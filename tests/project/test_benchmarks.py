@@ -1,0 +1,270 @@
+"""The helper measures what it says; benchmarks run at a small size and write nothing there; the report reads rows."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from paths import ROOT
+
+from benchmarks import report
+from benchmarks.compare import append, compare, rows_of
+
+
+def test_results_have_the_documented_structure():
+    results = compare({"a": lambda: None, "b": lambda: torch.ones(10)}, rounds=3)
+    assert list(results) == ["a", "b"]
+    for result in results.values():
+        assert set(result) == {"rounds", "median_s", "p20", "p80", "peak_bytes"} and result["rounds"] == 3
+        assert 0 < result["p20"] <= result["median_s"] <= result["p80"]
+
+
+def test_variants_run_in_turns():
+    """One warm-up each, then each round starts with the next one."""
+    calls = []
+    compare({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4)
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
+
+
+def test_a_time_budget_ends_the_rounds():
+    results = compare({"sleep": lambda: time.sleep(0.02), "none": lambda: None}, rounds=100, seconds=0.05)
+    assert 1 <= results["sleep"]["rounds"] == results["none"]["rounds"] <= 4
+
+
+def test_seconds():
+    result = compare({"sleep": lambda: time.sleep(0.02)}, rounds=2)["sleep"]
+    assert result["p20"] >= 0.02 and result["median_s"] < 0.2
+
+
+def allocate_and_leave():
+    """At the peak 3,000,000 bytes are alive, 2,000,000 are left."""
+    temporary = torch.empty(250_000)
+    kept = torch.empty(500_000)
+    del temporary
+    return kept
+
+
+def test_peak_memory_of_known_allocations():
+    held = torch.empty(10**6)  # alive before: an input
+
+    def one_after_the_other():
+        for _ in range(3):
+            torch.empty(300_000)
+
+    # NaN-filling would allocate a scalar on the side.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    results = compare({"leave": allocate_and_leave, "in turn": one_after_the_other, "nothing": lambda: held}, 1)
+    assert results["leave"]["peak_bytes"] == 1_000_000
+    assert results["in turn"]["peak_bytes"] == 1_200_000
+    assert results["nothing"]["peak_bytes"] == 0
+
+
+def test_peak_memory_sees_inside_an_operator():
+    """logsumexp holds a temporary as large as its input, which no Python-level hook sees."""
+    logits = torch.randn(1000, 500)
+    peak = compare({"logsumexp": lambda: logits.logsumexp(-1)}, 1)["logsumexp"]["peak_bytes"]
+    assert 2_000_000 <= peak <= 2_100_000
+
+
+@pytest.mark.gpu
+def test_peak_memory_and_time_on_cuda():
+    def call():
+        temporary = torch.empty(2**20, device="cuda")
+        kept = torch.empty(2**21, device="cuda")
+        del temporary
+        return kept
+
+    result = compare({"leave": call}, 3, "cuda")["leave"]
+    assert result["peak_bytes"] == 2**22 and 0 < result["median_s"] < 1
+
+
+def test_rows_are_appended(tmp_path):
+    results = {"mine": {"rounds": 5, "median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}}
+    missing = rows_of({}, {"peer": "not installed"}, benchmark="test", n=4)
+    assert [(row["variant"], row["missing"], row["n"]) for row in missing] == [("peer", "not installed", 4)]
+    rows = rows_of(results, extras={"mine": {"tflops": 7}}, benchmark="test", n=4)
+    assert append(rows, "cpu", tmp_path) == append(rows, "cpu", tmp_path) == tmp_path / "cpu.jsonl"
+    lines = (tmp_path / "cpu.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and json.loads(lines[0]) == json.loads(lines[1]) == rows[0]
+    assert rows[0]["rounds"] == 5 and rows[0]["tflops"] == 7
+    expected = {"variant": "mine", "ms_p20": 1, "ms_p50": 2, "ms_p80": 3, "peak_mib": 3, "benchmark": "test", "n": 4}
+    assert expected.items() <= rows[0].items()
+    assert {"commit", "torch", "python", "threads", "date"} <= rows[0].keys()
+
+
+def results_on_disk():
+    return {path.name: path.read_bytes() for path in (ROOT / "benchmarks").glob("results/*")}
+
+
+def run_small(name, tmp_path):
+    """The extra_info of every test of a benchmark file at its small size."""
+    before = results_on_disk()
+    report_path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "pytest", f"benchmarks/{name}.py", "--benchmark-only", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, f"--benchmark-json={report_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FASTGRPO_BENCH_SMALL": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert results_on_disk() == before
+    infos = [run["extra_info"] for run in json.loads(report_path.read_text())["benchmarks"]]
+    for info in infos:
+        assert all(f"missing: {name}: {reason}" in result.stdout for name, reason in info["missing"].items())
+        bars = info["bars"]  # of whatever is installed: full logits always, peers where they are
+        assert all(set(bar) in ({"value", "at most", "met"}, {"value", "at least", "met"}) for bar in bars.values())
+    return infos
+
+
+def test_bench_loss_runs_small(tmp_path):
+    """The gradients of all variants agree, and peers that are not installed are named."""
+    (info,) = run_small("bench_loss", tmp_path)
+    assert any("full logits" in name for name in info["bars"])
+    info["rows"] = [row for row in info["rows"] if "missing" not in row]
+    variants = {row["variant"] for row in info["rows"]}
+    assert {"fastgrpo", "full logits"} <= variants and ("trl" in variants) != ("trl" in info["missing"])
+    assert {row["case"] for row in info["rows"]} == {"all rows", "40% of the rows"}
+    peaks = {(row["variant"], row["case"]): row["peak_mib"] for row in info["rows"]}
+    logits = 256 * 2048 * 4 / 2**20
+    assert logits <= peaks["fastgrpo", "all rows"] < 1.2 * logits  # one chunk: the logits, turned into their gradient
+    assert 2.5 * logits < peaks["full logits", "all rows"] < 4 * logits
+    assert peaks["fastgrpo", "40% of the rows"] < 0.5 * peaks["fastgrpo", "all rows"]
+
+
+def test_bench_head_runs_small(tmp_path):
+    """Every variant computes the same gradients, or is named as missing; the errors are against fp64."""
+    infos = run_small("bench_head", tmp_path)
+    assert all(any("full logits" in name for name in info["bars"]) for info in infos)
+    assert len(infos) == 2
+    peers = {"trl", "liger", "cut-cross-entropy"}
+    mine = {"fastgrpo", "fastgrpo, chunks of 64", "fastgrpo, chunks of 128", "fastgrpo, forward only"}
+    others = {"full logits", "full logits, compiled", "bare products", "one product"}
+    for info in infos:
+        measured = [row for row in info["rows"] if "missing" not in row]
+        variants = {row["variant"] for row in measured}
+        assert mine | others <= variants <= mine | others | peers and peers - variants == set(info["missing"])
+        for row in measured:
+            assert row["ms_p50"] > 0 and row["tflops"] > 0
+            errors = {key: value for key, value in row.items() if key.startswith("error_")}
+            assert set(errors) == (
+                set()
+                if row["variant"] in ("bare products", "one product")
+                else {"error_logp"}
+                if row["variant"] == "fastgrpo, forward only"
+                else {"error_hidden", "error_weight"}
+            )
+            if torch.cuda.is_available():  # bf16 there
+                continue
+            assert all(error < 1e-5 for error in errors.values()), row
+    cases = {(row["n"], row["case"], row["active_rows"]) for info in infos for row in info["rows"]}
+    assert cases == {(256, "all rows", 256), (256, "42% of the rows", 107), (128, "all rows", 128)}
+
+
+def test_bench_attention_runs_small(tmp_path):
+    """Both packings give the same gradients, at 64 + 4 * 15 inputs a group against 4 * 79."""
+    infos = run_small("bench_attention", tmp_path)
+    assert [row["case"] for info in infos for row in info["rows"]] == ["all rows"] * 2 + [
+        "all rows, layers recomputed"
+    ] * 2
+    for info in infos:
+        assert {row["variant"]: row["tokens"] for row in info["rows"]} == {"fastgrpo": 248, "a prompt each": 632}
+        assert all(0 < row["difference"] < 0.05 and row["ms_p50"] > 0 for row in info["rows"])
+
+
+def test_bench_decode_runs_small(tmp_path):
+    """Both model sizes and every filter; without a GPU the Triton kernels are missing by name, and so are the bars."""
+    infos = run_small("bench_decode", tmp_path)
+    assert len(infos) == 6
+    for info in infos:
+        variants = {row["variant"] for row in info["rows"] if "missing" not in row}
+        assert variants & {"sdpa", "plain torch"}
+        assert ("fastgrpo" in variants) == torch.cuda.is_available() == bool(info["bars"])
+
+
+def made_up_rows():
+    """Two runs of one benchmark; the newer has a missing peer."""
+    common = {"commit": "abc", "torch": "2.13", "benchmark": "head", "dtype": "bfloat16", "d": 8, "v": 32}
+    figures = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 3.0, "peak_mib": 10.0}
+    newer = {**common, "date": "2026-02-02T00:00:00", "case": "all rows", "n": 64}
+    return [
+        {**newer, **figures, "date": "2026-01-01T00:00:00", "variant": "stale"},
+        {**newer, **figures, "variant": "fastgrpo", "tflops": 612.3, "error_hidden": 1e-3, "error_weight": 2e-3},
+        {**newer, **figures, "variant": "fastgrpo", "n": 128, "ms_p50": 4.0},
+        {**newer, **figures, "variant": "peer", "ms_p50": 5.0, "error_logp": 3e-6},
+        {**newer, **figures, "variant": "peer", "case": "42% of the rows"},
+        {**newer, "variant": "gone", "missing": "not installed"},
+    ]
+
+
+def test_report(tmp_path, capsys):
+    (tmp_path / "some-gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made_up_rows()))
+    readme = tmp_path / "README.md"
+    other = "<!-- bench:head-other -->\nkept\n<!-- /bench -->\n"
+    readme.write_text(f"above\n<!-- bench:head-some-gpu -->\nold\n<!-- /bench -->\nbetween\n{other}below\n")
+    report.main(tmp_path, readme)
+    out = capsys.readouterr().out
+    assert "| 64 x 8 x 32 | all rows | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 612 | 10 |  | 1.0e-03, 2.0e-03 |" in out
+    assert "| 64 x 8 x 32 | all rows | peer | 5.00 (1.00 to 3.00) | 2.50 |  | 10 | 3.0e-06 |  |" in out
+    assert "| 64 x 8 x 32 | 42% of the rows | peer | 2.00 (1.00 to 3.00) |  |" in out
+    assert "Missing: gone (not installed)." in out and "stale" not in out
+    text = readme.read_text()
+    assert text.startswith("above\n<!-- bench:head-some-gpu -->\nsome-gpu, commit abc") and "old\n" not in text
+    assert text.endswith(f"Missing: gone (not installed).\n<!-- /bench -->\nbetween\n{other}below\n")
+    assert (tmp_path / "head-some-gpu.png").read_bytes().startswith(b"\x89PNG")
+    report.main(tmp_path, readme)
+    assert readme.read_text() == text
+
+
+def test_report_of_steps_and_rollouts(tmp_path, capsys):
+    """Only the columns that somebody measured; the fastest of our variants is the one that others are compared to."""
+    common = {"commit": "abc", "torch": "2.13", "dtype": "float32", "date": "2026-02-02T00:00:00", "model": "tiny"}
+    times = {"ms_p20": 1.0, "ms_p50": 2.0, "ms_p80": 3.0}
+    stages = {"rollout": 1.2, "backward": 0.8}
+    rows = [
+        {**common, **times, "benchmark": "step", "variant": "fastgrpo", "samples_per_s": 500.0, "peak_mib": 3.0,
+         "stages_ms": stages},
+        {**common, **times, "benchmark": "step", "variant": "trl", "ms_p50": 6.0, "samples_per_s": 170.0,
+         "peak_mib": None},
+        {**common, **times, "benchmark": "rollout", "case": "equal", "variant": "fastgrpo, a", "tokens_per_s": 1200},
+        {**common, **times, "benchmark": "rollout", "case": "equal", "variant": "fastgrpo, b", "ms_p50": 1.0,
+         "tokens_per_s": 2400},
+    ]  # fmt: skip
+    (tmp_path / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.main(tmp_path, tmp_path / "README.md")
+    out = capsys.readouterr().out
+    assert "| model | variant | ms | x fastgrpo | samples/s | peak MiB |" in out
+    assert "| tiny | trl | 6.00 (1.00 to 3.00) | 3.00 | 170 |  |" in out
+    assert "| model | case | variant | ms | x fastgrpo | tokens/s |" in out
+    assert "| tiny | equal | fastgrpo, a | 2.00 (1.00 to 3.00) | 2.00 | 1,200 |" in out
+    assert (tmp_path / "step-cpu.png").exists() and not (tmp_path / "rollout-cpu.png").exists()
+
+
+def test_report_reads_the_results_that_are_kept():
+    for path in (ROOT / "benchmarks" / "results").glob("*.jsonl"):
+        for rows in report.newest(path).values():
+            assert report.table(rows, path.stem).count("\n") >= 4
+
+
+def test_bench_rollout_runs_small(tmp_path):
+    """Equal lengths and long-tailed ones, the engine's two CPU providers against transformers."""
+    infos = run_small("bench_rollout", tmp_path)
+    assert [row["case"] for info in infos for row in info["rows"]] == ["equal"] * 3 + ["long-tailed"] * 3
+    for info in infos:
+        assert [row["variant"] for row in info["rows"]] == [
+            "fastgrpo, sdpa", "fastgrpo, products", "transformers generate",
+        ]  # fmt: skip
+        assert all(row["tokens_per_s"] > 0 for row in info["rows"])
+
+
+def test_bench_step_runs_small(tmp_path):
+    """A step's stages are told; TRL is there, or named as missing."""
+    (info,) = run_small("bench_step", tmp_path)
+    ours, trl = info["rows"]
+    assert ours["variant"] == "fastgrpo" and trl["variant"] == "trl"
+    assert {"rollout", "reward", "reference", "forward", "loss", "backward"} < set(ours["stages_ms"])
+    assert ("missing" in trl) == (not info["bars"])

@@ -1,0 +1,309 @@
+"""The reader of final answers: what it reads, what it refuses, and that no text makes it slow or raise."""
+
+import logging
+import sys
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+
+from fastgrpo.rewards.answers import answers_match, completion_text, extract_answer, read_number
+
+READ = [
+    # markers
+    ("#### 42", 42),
+    ("####42", 42),
+    ("#### \n42", 42),
+    ("#### 42\nThat was easy, 7 steps.", 42),
+    ("<answer>42</answer>", 42),
+    ("<answer> 42 </answer> and 7 more", 42),
+    ("<Answer>42</ANSWER> 7", 42),
+    ("<answer>42", 42),
+    ("<answer>\nx = 42\n</answer>", 42),
+    (r"\boxed{42}", 42),
+    (r"\boxed {42} 7", 42),
+    (r"$\boxed{42", 42),
+    (r"So $x = \boxed{42}$, in 7 steps.", 42),
+    (r"\boxed{\text{42 dollars}}", 42),
+    # the last marker counts, whichever its kind
+    ("#### 41\n#### 42", 42),
+    (r"<answer>41</answer> #### 40 \boxed{42}", 42),
+    (r"\boxed{41} <answer>42</answer>", 42),
+    (r"\boxed{41} #### 42", 42),
+    (r"<think>\boxed{41}</think><answer>\boxed{42}</answer>", 42),
+    ("<answer>#### 42</answer>", 42),
+    ("#### 42 </answer>", 42),
+    # no marker: the last number
+    ("The answer is 42.", 42),
+    ("He had 12 and ate 5, so 7 remain!", 7),
+    ("It is 42, I think", 42),
+    ("**42**", 42),
+    ("The answer is **42**.", 42),
+    ("The answer is *42*.", 42),
+    ("##### 5", 5),
+    ("10-3=7", 7),
+    ("10 - 3", 3),
+    ("5-10", 10),
+    ("5–10", 10),
+    ("10 -3", 3),
+    ("COVID-19", 19),
+    ("1,2,3", 3),
+    ("so 6*7 = 42", 42),
+    # thousands separators
+    ("#### 1,234", 1234),
+    ("1,234,567.5", Fraction("1234567.5")),
+    ("1{,}234", 1234),
+    (r"\boxed{1\,234}", 1234),
+    (r"\boxed{12,\!345}", 12345),
+    ("1\u202f234", 1234),
+    ("1\u00a0234\u00a0567", 1234567),
+    # signs
+    ("-3", -3),
+    ("−3", -3),
+    ("+3", 3),
+    ("The answer is -3.", -3),
+    ("x=-3", -3),
+    ("(-3)", -3),
+    (r"\boxed{- 3}", -3),
+    # decimals and exponents
+    (".5", Fraction(1, 2)),
+    ("-.5", Fraction(-1, 2)),
+    ("3.14", Fraction(157, 50)),
+    ("wait...5", 5),
+    ("007", 7),
+    ("3e5", 300000),
+    ("2.5E-1", Fraction(1, 4)),
+    # percent, currency, units
+    ("75%", 75),
+    (r"\boxed{75\%}", 75),
+    ("$5", 5),
+    ("€5", 5),
+    ("£5.50", Fraction(11, 2)),
+    ("<answer>$1,234.50</answer>", Fraction("1234.5")),
+    ("$-5", -5),
+    ("-$5", -5),
+    ("−€5", -5),
+    (r"\boxed{\$5}", 5),
+    ("5 dollars", 5),
+    ("5kg", 5),
+    ("50 cm^2", 50),
+    (r"\boxed{50 \text{ m}^2}", 50),
+    (r"\boxed{90^\circ}", 90),
+    ("$42$", 42),
+    # fractions and mixed numbers
+    ("1/2", Fraction(1, 2)),
+    ("-1/2", Fraction(-1, 2)),
+    ("3 / 4", Fraction(3, 4)),
+    ("1.5/3", Fraction(1, 2)),
+    ("1 1/2", Fraction(3, 2)),
+    ("-1 1/2", Fraction(-3, 2)),
+    ("2 and 1/2 hours", Fraction(5, 2)),
+    ("½", Fraction(1, 2)),
+    ("-½", Fraction(-1, 2)),
+    ("1½", Fraction(3, 2)),
+    (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+    (r"\boxed{\dfrac{3}{4}}", Fraction(3, 4)),
+    (r"\boxed{\tfrac34}", Fraction(3, 4)),
+    (r"\boxed{-\frac{3}{4}}", Fraction(-3, 4)),
+    (r"\boxed{\frac{-3}{4}}", Fraction(-3, 4)),
+    (r"\boxed{1\frac{1}{2}}", Fraction(3, 2)),
+    (r"it is \frac{1,000}{4}", 250),
+]
+
+NOT_READ = [
+    "",
+    "no number at all",
+    "The answer is 42. #### none",
+    "The answer is 42. <answer></answer>",
+    r"\boxed{42} or rather \boxed{}",
+    "#### 42\n<answer>I do not know</answer>",
+    # parts of an expression are not its value
+    r"\boxed{2\sqrt{2}}",
+    r"\boxed{3\pi}",
+    r"\boxed{\frac{\pi}{2}}",
+    r"\boxed{2^{3}}",
+    "<answer>2**3</answer>",
+    "<answer>5 + 3</answer>",
+    "<answer>$5 + $3</answer>",
+    "<answer>x+3</answer>",
+    r"\boxed{3 \times 5}",
+    "<answer>2 * 5</answer>",
+    "5/6/2020",
+    "1/-2",
+    # no value, or one too large to be an answer
+    "1/0",
+    "3e999",
+    "3e-999",
+    "#### " + "9" * 65,
+]
+
+
+@pytest.mark.parametrize(("text", "value"), READ)
+def test_a_number_is_read(text, value):
+    assert read_number(text) == value
+
+
+@pytest.mark.parametrize("text", NOT_READ)
+def test_what_is_no_number_is_not_read(text):
+    assert read_number(text) is None
+
+
+def test_braces_in_a_box_are_matched():
+    assert extract_answer(r"\boxed{\frac{3}{4} \text{ of \{a\}}} + {1}") == r"\frac{3}{4} \text{ of \{a\}}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 200_000,
+        "1," * 100_000,
+        "1,111" * 50_000,
+        "1 " * 100_000,
+        "1" + " " * 200_000 + "x",
+        "-" * 200_000,
+        "$" * 200_000,
+        "1/" * 100_000,
+        "1e" * 100_000,
+        "{" * 200_000,
+        "#" * 200_001,
+        "#### " * 40_000,
+        "<answer>" * 25_000,
+        r"\boxed{" * 30_000,
+        r"\boxed" + " " * 200_000,
+        r"\frac{" * 30_000,
+        r"\text{" * 30_000,
+        "1" + "\\" * 200_000,
+        "^" * 200_000,
+    ],
+    ids=lambda text: f"{text[:8]!r}",
+)
+def test_no_long_text_is_slow(text):
+    start = time.perf_counter()
+    answers_match(text, "#### 42")
+    # Reading is linear: a quadratic pattern takes minutes on these, and a slow machine less than a second.
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "verdict"),
+    [
+        ("<answer>0.50</answer>", "1/2", True),
+        ("<answer>42.0</answer>", "#### 42", True),
+        ("<answer>75%</answer>", "#### 75", True),
+        ("<answer>75</answer>", "75%", True),
+        ("<answer>0.33</answer>", "1/3", False),
+        ("<answer>-42</answer>", "#### 42", False),
+        ("<answer>420</answer>", "#### 42", False),
+        ("I give up", "#### 42", False),
+        ("1/0", "#### 42", False),
+        ("42", "", None),
+        ("42", "it depends", None),
+        ("42", "#### unknown", None),
+    ],
+)
+def test_answers_are_compared_by_value(text, reference, verdict):
+    assert answers_match(text, reference) is verdict
+
+
+HARD = [
+    (r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt{8}}", True),
+    (r"\boxed{2\sqrt{2}}", r"\boxed{2\sqrt{3}}", False),
+    (r"\boxed{\sqrt{4}}", "#### 2", True),
+    (r"\boxed{2\sqrt{2}}", "#### 2", False),
+    (r"<answer>\frac{\pi}{2}</answer>", r"\pi/2", True),
+    ("<answer>5 + 3</answer>", "#### 8", True),
+    ("<answer>5 + 3</answer>", "#### 3", False),
+    ("<answer>50% + 25%</answer>", "#### 75", True),
+    (r"\boxed{3 \times 5,000}", "#### 15,000", True),
+    (r"\boxed{3 \times 10^5}", "#### 300,000", True),
+]
+
+
+@pytest.mark.parametrize(("text", "reference", "verdict"), HARD)
+def test_math_verify_decides_expressions(text, reference, verdict):
+    pytest.importorskip("math_verify")
+    assert answers_match(text, reference) is verdict
+
+
+def test_math_verify_decides_variables_in_the_main_thread():
+    pytest.importorskip("math_verify")
+    assert answers_match(r"\boxed{x^2 + 3x}", "x(x + 3)") is True
+
+
+def test_math_verify_decides_outside_the_main_thread():
+    pytest.importorskip("math_verify")
+    verdicts = _in_a_thread(lambda: [answers_match(text, reference) for text, reference, _ in HARD])
+    assert verdicts == [verdict for _, _, verdict in HARD]
+
+
+def test_what_only_an_alarm_could_stop_is_not_tried_outside_the_main_thread():
+    pytest.importorskip("math_verify")
+    endless = r"\boxed{(\frac{x^2+y}{z+1}+\sqrt{x+\sqrt{y}})^9 + 1}"
+    assert _in_a_thread(lambda: answers_match(endless, r"\sqrt{2}")) is False
+    assert _in_a_thread(lambda: answers_match(r"\sqrt{2}", endless)) is None
+
+
+def test_an_answer_too_long_to_judge_is_wrong_and_not_left_out():
+    pytest.importorskip("math_verify")
+    assert answers_match(r"\boxed{" + r"\sqrt{2} + " * 50 + "1}", r"2\sqrt{2}") is False
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["9^{9^{9^9}} + 1", "9^9^9^9 + 1", "9**9**9**9 + 1", "1 + 99999999!", r"\binom{999999999}{499999999}", "1/0 + 3"],
+)
+def test_an_expression_without_bounds_is_wrong_at_once(expression):
+    start = time.perf_counter()
+    assert answers_match(rf"\boxed{{{expression}}}", "#### 42") is False
+    assert time.perf_counter() - start < 5
+
+
+def test_without_math_verify_numbers_still_compare(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert answers_match(r"\boxed{\frac{1}{2}}", "#### 0.5") is True
+    assert answers_match(r"\boxed{41}", "#### 42") is False
+    assert answers_match(r"\boxed{\sqrt{4}}", "#### 2") is False
+    assert answers_match(r"\boxed{2\sqrt{2}}", r"2\sqrt{2}") is None
+    assert answers_match("I give up", r"2\sqrt{2}") is None
+
+
+def test_a_failure_of_math_verify_is_logged_and_never_raised(monkeypatch, caplog):
+    math_verify = pytest.importorskip("math_verify")
+
+    def fail(*arguments, **options):
+        raise RuntimeError("a bug of the library")
+
+    monkeypatch.setattr(math_verify, "verify", fail)
+    with caplog.at_level(logging.WARNING):
+        assert answers_match(r"\boxed{\sqrt{4}}", "#### 2") is False
+    assert "a bug of the library" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("completion", "text"),
+    [
+        ("42", "42"),
+        ([{"role": "assistant", "content": "42"}], "42"),
+        ([{"role": "assistant", "content": "41"}, {"role": "tool", "content": "7"}], "41"),
+        ([{"role": "assistant", "content": "4"}, {"role": "assistant", "content": "2"}], "4\n2"),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "42"}, {"type": "image"}]}], "42"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
+        ([], ""),
+    ],
+)
+def test_completion_text(completion, text):
+    assert completion_text(completion) == text
+
+
+def test_a_completion_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="not int"):
+        completion_text(42)
+
+
+def _in_a_thread(function):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    return results[0]

@@ -1,0 +1,136 @@
+"""The rewards of GSM8K, on made texts and on the data set's own solutions."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from paths import DATA
+
+from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
+
+SAMPLE = DATA / "gsm8k-64.jsonl"
+GSM8K = os.environ.get("FASTGRPO_GSM8K")
+
+
+def _solutions(path: Path) -> list[str]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line)["answer"] for line in lines]
+
+
+def _neighbours_score(solutions: list[str]) -> int:
+    """Check every solution against its own answer and against the next one's; return how many of these differ."""
+    assert set(correctness(solutions, solutions, answer=solutions)) == {1.0}
+    neighbours = solutions[1:] + solutions[:1]
+    scores = correctness(solutions, solutions, answer=neighbours)
+    # Read apart from the code under test: the answers of GSM8K are whole numbers after the only marker.
+    values, others = (
+        [int(text.split("####")[1].replace(",", "")) for text in column] for column in (solutions, neighbours)
+    )
+    assert scores == [float(value == other) for value, other in zip(values, others, strict=True)]
+    return scores.count(0.0)
+
+
+def test_the_sample_scores_its_own_answers():
+    solutions = _solutions(SAMPLE)
+    assert len(solutions) == 64
+    assert _neighbours_score(solutions) > 55
+
+
+@pytest.mark.skipif(not GSM8K, reason="FASTGRPO_GSM8K does not name the folder of GSM8K's jsonl files")
+def test_every_solution_scores_its_own_answer():
+    solutions = [text for name in ("train.jsonl", "test.jsonl") for text in _solutions(Path(GSM8K) / name)]
+    assert len(solutions) == 8792
+    assert _neighbours_score(solutions) > 8000
+
+
+@pytest.mark.parametrize("completion", ["<answer>42</answer>", r"\boxed{42}", "#### 42", "It is $42.00."])
+def test_a_correct_value_is_rewarded_in_every_form(completion):
+    messages = [{"role": "assistant", "content": completion}]
+    assert correctness(["?", "?"], [completion, messages], answer=["#### 42", "#### 42"]) == [1.0, 1.0]
+
+
+def test_a_wrong_or_unreadable_value_is_not_rewarded():
+    completions = [
+        "<answer>41</answer>",
+        "",
+        "#### 42, no: <answer>?</answer>",
+        [{"role": "assistant", "content": "4"}],
+    ]
+    assert correctness(["?"] * 4, completions, answer=["#### 42"] * 4) == [0.0] * 4
+
+
+def test_a_row_without_a_reference_number_is_not_scored():
+    assert correctness(["?"] * 4, ["42"] * 4, answer=[None, "", "unknown", "#### 42"]) == [None, None, None, 1.0]
+
+
+def test_a_reference_may_be_a_bare_number():
+    assert correctness(["?"] * 4, ["42"] * 4, answer=[42, 42.0, "42", 41]) == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_every_completion_needs_a_reference():
+    with pytest.raises(ValueError):
+        correctness(["?"] * 2, ["42"] * 2, answer=["#### 42"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>6 x 7</think><answer>42</answer>", 0.5),
+        ("<think>\n6 x 7\n</think>\n<answer>\n42\n</answer>", 0.5),
+        (r"<think>6 x 7</think><answer>\boxed{42}</answer>", 0.5),
+        ("<think>6 x 7</think><answer>none</answer>", 0.4),
+        ("<think>6 x 7</think><answer></answer>", 0.4),
+        ("<think>6 x 7</think><answer>42", 0.4),
+        ("<think>6 x 7<answer>42</answer>", 0.4),
+        ("<think>6 x 7</think> 42", 0.2),
+        ("<answer>42</answer>", 0.3),
+        ("<think>6 x 7", 0.1),
+        # a closing tag with no opening tag before it, and the opening tag after it
+        ("6 x 7</think><answer>42</answer>", 0.3),
+        ("</think>6 x 7<think><answer>42</answer>", 0.3),
+        # a tag that is repeated
+        ("<think><think>6 x 7</think><answer>42</answer>", 0.4),
+        ("<think>6 x 7</think></think><answer>42</answer>", 0.4),
+        ("<think>6 x 7</think><answer>41</answer><answer>42</answer>", 0.3),
+        ("<think></think>" * 9, 0.0),
+        ("42", 0.0),
+        ("#### 42", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format_reward(completion, reward):
+    messages = [{"role": "assistant", "content": completion}]
+    assert format_reward(["?", "?"], [completion, messages]) == pytest.approx([reward, reward])
+
+
+def test_length_reward_falls_from_the_soft_limit_to_the_limit():
+    lengths = [0, 1, 80, 85, 90, 100, 150]
+    rewards = length_reward(
+        ["?"] * 7,
+        ["..."] * 7,
+        completion_ids=[[0] * length for length in lengths],
+        trainer_state=SimpleNamespace(max_completion_length=100),
+    )
+    assert rewards == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
+
+
+@pytest.mark.parametrize("state", [None, SimpleNamespace(), SimpleNamespace(max_completion_length=0)])
+def test_length_reward_needs_a_limit(state):
+    with pytest.raises(ValueError, match="max_completion_length"):
+        length_reward(["?"], ["..."], completion_ids=[[0]], trainer_state=state)
+
+
+def test_every_reward_takes_what_the_trainer_passes():
+    passed = dict(
+        completion_ids=[[1, 2]],
+        trainer_state=SimpleNamespace(max_completion_length=10),
+        log_metric=print,
+        log_extra=print,
+        answer=["#### 42"],
+        question=["6 x 7?"],
+    )
+    completions = ["<think>6 x 7</think><answer>42</answer>"]
+    rewards = [reward(["6 x 7?"], completions, **passed) for reward in (correctness, format_reward, length_reward)]
+    assert rewards == [[1.0], [pytest.approx(0.5)], [0.0]]

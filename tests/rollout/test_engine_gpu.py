@@ -1,0 +1,125 @@
+"""The engine on a CUDA device, in bf16: graphs, providers, log-probs, host syncs."""
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo.policy.batch import Sample
+from fastgrpo.policy.model import cast
+from fastgrpo.policy.reference import score
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.providers import NAMES, _obstacle
+from fastgrpo.rollout.sampling import SamplingParams
+
+pytestmark = pytest.mark.gpu
+SHAPE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def model_and_prompts(dtype=torch.bfloat16):
+    model = tiny.model("qwen2", **SHAPE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(2)
+    prompts = torch.randint(5, 1000, (12, 100), generator=torch.Generator().manual_seed(0))
+    return cast(model.cuda(), dtype), [prompt[: 20 + 6 * i].tolist() for i, prompt in enumerate(prompts)]
+
+
+def provider_or_skip(name):
+    obstacle = _obstacle(name, torch.device("cuda"), torch.bfloat16, 64)
+    if obstacle:
+        pytest.skip(f"{name} {obstacle}")
+
+
+@pytest.mark.parametrize("attention", NAMES)
+def test_graphs_change_no_token(attention):
+    provider_or_skip(attention)
+    model, prompts = model_and_prompts()
+    sampling = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=tuple(range(40)))
+    eager, graphed = (
+        RolloutEngine(model, max_num_seqs=40, attention=attention, enforce_eager=eager) for eager in (True, False)
+    )
+    for _ in range(2):
+        expected, seen = (engine.generate(prompts, 8, sampling) for engine in (eager, graphed))
+        assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+    assert graphed.graphs.graphs and not eager.graphs.graphs
+
+
+@pytest.mark.parametrize("attention", NAMES)
+def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
+    provider_or_skip(attention)
+    model, prompts = model_and_prompts()
+    rollouts = RolloutEngine(model, attention=attention).generate(prompts, 8, SamplingParams(max_tokens=80, seed=1))
+    samples = [Sample(prompts[i // 8], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
+    together = torch.cat(score(model, samples, 1.0, 10**6))
+    alone = torch.cat(score(model, samples, 1.0, 1, share_prompt=False))
+    drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
+    bound = (together - alone).abs()
+    gap = (drawn - together).abs()
+    assert gap.mean() <= 1.5 * bound.mean() + 1e-5
+    assert gap.max() <= 2 * bound.max() + 1e-4
+
+
+def test_fp32_logps_equal_a_teacher_forced_forward():
+    model, prompts = model_and_prompts(torch.float32)
+    rollouts = RolloutEngine(model).generate(prompts, 4, SamplingParams(max_tokens=40, seed=1))
+    samples = [Sample(prompts[i // 4], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
+    drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
+    torch.testing.assert_close(drawn, torch.cat(score(model, samples, 1.0, 10**6)), atol=2e-5, rtol=0)
+
+
+def test_graphs_follow_weights_filters_and_geometry():
+    """An update in place, weights in another place, other sampling, fewer and more lanes: as without graphs."""
+    model, prompts = model_and_prompts()
+    eager, graphed = (RolloutEngine(model, enforce_eager=eager) for eager in (True, False))
+    greedy, drawn = SamplingParams(temperature=0, max_tokens=24), SamplingParams(max_tokens=24, top_p=0.9, seed=2)
+
+    def check(n, sampling):
+        expected, seen = (engine.generate(prompts, n, sampling) for engine in (eager, graphed))
+        assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+
+    for n, sampling in ((8, drawn), (1, greedy), (8, drawn), (8, greedy)):
+        check(n, sampling)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    check(8, greedy)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.05
+    check(8, greedy)
+
+
+def test_a_step_that_waits_for_the_device_names_the_remedy(monkeypatch):
+    model, prompts = model_and_prompts()
+    forward = model.base_model.norm.forward
+    monkeypatch.setattr(model.base_model.norm, "forward", lambda x: forward(x * (1 if x.sum().item() else 2)))
+    with pytest.raises(ValueError, match="use --rollout_enforce_eager True"):
+        RolloutEngine(model).generate(prompts, 2, SamplingParams(temperature=0, max_tokens=24))
+
+
+def test_no_host_sync_between_looks():
+    model, prompts = model_and_prompts()
+    engine = RolloutEngine(model, max_num_seqs=96)
+    sampling = SamplingParams(max_tokens=60, seed=1)
+    engine.generate(prompts, 8, sampling)  # kernels are compiled
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, 8, sampling, request_id=i)
+    engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine._decode()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_the_same_seed_gives_the_same_rollouts():
+    model, prompts = model_and_prompts()
+    engine, sampling = RolloutEngine(model), SamplingParams(max_tokens=40, top_p=0.9, seed=3)
+    first, second = (engine.generate(prompts, 4, sampling) for _ in range(2))
+    assert [rollout.ids for rollout in first] == [rollout.ids for rollout in second]
+    assert all((rollout.kept >= 0.9 - 1e-4).all() and (rollout.kept <= 1).all() for rollout in first)

@@ -1,0 +1,142 @@
+"""Decode attention: every provider that runs here against a plain softmax over prompt and suffix; what is refused."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastgrpo.rollout import providers
+from fastgrpo.rollout.geometry import Geometry
+from fastgrpo.rollout.providers import Flat, SharedPrefix, flash_attn, make_provider, products
+from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
+
+PROMPTS, GROUPS = [3, 9, 1], [2, 3, 1]  # lengths, and lanes of each
+HEADS, WIDTH = 6, 8
+
+
+def lay_out(provider, kv_heads, dtype=torch.float64):
+    """Prompts of random keys in the slots, lanes out of order, one of them free; what plain attention needs beside."""
+    geometry = Geometry(7, 5, 4, 12, 3, provider.flat)
+    slots = Slots(geometry, torch.device("cpu"), provider.memory_order)
+    owners = [1, 0, -1, 2, 1, 0, 1]
+    lanes = [[i for i, owner in enumerate(owners) if owner == prompt] for prompt in range(3)]
+    prompts = [3, 0, 2]  # slots of the prompts
+    tokens = sum(PROMPTS)
+    key, value = (torch.randn(kv_heads, tokens, WIDTH, dtype=dtype) for _ in range(2))
+    query = torch.randn(HEADS, tokens, WIDTH, dtype=dtype)
+    PrefillAttention(PROMPTS, "cpu", slots, prompts, lanes, 20).attend(0, query, key, value, 0.3)
+    slots.prompt_lengths[torch.tensor(prompts)] = torch.tensor(PROMPTS, dtype=torch.int32)
+    slots.arrange([-1 if owner < 0 else prompts[owner] for owner in owners])
+    history = {
+        lane: tuple(tensor.split(PROMPTS, 1)[owner] for tensor in (key, value))
+        for lane, owner in enumerate(owners)
+        if owner >= 0
+    }
+    return slots, owners, history
+
+
+PROVIDERS = [Flat(True), Flat(False), SharedPrefix(products, (0, 1, 2)), SharedPrefix(products, (0, 2, 1))]
+
+
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_against_a_plain_softmax(provider, kv_heads, ragged):
+    slots, owners, history = lay_out(provider, kv_heads)
+    drawn = torch.tensor([1, 3, 1, 2, 1, 1, 4] if ragged else [1] * 7)
+    for step in range(1, 5):
+        at = torch.minimum(drawn, torch.tensor(step)) - 1  # a lane that is full writes its last place again
+        if provider.flat:
+            at = at + torch.tensor([PROMPTS[owner] if owner >= 0 else 0 for owner in owners])
+        query = torch.randn(HEADS, 7, WIDTH, dtype=torch.float64)
+        key, value = (torch.randn(kv_heads, 7, WIDTH, dtype=torch.float64) for _ in range(2))
+        out = DecodeAttention(slots, provider, at).attend(0, query, key, value, 0.3)
+        assert out.shape == (7, HEADS, WIDTH) and out.isfinite().all()
+        for lane, (keys, values) in history.items():
+            if step > drawn[lane]:
+                keys, values = keys[:, :-1], values[:, :-1]
+            keys, values = torch.cat([keys, key[:, lane, None]], 1), torch.cat([values, value[:, lane, None]], 1)
+            history[lane] = keys, values
+            repeated = [tensor.repeat_interleave(HEADS // kv_heads, 0) for tensor in (keys, values)]
+            scores = (query[:, lane, None] * repeated[0]).sum(-1) * 0.3
+            expected = (scores.softmax(-1)[..., None] * repeated[1]).sum(1)
+            torch.testing.assert_close(out[lane], expected)
+
+
+def test_lanes_move_with_their_keys():
+    provider = SharedPrefix(products, (0, 1, 2))
+    slots, *_ = lay_out(provider, 2)
+    cache = slots.caches[0]
+    cache.keys.copy_(torch.arange(7)[:, None, None, None].expand_as(cache.keys))
+    slots.move(torch.tensor([5, 6]), torch.tensor([2, 0]), 3)
+    assert (cache.keys[:, 0, :3, 0] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None]).all()
+    assert (cache.keys[:, 0, 3:, 0] == torch.arange(7)[:, None]).all()  # no place that holds nothing is copied
+
+
+def test_auto_takes_what_works_and_says_so_once(caplog):
+    caplog.set_level(logging.INFO, logger="fastgrpo")
+    providers._logged.clear()
+    cpu = torch.device("cpu")
+    assert make_provider("auto", cpu, torch.float32, 64, 10).flat
+    assert not make_provider("auto", cpu, torch.float32, 64, 1000).flat
+    make_provider("auto", cpu, torch.float32, 64, 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rollout attention on cpu: sdpa",
+        "rollout attention on cpu: products",
+    ]
+
+
+def test_the_order_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    there = {"triton", "flash_attn"}
+    monkeypatch.setattr(providers, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    cuda = torch.device("cuda")
+
+    def chosen(dtype=torch.bfloat16, head_dim=64):
+        provider = make_provider("auto", cuda, dtype, head_dim, 512)
+        return getattr(provider, "part", type(provider)).__name__
+
+    assert chosen() == "GroupDecode"
+    there.discard("triton")
+    assert chosen() == "flash_attn"
+    there.discard("flash_attn")
+    assert chosen() == "varlen"
+    assert chosen(torch.float32) == "Flat"
+    assert chosen(head_dim=512) == chosen(head_dim=20) == "Flat"
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    assert chosen() == "Flat"
+
+
+@pytest.mark.parametrize(
+    "name, device, dtype, head_dim, match",
+    [
+        ("triton", "cpu", torch.float32, 64, "'triton' needs a CUDA device; the model is on cpu; use --rollout_att"),
+        ("varlen", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
+        ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
+        ("flash_attn", "cuda", torch.bfloat16, 512, "heads of at most 256, a multiple of 8; the model's have 512"),
+        ("flash_attn", "cuda", torch.bfloat16, 64, "pip install fastgrpo"),
+    ],
+)
+def test_refused(monkeypatch, name, device, dtype, head_dim, match):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(providers, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=match):
+        make_provider(name, torch.device(device), dtype, head_dim, 10)
+
+
+def test_flash_attn_is_called_as_its_signature_says(monkeypatch):
+    """flash-attn 2.7's `flash_attn_with_kvcache(q [S, Q, H, d], k_cache [S, L, K, d], v_cache, ..., cache_seqlens)`."""
+
+    def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
+                                cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None,
+                                softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+                                rotary_interleaved=True, alibi_slopes=None, num_splits=0,
+                                return_softmax_lse=False):  # fmt: skip
+        assert k_cache.is_contiguous() and not causal and return_softmax_lse
+        return products(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, softmax_scale)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
+    test_against_a_plain_softmax(SharedPrefix(flash_attn, (0, 2, 1)), 3, True)

@@ -1,0 +1,319 @@
+"""Checkpoints are whole or not there; damage is named; the best and the newest stay; the thread's errors surface."""
+
+import json
+import os
+import threading
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run import checkpoint
+from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
+from fastgrpo.run.log import RunLog
+from fastgrpo.run.snapshot import to_host
+
+
+def two_files(path):
+    (path / "weights").write_bytes(bytes(range(256)) * 100)
+    (path / "sub").mkdir()
+    (path / "sub" / "state").write_text("{}")
+
+
+def test_a_checkpoint_is_what_was_written(tmp_path):
+    path = write_checkpoint(tmp_path, 3, two_files)
+    assert path == tmp_path / "checkpoint-3" and step_of(path) == 3
+    verify(path)
+    assert set(json.loads((path / "manifest.json").read_text())["files"]) == {"weights", "sub/state"}
+    (path / "notes.txt").write_text("a file of one's own is no damage")
+    verify(path)
+
+
+def truncate(path):
+    (path / "weights").write_bytes(bytes(range(256)) * 99)
+
+
+def flip_a_bit(path):
+    data = bytearray((path / "weights").read_bytes())
+    data[777] ^= 1
+    (path / "weights").write_bytes(data)
+
+
+def name_a_file_outside(path):
+    entry = {"bytes": 0, "sha256": ""}
+    (path / "manifest.json").write_text(json.dumps({"files": {"../../etc/passwd": entry}}))
+
+
+@pytest.mark.parametrize(
+    "harm, named",
+    [
+        (truncate, "weights is damaged"),
+        (flip_a_bit, "weights is damaged"),
+        (lambda path: (path / "sub" / "state").unlink(), "sub/state is missing"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda path: (path / "manifest.json").write_text('{"files": {"wei'), "manifest.json .* cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),
+        (name_a_file_outside, "lies outside"),
+    ],
+)
+def test_damage_is_named(tmp_path, harm, named):
+    path = write_checkpoint(tmp_path, 3, two_files)
+    harm(path)
+    with pytest.raises(ValueError, match=named):
+        verify(path)
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path, monkeypatch):
+    """Every call that reaches the disk is the last one in turn, without the clean-up that a live process would do."""
+    write_checkpoint(tmp_path, 1, two_files)
+    clock = {"calls": 0, "last": None}
+
+    def counted(function):
+        def call(*arguments, **knobs):
+            clock["calls"] += 1
+            if clock["calls"] == clock["last"]:
+                raise Killed
+            return function(*arguments, **knobs)
+
+        return call
+
+    monkeypatch.setattr(checkpoint.os, "fsync", counted(os.fsync))
+    monkeypatch.setattr(checkpoint.Path, "rename", counted(checkpoint.Path.rename))
+    monkeypatch.setattr(checkpoint.Path, "write_text", counted(checkpoint.Path.write_text))
+    monkeypatch.setattr(checkpoint.Path, "mkdir", counted(checkpoint.Path.mkdir))
+    monkeypatch.setattr(checkpoint, "_entry", counted(checkpoint._entry))
+    remove = checkpoint.remove
+    outcomes = []
+    # Leftovers are removed at the start of the next save; the dead do not clean up.
+    monkeypatch.setattr(checkpoint, "remove", lambda path: None if clock["calls"] else remove(path))
+    for last in range(1, 50):
+        clock.update(calls=0, last=last)
+        try:
+            write_checkpoint(tmp_path, 2, two_files)
+        except Killed:
+            outcomes.append("checkpoint-2" if 2 in checkpoints(tmp_path) else "checkpoint-1")
+        else:
+            break
+        verify(tmp_path / "checkpoint-1")
+        if 2 in checkpoints(tmp_path):
+            verify(tmp_path / "checkpoint-2")
+            remove(tmp_path / "checkpoint-2")
+    assert len(outcomes) >= 10 and outcomes.count("checkpoint-2") == 1  # killed in the very last sync
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # leftovers went at the end
+
+
+def test_a_failed_save_leaves_nothing(tmp_path):
+    def full(path):
+        two_files(path)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_checkpoint(tmp_path, 3, full)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_checkpoints(tmp_path):
+    for name in ("checkpoint-10", "checkpoint-9", "stale-checkpoint-11", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-12").write_text("a file")
+    assert list(checkpoints(tmp_path)) == [9, 10]
+    for name in ("../checkpoint-best", "checkpoint-1/..", "/etc", "checkpoint-1x"):
+        with pytest.raises(ValueError, match="no checkpoint: its name must be checkpoint-STEP"):
+            step_of(name)
+
+
+@pytest.mark.parametrize(
+    "limit, best, kept",
+    [
+        (2, None, [3, 4]),
+        (2, 1, [1, 4]),
+        (1, 2, [2, 4]),
+        (1, 4, [4]),
+        (1, None, [4]),
+        (3, 1, [1, 3, 4]),
+        (9, 1, [1, 2, 3, 4]),
+        (2, 7, [3, 4]),
+    ],
+)
+def test_what_is_kept(tmp_path, limit, best, kept):
+    for step in (1, 2, 3, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    prune(tmp_path, limit, best)
+    assert list(checkpoints(tmp_path)) == kept
+
+
+def test_a_link_is_removed_and_not_what_it_points_to(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoint-2").mkdir()
+    prune(tmp_path / "run", 1)
+    assert (tmp_path / "elsewhere").is_dir() and list(checkpoints(tmp_path / "run")) == [2]
+
+
+class Saving:
+    """A snapshot whose writing waits for a word and then does what it is told."""
+
+    def __init__(self, error=None):
+        self.error, self.go, self.thread = error, threading.Event(), None
+
+    def write(self, path):
+        self.thread = threading.current_thread()
+        assert self.go.wait(30)
+        if self.error:
+            raise self.error
+        (path / "weights").write_text("w")
+
+
+def make_checkpointer(tmp_path, **settings):
+    config = GRPOConfig(**{"output_dir": str(tmp_path / "run"), "save_steps": 2, "logging_steps": 1, **settings})
+    log = RunLog(config)
+    return Checkpointer(config, log), log
+
+
+def test_writing_goes_on_beside_the_steps_and_the_next_save_waits(tmp_path):
+    checkpointer, log = make_checkpointer(tmp_path)
+    first, second = Saving(), Saving()
+    with log, checkpointer:
+        checkpointer.save(2, lambda: first)  # returns although nothing is written yet
+        checkpointer.check()
+        assert checkpoints(log.dir) == {}
+        threading.Timer(0.2, first.go.set).start()
+        checkpointer.save(4, lambda: second)
+        assert list(checkpoints(log.dir)) == [2]
+        threading.Timer(0.2, second.go.set).start()
+    assert list(checkpoints(log.dir)) == [2, 4]
+    assert first.thread is second.thread is not threading.current_thread()
+
+
+def test_the_newest_good_one_is_told_after_a_save_under_way(tmp_path):
+    checkpointer, log = make_checkpointer(tmp_path)
+    good, bad = Saving(), Saving(OSError(28, "No space left on device"))
+    with log, pytest.raises(ValueError, match="checkpoint-4 could not be written"), checkpointer:
+        assert checkpointer.newest is None
+        checkpointer.save(2, lambda: good)
+        threading.Timer(0.2, good.go.set).start()
+        assert checkpointer.newest == log.dir / "checkpoint-2"
+        checkpointer.save(4, lambda: bad)
+        threading.Timer(0.2, bad.go.set).start()
+        assert checkpointer.newest == log.dir / "checkpoint-2"
+
+
+def test_an_error_of_the_thread_names_the_last_good_one(tmp_path):
+    checkpointer, log = make_checkpointer(tmp_path)
+    good, bad = Saving(), Saving(OSError(28, "No space left on device"))
+    good.go.set(), bad.go.set()
+    with log, checkpointer:
+        checkpointer.save(2, lambda: good)
+        checkpointer.save(4, lambda: bad)
+        checkpointer._thread.submit(lambda: None).result()  # until the save is through
+        with pytest.raises(
+            ValueError, match=r"checkpoint-4 could not .*No space left.*checkpoint-2 is the newest good"
+        ):
+            checkpointer.check()
+    verify(log.dir / "checkpoint-2")
+    assert list(checkpoints(log.dir)) == [2]
+
+
+def test_the_error_that_ends_a_run_is_not_hidden_by_one_of_the_thread(tmp_path, capsys):
+    checkpointer, log = make_checkpointer(tmp_path)
+    bad = Saving(OSError(28, "No space left on device"))
+    bad.go.set()
+    with pytest.raises(RuntimeError, match="mine"), log, checkpointer:
+        checkpointer.save(2, lambda: bad)
+        raise RuntimeError("mine")
+    assert "No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("greater, kept", [(None, [4, 8]), (False, [2, 8])])
+def test_the_best_one_stays(tmp_path, greater, kept):
+    checkpointer, log = make_checkpointer(
+        tmp_path, save_total_limit=1, metric_for_best_model="reward", greater_is_better=greater
+    )
+    with log, checkpointer:
+        for step, reward in ((2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)):
+            log.step(step, {"reward": reward})
+            saving = Saving()
+            saving.go.set()
+            checkpointer.save(step, lambda saving=saving: saving)
+    assert list(checkpoints(log.dir)) == kept
+    assert checkpointer.state_dict()["best"]["step"] == kept[0]
+
+
+def test_what_is_measured_after_the_save_of_its_step_counts(tmp_path, capsys):
+    """A stop saves before it evaluates; the run that goes on evaluates the step whose checkpoint is there."""
+    checkpointer, log = make_checkpointer(tmp_path, save_total_limit=1, metric_for_best_model="reward")
+    with log, checkpointer:
+        for step, reward in ((2, None), (2, 0.9), (4, 0.5), (6, 0.6)):
+            if reward is not None:
+                log.step(step, {"reward": reward})
+            saving = Saving()
+            saving.go.set()
+            checkpointer.save(step, lambda saving=saving: saving)
+    assert list(checkpoints(log.dir)) == [2, 6] and checkpointer.state_dict()["best"]["step"] == 2
+    assert capsys.readouterr().out.count("cannot be the best") == 1
+
+
+def test_a_checkpoint_whose_metric_was_not_measured_is_not_the_best(tmp_path, capsys):
+    checkpointer, log = make_checkpointer(tmp_path, metric_for_best_model="reward")
+    with log, checkpointer:
+        for step, values in ((2, {"reward": 1.0}), (4, {"kl": 9.0})):
+            log.step(step, values)
+            saving = Saving()
+            saving.go.set()
+            checkpointer.save(step, lambda saving=saving: saving)
+    assert checkpointer.best["step"] == 2
+    assert "step 4: reward was not measured" in capsys.readouterr().out
+
+
+def test_metrics_that_do_not_exist_are_refused(tmp_path):
+    def log(metric):
+        return RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), metric_for_best_model=metric, eval_steps=500))
+
+    with pytest.raises(ValueError, match="unknown metric 'eval/acuracy'; did you mean 'eval/accuracy'"):
+        log("eval/acuracy")
+    assert not (tmp_path / "run").exists()
+    log("rewards/correctness/mean").close()
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"metric_for_best_model": "eval/accuracy"}, "eval_steps=None"),
+        ({"metric_for_best_model": "eval/accuracy", "eval_steps": 3, "save_steps": 4}, "multiple"),
+        ({"metric_for_best_model": "reward", "logging_steps": 3, "save_steps": 4}, "multiple"),
+        ({"greater_is_better": True}, "needs metric_for_best_model"),
+        ({"resume_from_checkpoint": "auto"}, "needs output_dir"),
+        ({"resume_from_checkpoint": "auto", "output_dir": "x", "overwrite_output_dir": True}, "choose one"),
+        ({"save_total_limit": 0}, "save_total_limit must be at least 1"),
+    ],
+)
+def test_settings_that_contradict(settings, match):
+    with pytest.raises(ValueError, match=match):
+        GRPOConfig(**settings)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_written_from_a_copy_loads_as_it_was(tmp_path, tied, dtype):
+    model = tiny.model("llama", tie_word_embeddings=tied).to(dtype)
+    copies = to_host(model.state_dict(), {})
+    head, embedding = copies["lm_head.weight"], copies["model.embed_tokens.weight"]
+    assert (head is embedding) == tied
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # training goes on
+    save_model(tmp_path, model, tiny.tokenizer(), copies)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, before[name]) and parameter.dtype == dtype, name

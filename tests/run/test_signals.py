@@ -1,0 +1,82 @@
+"""The first signal is noted; a second one ends the process at once, whatever it is doing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from paths import ROOT
+
+from fastgrpo.run.signals import StopSignals
+
+
+@pytest.mark.parametrize("number, ending", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_the_first_signal_is_noted_and_the_handlers_come_back(number, ending, capfd):
+    before = [signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop and stop.received == number
+        assert signal.getsignal(signal.SIGINT) is signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert [signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)] == before
+    assert f"{number.name}: finishing the step" in capfd.readouterr().err
+    with pytest.raises(ending) as raised:
+        stop.leave()
+    assert number == signal.SIGINT or raised.value.code == 143
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_do_not_listen():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def listen():
+        with StopSignals() as stop:
+            seen.append((signal.getsignal(signal.SIGTERM) is before, bool(stop)))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert seen == [(True, False)]
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_leaves_at_once(first, second):
+    """Also inside of a C call that never returns to the interpreter, as a long kernel does not."""
+    code = """
+import ctypes
+from fastgrpo.run.signals import StopSignals
+libc = ctypes.PyDLL(None)  # keeps the interpreter's lock: no Python handler can run meanwhile
+with StopSignals() as stop:
+    print("ready", flush=True)
+    while not stop:
+        pass
+    print("busy", flush=True)
+    libc.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(first)
+        assert process.stdout.readline() == "busy\n"
+        time.sleep(0.2)
+        process.send_signal(second)
+        assert process.wait(timeout=10) == -second
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,181 @@
+"""No needless pass: the matrix products of an update, counted, against the list of those that it needs."""
+
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from test_trainer import make_trainer, samples_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.batch import Batch, Sample
+from fastgrpo.policy.model import head
+from fastgrpo.policy.reference import make_reference
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+aten = torch.ops.aten
+# Products with a weight are of two dimensions; those of three are attention's and the rotary embedding's.
+TWO_DIMENSIONS = {aten.mm.default: 0, aten.mm.out: 0, aten.addmm.default: 1, aten.addmm.out: 1, aten.addmm_.default: 1}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by their three sizes, in any order: a forward product and its two backward ones agree."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.entropies = Counter(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in TWO_DIMENSIONS:
+            a, b = args[TWO_DIMENSIONS[func] :][:2]
+            self.counts[tuple(sorted((*a.shape, b.shape[1])))] += 1
+        self.entropies += func in (aten.special_entr.default, aten.special_entr.out)
+        return func(*args, **(kwargs or {}))
+
+
+def policy(checkpointing=False):
+    """Sizes that tell its weights apart, and from the numbers of tokens."""
+    return tiny.model("llama", hidden_size=320, intermediate_size=448, vocab_size=832, num_attention_heads=4,
+                      gradient_checkpointing=checkpointing)  # fmt: skip
+
+
+def counted(model, groups, beta=0.0, max_tokens=10_000, with_entropy=True, **settings):
+    """The products of one rollout's updates, and the (tokens, completion tokens) of each batch that was packed."""
+    optimizer = MasterAdamW(model, learning_rate=1e-3)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu")
+    update = GRPOUpdate(model, make_reference(model, beta), updater, Objective(beta=beta), temperature=1.0, **settings)
+    with Products() as products:
+        update(groups, with_entropy)
+    return products
+
+
+def sizes(samples):
+    """(tokens, completion tokens) of one packed batch."""
+    batch = Batch.pack(samples, "cpu")
+    return len(batch.input_ids), len(batch.targets)
+
+
+def needed(model, samples, passes):
+    """`passes` products with every weight, for these samples in one batch."""
+    tokens, rows = sizes(samples)
+    layers = [module for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)]
+    counts = Counter()
+    for layer in layers:
+        counts[tuple(sorted((tokens, *layer.weight.shape)))] += passes
+    counts[tuple(sorted((rows, *head(model)[0].shape)))] += passes
+    return counts
+
+
+def teaching(samples):
+    return [sample for sample in samples if sample.advantage != 0]
+
+
+def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teaches():
+    model, samples = policy(), samples_of()
+    idle = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of(seed=1)]
+    products = counted(model, [samples, idle])
+    assert len(teaching(samples)) == len(samples) - 1
+    assert products.counts == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
+
+
+def test_groups_without_advantage_are_not_computed():
+    model = policy()
+    samples = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of()]
+    assert counted(model, [samples]).counts == Counter()
+
+
+def test_their_tokens_count_in_the_normalizer():
+    """A group of no advantage beside another one leaves its loss as small as if it were computed."""
+    samples = samples_of()
+    for sample in samples[3:]:
+        sample.advantage = 0.0
+    counted(policy(), [samples[:3], samples[3:]])
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    assert samples[0].weights.tolist() == pytest.approx([1 / tokens] * len(samples[0].weights))
+
+
+def test_checkpointing_runs_the_layers_once_more_and_the_head_does_not():
+    model, samples = policy(checkpointing=True), teaching(samples_of())
+    tokens, rows = sizes(samples)
+    expected = needed(model, samples, 4)
+    expected[tuple(sorted((rows, *head(model)[0].shape)))] -= 1
+    for layer in model.base_model.layers:  # its last product is no one's input again
+        expected[tuple(sorted((tokens, *layer.mlp.down_proj.weight.shape)))] -= 1
+    assert counted(model, [samples]).counts == expected
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2, 3])
+def test_the_reference_runs_once_a_rollout(num_iterations):
+    model, samples = policy(), samples_of()
+    products = counted(model, [samples], beta=0.1, num_iterations=num_iterations)
+    assert products.counts == needed(model, samples, 1 + 3 * num_iterations)  # and no old pass: the first one gives it
+
+
+def test_old_log_probs_are_made_for_later_minibatches_alone():
+    model, samples = policy(), teaching(samples_of())
+    products = counted(model, [samples[:2], samples[2:]], updates_per_rollout=2)
+    assert products.counts == needed(model, samples[:2], 3) + needed(model, samples[2:], 4)
+
+
+def test_with_adapters_the_base_and_the_head_have_no_weight_gradient():
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    model, samples = policy(), teaching(samples_of())
+    base = needed(model, samples, 2)  # forward, and the gradient of the input
+    tokens, rank = sizes(samples)[0], 8
+    add_lora(model, r=rank, target_modules=("all-linear",))
+    expected = Counter(base)
+    layers = dict(model.base_model.named_modules())
+    for name, layer in layers.items():
+        if "lora_" in name and isinstance(layer, torch.nn.Linear):
+            expected[tuple(sorted((tokens, *layer.weight.shape)))] += 3
+    # Nothing before the first layer is trained: of what it makes from its input, no gradient goes further.
+    for projection in ("q_proj", "k_proj", "v_proj"):
+        layer = layers[f"layers.0.self_attn.{projection}"]
+        expected[tuple(sorted((tokens, *layer.weight.shape)))] -= 1
+        expected[tuple(sorted((tokens, *layer.lora_A["default"].weight.shape)))] -= 1
+    assert counted(model, [samples]).counts == expected
+
+
+def test_adapters_with_kl_add_one_pass_of_the_base_alone():
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    samples = teaching(samples_of())
+    base = needed(policy(), samples, 1)
+    without, with_kl = (
+        counted(add_lora(policy(), r=8, target_modules=("all-linear",)), [samples], beta=beta).counts
+        for beta in (0.0, 0.1)
+    )
+    assert with_kl - without == base
+
+
+def test_entropy_costs_its_pass_where_it_is_asked_for():
+    asked, spared = (counted(policy(), [samples_of()], with_entropy=flag) for flag in (True, False))
+    assert asked.entropies == 1 and spared.entropies == 0
+    assert asked.counts == spared.counts
+
+
+def rising(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
+
+def test_entropy_is_measured_in_steps_that_are_logged(tmp_path):
+    trainer = make_trainer(tmp_path, rising, logging_steps=3, max_steps=4)
+    measured = []
+    for _ in range(4):
+        with Products() as products:
+            values = trainer.step()
+        assert bool(products.entropies) == ("entropy" in values)
+        measured.append("entropy" in values)
+    assert measured == [False, False, True, True]  # the last step always is
+
+
+def test_an_entropy_bonus_needs_it_in_every_step(tmp_path):
+    trainer = make_trainer(tmp_path, rising, logging_steps=3, max_steps=4, entropy_coef=0.01)
+    assert "entropy" in trainer.step()

@@ -1,0 +1,104 @@
+"""fp32 masters, clipping, schedules."""
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+
+
+def train(dtype, masters, steps=50, learning_rate=1e-6):
+    """Distance moved by a policy's weights on a fixed sequence of gradients."""
+    model = tiny.model().to(dtype)
+    start = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    if masters:
+        optimizer = MasterAdamW(model, learning_rate=learning_rate)
+        weights = dict(zip(start, optimizer.masters, strict=True))
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+        weights = dict(model.named_parameters())
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        loss = sum((p.float() * torch.randn(p.shape, generator=generator)).sum() for p in model.parameters())
+        loss.backward()
+        optimizer.step()
+        if not masters:
+            optimizer.zero_grad()
+    moved = {name: weights[name].detach().float() - start[name] for name in start}
+    return model, moved
+
+
+def test_masters_follow_the_fp32_trajectory_and_bf16_weights_alone_do_not():
+    # Both start from the same bf16 values, so that the trajectories are comparable.
+    start = tiny.model().bfloat16().float().state_dict()
+    model, moved = train(torch.bfloat16, masters=True)
+    truth_model = tiny.model()
+    truth_model.load_state_dict(start)
+    optimizer = MasterAdamW(truth_model, learning_rate=1e-6)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        sum((p * torch.randn(p.shape, generator=generator)).sum() for p in truth_model.parameters()).backward()
+        optimizer.step()
+    _, lost = train(torch.bfloat16, masters=False)
+    truth = {name: p.detach() - start[name] for name, p in truth_model.named_parameters()}
+    norm = sum(t.square().sum() for t in truth.values()).sqrt()
+    error = sum((moved[name] - truth[name]).square().sum() for name in truth).sqrt()
+    alone = sum((lost[name] - truth[name]).square().sum() for name in truth).sqrt()
+    assert error < 0.02 * norm
+    assert alone > 0.5 * norm
+    for parameter, master in zip(model.parameters(), train(torch.bfloat16, True)[0].parameters(), strict=True):
+        assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, master)
+
+
+def test_the_copy_goes_into_the_same_storage():
+    model = tiny.model().bfloat16()
+    pointers = [p.data_ptr() for p in model.parameters()]
+    optimizer = MasterAdamW(model, learning_rate=0.1)
+    sum(p.float().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+    for parameter, master in optimizer.pairs:
+        assert torch.equal(parameter, master.bfloat16()) and parameter.grad is None
+
+
+def test_micro_batches_accumulate_in_fp32():
+    layer = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = MasterAdamW(layer, learning_rate=1e-3)
+    for value in [1.0] + [2**-9] * 64:  # each of the 64 alone would be rounded away next to 1
+        (layer.weight.sum() * value).backward()
+    assert optimizer.masters[0].grad.item() == 1 + 64 * 2**-9
+
+
+@pytest.mark.parametrize("limit, expected", [(0.5, 0.5), (0.0, 5.0), (10.0, 5.0)])
+def test_clipping(limit, expected):
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    module = torch.nn.Module()
+    module.weight = parameter
+    optimizer = MasterAdamW(module, learning_rate=1.0)
+    seen = []
+    optimizer.adamw.step = lambda: seen.append(parameter.grad.norm().item())
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert optimizer.step(limit).item() == pytest.approx(5.0)
+    assert seen[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_weight_decay_spares_norms_and_biases():
+    module = torch.nn.Linear(2, 2)
+    groups = MasterAdamW(module, learning_rate=1.0, weight_decay=0.1).adamw.param_groups
+    assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1])]
+
+
+def test_a_frozen_module_is_refused():
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        MasterAdamW(torch.nn.Linear(2, 2).requires_grad_(False), learning_rate=1.0)
+
+
+def test_schedule():
+    optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
+    schedule = make_schedule(optimizer, "linear", warmup_steps=0.2, total_steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.adamw.step()
+        schedule.step()
+    assert rates == pytest.approx([0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])

@@ -1,0 +1,153 @@
+"""Cases for the tests of the losses, and their truth: kernels/reference.py differentiated by autograd.
+
+Shapes: N tokens, M masked-in tokens, V vocabulary, D hidden, S sequences.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgrpo.kernels import chunked, reference
+from fastgrpo.loss.objective import Objective
+
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A packed batch. hidden [N, D], weight [V, D], bias [V] or None; per token [N]; cu_seqlens [S+1]."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    targets: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    temperature: float | torch.Tensor = 1.0
+
+    def head(self):
+        """The arguments that carry gradient, as fresh leaves."""
+        return {
+            name: getattr(self, name).detach().clone().requires_grad_()
+            for name in ("hidden", "weight", "bias")
+            if getattr(self, name) is not None
+        }
+
+    def rest(self):
+        """All other arguments of linear_grpo_loss."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hidden", "weight", "bias")}
+
+    def to(self, dtype):
+        """The floating-point tensors of the head in another dtype; per-token numbers stay as they are."""
+        return replace(self, **{name: getattr(self, name).detach().to(dtype) for name in self.head()})
+
+
+def make_case(lengths=(5, 1, 7, 3), vocab=11, dim=6, dtype=torch.float64, old=True, ref=True, bias=False,
+              per_token_temperature=False, masked=0.25):  # fmt: skip
+    """Random logits of deviation about 1.5; old and ref near enough for both sides of the clip to be met."""
+    total = sum(lengths)
+    number = {"dtype": torch.float64 if dtype == torch.float64 else torch.float32}
+    hidden = torch.randn(total, dim, dtype=dtype)
+    weight = torch.randn(vocab, dim, dtype=dtype) * 1.5 / dim**0.5
+    targets = torch.randint(vocab, (total,))
+    the_bias = torch.randn(vocab, dtype=dtype) if bias else None
+    temperature = torch.rand(total, **number) + 0.6 if per_token_temperature else 0.8
+    logps = reference.linear_logprob(hidden, weight, targets, bias=the_bias, temperature=temperature)
+    mask = torch.rand(total) >= masked
+    mask[0] = True
+    return Case(
+        hidden,
+        weight,
+        targets,
+        torch.randn(total, **number),
+        mask,
+        torch.tensor([0, *lengths]).cumsum(0),
+        (logps + 0.4 * torch.randn(total, **number)) if old else None,
+        (logps + 0.5 * torch.randn(total, **number)) if ref else None,
+        the_bias,
+        temperature,
+    )
+
+
+def truth(case, *, num_items_in_batch=None, token_weights=None, grad_output=1.0, dtype=None, **knobs):
+    """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the masked-in rows, full logits, plain autograd.
+
+    dtype: compute there, from the same (already rounded) inputs; gradients come in that dtype too.
+    """
+    objective = Objective(**knobs)
+    keep = case.mask.nonzero()[:, 0]
+    weights = token_weights
+    if weights is None:
+        weights = objective.token_weights(case.mask, case.cu_seqlens, num_items_in_batch)
+    case = case if dtype is None else case.to(dtype)
+    head = case.head()
+    loss, logps, metrics = reference.linear_grpo_loss(
+        head["hidden"][keep],
+        head["weight"],
+        case.targets[keep],
+        case.advantages[keep],
+        weights[keep],
+        objective,
+        old_logps=None if case.old_logps is None else case.old_logps[keep],
+        ref_logps=None if case.ref_logps is None else case.ref_logps[keep],
+        lengths=torch.searchsorted(keep, case.cu_seqlens).diff(),
+        bias=head.get("bias"),
+        temperature=case.temperature[keep] if isinstance(case.temperature, torch.Tensor) else case.temperature,
+    )
+    loss.backward(torch.tensor(grad_output, dtype=loss.dtype))
+    return loss.detach(), logps, metrics, {name: tensor.grad for name, tensor in head.items()}
+
+
+def run(case, loss, grad_output=1.0, **knobs):
+    """(output, gradients) of a public loss on the case."""
+    head = case.head()
+    output = loss(**head, **case.rest(), **knobs)
+    output.loss.backward(torch.tensor(grad_output, dtype=output.loss.dtype))
+    return output, {name: tensor.grad for name, tensor in head.items()}
+
+
+def error(actual, expected):
+    """Relative error in the Euclidean norm, against an fp64 truth."""
+    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def set_chunk(monkeypatch, rows):
+    """Chunks of this many rows, whatever the vocabulary; None leaves one chunk for every test's size."""
+    if rows is not None:
+        monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: rows)
+
+
+class Products(TorchDispatchMode):
+    """Records the shapes (n, k, m) of every matrix product run inside it, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in PRODUCTS:
+            left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
+            self.shapes.append((left.shape[0], left.shape[1], right.shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+    def __len__(self):
+        return len(self.shapes)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of bytes of the largest storage that any operation inside it returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                self.nbytes = max(self.nbytes, value.untyped_storage().nbytes())
+        return result

@@ -1,0 +1,82 @@
+"""Small models and tokenizers made on the spot, shared by the tests of the engine."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+from fastgrpo.policy.model import prepare
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ARCHITECTURES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "smollm3-like": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "attention_bias": False}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"tie_word_embeddings": True, "no_rope_layers": [1, 0]}),
+}
+
+
+def config(name="qwen2", **changes):
+    """A 2-layer config with grouped-query attention."""
+    config_class, _, own = ARCHITECTURES[name]
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return config_class(**{**settings, **own, **changes})
+
+
+def model(name="qwen2", seed=0, gradient_checkpointing=False, **changes):
+    """A random-weight policy, ready for the engine. Weights are scaled up so that its choices are not near ties."""
+    torch.manual_seed(seed)
+    policy = ARCHITECTURES[name][1](config(name, **changes))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(4)
+    return prepare(policy, gradient_checkpointing)
+
+
+def tokenizer(chat=False):
+    """One token a byte, in the byte-level form that Qwen2's tokenizer has too; ids 0 and 1 are padding and end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
+    core = Tokenizer(models.BPE(vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def save(path, chat=False, **changes):
+    """A model and tokenizer folder as `from_pretrained` reads it."""
+    policy = model(**{"max_position_embeddings": 2048, "vocab_size": 258, **changes})
+    policy.save_pretrained(path)
+    tokenizer(chat).save_pretrained(path)
+    return path

@@ -1,0 +1,151 @@
+"""The built-in tasks: arithmetic, GSM8K, and data sets of one's own."""
+
+import json
+import os
+
+import pytest
+import tiny
+from paths import DATA
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.prompts import Curriculum
+from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k
+from fastgrpo.train import main
+
+SAMPLE = DATA / "gsm8k-64.jsonl"
+
+
+def test_held_out_pairs_are_on_no_level_and_all_carry():
+    *levels, held_out = arithmetic.pairs_by_level()
+    assert len(set(held_out)) == arithmetic.HELD_OUT
+    assert all(a % 10 + b % 10 >= 10 and min(a, b) >= 10 for a, b in held_out)
+    for level in levels:
+        assert level and not {frozenset(pair) for pair in level} & {frozenset(pair) for pair in held_out}
+    hardest = levels[-1]
+    assert all(a % 10 + b % 10 >= 10 for a, b in hardest)
+    assert len(hardest) > 2500
+
+
+@pytest.mark.parametrize(
+    "a, b, text", [(47, 38, "7+8=15 4+3+1=8 85"), (41, 32, "1+2=3 4+3=7 73"), (99, 99, "9+9=18 9+9+1=19 198")]
+)
+def test_written_sums(a, b, text):
+    assert arithmetic.written(a, b) == text
+    assert arithmetic.correctness([], [text, text + "0"], [str(a + b)] * 2) == [1.0, 0.0]
+
+
+def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(arithmetic, "sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
+    path = arithmetic.make_policy(tmp_path, GRPOConfig(device="cpu"), lambda *_: None)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = {tokenizer.decode(prompt) for prompt, _ in seen}
+    *_, held_out = arithmetic.pairs_by_level()
+    assert len(prompts) > 1000
+    assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
+    prompt, completion = seen[0]
+    a, b = (int(number) for number in tokenizer.decode(prompt)[:-1].split("+"))
+    assert tokenizer.decode(completion, skip_special_tokens=True) == arithmetic.written(a, b)
+    assert completion[-1] == tokenizer.eos_token_id
+
+
+def test_gsm8k_prompts_follow_the_tokenizer():
+    config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
+    chat = gsm8k.build(config, tiny.tokenizer(chat=True))
+    row = chat.train.take(1)[0]
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert row["prompt"][0]["content"] == gsm8k.SYSTEM_PROMPT and row["prompt"][1]["content"] == row["question"]
+    plain = gsm8k.build(config, tiny.tokenizer())
+    assert row["question"] in plain.train.take(1)[0]["prompt"]
+    assert [function.__name__ for function in plain.reward_funcs] == ["correctness", "format_reward", "length_reward"]
+    assert plain.test is None
+
+
+def test_gsm8k_system_prompt_and_curriculum():
+    config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.", curriculum_iters=2)
+    task = gsm8k.build(config, tiny.tokenizer(chat=True))
+    assert isinstance(task.train, Curriculum)
+    for expected in (True, True, False):
+        row = task.train.take(1)[0]
+        assert row["question"].startswith("What is ") is expected
+        assert row["prompt"][0]["content"] == "Be brief."
+        task.train.observe(0.0)
+    for row in gsm8k.arithmetic_rows(3)[:50]:
+        a, sign, b = row["question"][8:-1].split()
+        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        assert gsm8k.correctness([""], [f"<answer>{value}</answer>"], [row["answer"]]) == [1.0]
+        assert gsm8k.correctness([""], [f"<answer>{value + 1}</answer>"], [row["answer"]]) == [0.0]
+
+
+def test_gsm8k_rows_need_their_columns():
+    with pytest.raises(ValueError, match="columns question and answer, got text"):
+        gsm8k.to_row({"text": "?"}, "", False)
+
+
+def test_data_sets_of_ones_own(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "x": 1}) + "\n")
+    task = dataset.build(GRPOConfig(task="dataset", dataset_name=str(path), system_prompt="S"), None)
+    assert task.train.take(1)[0] == {
+        "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}],
+        "x": 1,
+    }
+    plain = dataset._with_system({"prompt": "hi"}, "S")
+    assert plain["prompt"] == "S\n\nhi"
+    with pytest.raises(ValueError, match="needs --dataset_name"):
+        dataset.build(GRPOConfig(task="dataset"), None)
+
+
+def test_unknown_task():
+    assert find_task("gsm8k") is gsm8k
+    with pytest.raises(ValueError, match="arithmetic, dataset, gsm8k, got 'answers'"):
+        find_task("answers")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["64 rows", "the real files"])
+def test_five_steps_on_gsm8k_with_a_small_qwen2(tmp_path, whole):
+    """The real job, from the command line: chat template, three rewards, curriculum, evaluation, checkpoint."""
+    name = str(SAMPLE)
+    if whole:
+        name = os.environ.get("FASTGRPO_GSM8K")
+        if name is None:
+            pytest.skip("FASTGRPO_GSM8K does not name the folder of the real train.jsonl and test.jsonl")
+    model = tiny.save(tmp_path / "model", chat=True)
+    code = main(
+        f"--task gsm8k --model_name_or_path {model} --dataset_name {name} --output_dir {tmp_path / 'run'} "
+        "--max_steps 5 --curriculum_iters 2 --prompts_per_step 2 --num_generations 4 --max_completion_length 24 "
+        "--learning_rate 1e-3 --logging_steps 1 --beta 0.04 --max_eval_samples 4 --device cpu "
+        "--reward_weights 1.0 0.5 0.1 --top_p 0.95 --top_k 100".split()
+    )
+    assert code == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    assert [row["curriculum/level"] for row in steps] == [0, 0, 1, 1, 1]
+    for name in ("correctness", "format_reward", "length_reward"):
+        assert f"rewards/{name}/mean" in steps[0]
+    assert (tmp_path / "run" / "checkpoint-5" / "model.safetensors").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["accuracy_before"] is not None) is whole
+
+
+def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
+    model = tiny.save(tmp_path / "model", chat=True)
+    (tmp_path / "my_rewards.py").write_text("def brevity(completions, **_):\n    return [-1.0 for _ in completions]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = main(
+        f"--task gsm8k --model_name_or_path {model} --dataset_name {SAMPLE} --output_dir {tmp_path / 'run'} "
+        "--max_steps 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 4 --logging_steps 1 "
+        "--device cpu "
+        "--reward_funcs format_reward my_rewards:brevity".split()
+    )
+    assert code == 0
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert row["rewards/brevity/mean"] == -1.0 and "rewards/correctness/mean" not in row
+
+
+def test_arithmetic_refuses_data_it_would_not_read():
+    with pytest.raises(ValueError, match="system_prompt goes with --task gsm8k"):
+        arithmetic.build(GRPOConfig(system_prompt="Be brief."), None)

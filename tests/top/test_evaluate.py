@@ -1,0 +1,244 @@
+"""Held-out evaluation: what is measured, and the command."""
+
+import json
+import math
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo.evaluate import main, parse
+from fastgrpo.evaluation import heldout
+from fastgrpo.evaluation.estimators import wilson
+from fastgrpo.evaluation.heldout import comparison, draws_reported, evaluate
+from fastgrpo.policy.batch import Rollout
+from fastgrpo.rewards.answers import final_answer
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.gsm8k import correctness, format_reward
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.trainer import TrainerState
+
+STATE = TrainerState(0, 0, 0.0, 8)
+
+
+class Script:
+    """An engine that says what it was told to: the greedy completions, then the draws."""
+
+    def __init__(self, greedy, draws):
+        self.model, self.tokenizer = tiny.model(vocab_size=258), tiny.tokenizer()
+        self.texts, self.samplings = [greedy, draws], []
+
+    def generate(self, prompts, num_generations, sampling, progress):
+        self.samplings.append(sampling)
+        texts = self.texts.pop(0)
+        assert len(texts) == len(prompts) * num_generations
+        ids = [self.tokenizer(text)["input_ids"] for text in texts]
+        return [Rollout(i, torch.zeros(len(i)), "length" if len(i) > 30 else "stop") for i in ids]
+
+
+def measured():
+    right, wrong = "<think>.</think><answer>42</answer>", "<answer>7</answer>"
+    rows = [{"prompt": "6x7?", "answer": "#### 42"}, {"prompt": "6x7 again?", "answer": "#### 42"}]
+    draws = [right, right, wrong, "none", wrong, wrong, "42", wrong]
+    engine = Script([right, wrong], draws)
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=50)
+    result = evaluate(
+        engine, engine.tokenizer, rows, Rewards([correctness, format_reward]), sampling, STATE, None, 4
+    )  # fmt: skip
+    return result, engine
+
+
+def test_everything_that_is_measured():
+    result, engine = measured()
+    expected = {
+        "accuracy": 0.5,
+        "rewards/correctness/mean": 0.5,
+        "rewards/format_reward/mean": (0.5 + 0.3) / 2,
+        "format_rate": 0.5,
+        "mean_length": (35 + 18) / 2,
+        "clipped_ratio": 0.5,
+        "pass@1": 3 / 8,
+        "pass@2": (5 / 6 + 1 / 2) / 2,
+        "pass@4": 1.0,
+        "maj@2": ((1 + 2 * 0.5 + 2) / 6 + 3 * 0.5 / 6) / 2,  # a tie counts half, a draw without an answer has no vote
+        "maj@4": (1.0 + 0.0) / 2,
+        "sampled/rewards/correctness/mean": 3 / 8,
+        "sampled/rewards/format_reward/mean": (0.5 * 2 + 0.3 * 4) / 8,
+        "sampled/format_rate": 2 / 8,
+        "sampled/mean_length": (35 * 2 + 18 * 4 + 4 + 2) / 8,
+        "sampled/clipped_ratio": 2 / 8,
+    }
+    values = dict(result.values)
+    assert values.pop("eval/time") > 0
+    for name, value in expected.items():
+        assert values.pop(f"eval/{name}") == pytest.approx(value), name
+    assert not values
+    greedy, drawn = engine.samplings
+    assert (greedy.temperature, greedy.top_p, greedy.top_k, greedy.max_tokens) == (0, 1, 0, 50)
+    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == (0.7, 0.9, 5, 50)
+
+
+def test_every_mean_has_its_interval():
+    result, _ = measured()
+    assert set(result.intervals) == set(result.values) - {"eval/time"}
+    for name, (low, high) in result.intervals.items():
+        assert low <= result.values[name] <= high, name
+    assert result.intervals["eval/accuracy"] == wilson(1, 2)
+    metrics = result.metrics()
+    assert (metrics["eval/accuracy/ci95_low"], metrics["eval/accuracy/ci95_high"]) == wilson(1, 2)
+    assert "accuracy 0.500 [0.095, 0.905]" in result.summary() and "maj@4" in result.summary()
+    assert "@2" not in result.summary()
+
+
+def test_shares_that_are_alike_for_every_problem_are_not_certain():
+    """Resamples of equal values are equal: no problem solved in 3 is no proof that none ever will be."""
+    rows = [{"prompt": f"{i}?", "answer": "#### 42"} for i in range(3)]
+    engine = Script(["7"] * 3, ["7"] * 12)
+    sampling = SamplingParams(temperature=1.0, max_tokens=50)
+    result = evaluate(engine, engine.tokenizer, rows, Rewards([correctness, format_reward]), sampling, STATE, None, 4)
+    for name in (
+        "accuracy",
+        "pass@1",
+        "pass@4",
+        "maj@4",
+        "format_rate",
+        "sampled/format_rate",
+        "sampled/clipped_ratio",
+    ):
+        assert result.intervals[f"eval/{name}"] == wilson(0, 3), name
+
+
+def test_every_completion_is_kept():
+    rows = measured()[0].rows
+    assert [row["draw"] for row in rows] == ["greedy", "greedy", 0, 1, 2, 3, 0, 1, 2, 3]
+    assert [row["problem"] for row in rows] == [0, 1, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert rows[1] == {
+        "problem": 1,
+        "draw": "greedy",
+        "prompt": "6x7 again?",
+        "completion": "<answer>7</answer>",
+        "right": False,
+        "rewards": {"correctness": 0.0, "format_reward": pytest.approx(0.3)},
+        "finish_reason": "stop",
+        "tokens": 18,
+    }
+
+
+def test_a_reward_that_was_not_given_is_left_out_of_its_mean():
+    def some(completions, **_):
+        return [1.0, None]
+
+    def never(completions, **_):
+        return [None, None]
+
+    engine = Script(["a", "b"], [])
+    rewards = Rewards([some, never])
+    result = evaluate(engine, engine.tokenizer, [{"prompt": "p"}] * 2, rewards, SamplingParams(max_tokens=5), STATE)
+    assert result.values["eval/rewards/some/mean"] == 1.0 and result.values["eval/accuracy"] == 0.5
+    assert "eval/rewards/never/mean" not in result.values and "eval/format_rate" not in result.values
+    assert result.rows[1]["rewards"] == {"some": None, "never": None}
+    assert not any(math.isnan(value) for value in result.metrics().values())
+
+
+def test_answers_that_nobody_can_count_have_no_majority():
+    def letter(completions, **_):
+        return [float(text == "The answer is B") for text in completions]
+
+    engine = Script(["The answer is B"], ["The answer is B"] * 3 + ["The answer is C"])
+    rows = [{"prompt": "A, B or C?"}]
+    result = evaluate(engine, engine.tokenizer, rows, Rewards([letter]), SamplingParams(max_tokens=50), STATE, None, 4)
+    assert result.values["eval/pass@4"] == 1.0 and not any("maj@" in name for name in result.values)
+    assert result.summary().count("note: maj@k is left out") == 1
+
+
+def test_failures_of_a_reward_function_are_told():
+    def moody(completions, **_):
+        return [float("nan") if text == "?" else 1.0 for text in completions]
+
+    engine = Script(["?", "a"], ["?", "?", "a", "?"])
+    rows = [{"prompt": "x"}, {"prompt": "y"}]
+    result = evaluate(
+        engine, engine.tokenizer, rows, Rewards([moody], on_error="skip"), SamplingParams(max_tokens=50), STATE, None, 2
+    )
+    assert result.values["eval/rewards/moody/errors"] == 1 and result.values["eval/sampled/rewards/moody/errors"] == 3
+    assert result.values["eval/accuracy"] == 0.5
+    assert "'moody' failed on 1 of 2 held-out completions" in result.summary()
+    assert "'moody' failed on 3 of 4 held-out completions" in result.summary()
+
+
+def test_the_draws_follow_the_engine():
+    """With the real engine: greedy draws of the K completions would all be equal; sampled ones are not."""
+    model = tiny.model(vocab_size=258)
+
+    def length(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    sampling = SamplingParams(max_tokens=6, stop_token_ids=(1,), seed=3)
+    result = evaluate(
+        RolloutEngine(model), tiny.tokenizer(), [{"prompt": "ab"}], Rewards([length]), sampling, STATE, None, 8
+    )  # fmt: skip
+    drawn = [row["completion"] for row in result.rows if row["draw"] != "greedy"]
+    assert len(drawn) == 8 and len(set(drawn)) > 4
+
+
+def test_a_prompt_that_the_model_cannot_hold_is_named():
+    engine = RolloutEngine(tiny.model(vocab_size=258))
+    rewards = Rewards([lambda completions, **_: [1.0]])
+    with pytest.raises(ValueError, match=r"prompt 'xxx.*\.\.\.' has 300 tokens.*context of 256"):
+        evaluate(engine, tiny.tokenizer(), [{"prompt": "x" * 300}], rewards, SamplingParams(max_tokens=5), STATE)
+
+
+@pytest.mark.parametrize("count, ks", [(1, [1]), (4, [1, 2, 4]), (10, [1, 2, 4, 8, 10])])
+def test_ks(count, ks):
+    assert draws_reported(count) == ks
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("7+8=15 4+3+1=8 85", 85),
+        ("#### 1,234.0", 1234),
+        (r"\boxed{x + 1}", "x+1"),
+        ("<answer></answer>", None),
+        ("?", None),
+    ],
+)
+def test_final_answers(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_one_table_over_several_models():
+    result, _ = measured()
+    lines = comparison(["a", "b"], [result, heldout.Evaluation({"eval/accuracy": 0.25}, {}, [], [])]).splitlines()
+    assert lines[0].split("|")[1:-1] == [f" {'metric':<34} ", f" {'a':<23} ", f" {'b':<5} "]
+    assert lines[2].startswith("| accuracy") and "0.500 [0.095, 0.905]" in lines[2] and "0.250" in lines[2]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_command(tmp_path, capsys):
+    models = [str(tiny.save(tmp_path / name, seed=seed)) for seed, name in enumerate(("one", "two"))]
+    rows = tmp_path / "problems.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)))
+    output = tmp_path / "completions.jsonl"
+    argv = [*models, "--task", "gsm8k", "--dataset_name", str(rows), "--max_eval_samples", "3", "--device", "cpu"]
+    argv += ["--system_prompt", "", "--eval_num_generations", "2", "--eval_temperature", "0.9", "--top_p", "0.9"]
+    argv += ["--top_k", "20", "--max_completion_length", "4", "--output", str(output)]
+    assert main(argv) == 0
+    table = capsys.readouterr().out
+    assert all(model in table for model in models)
+    for name in ("accuracy", "pass@1", "pass@2", "maj@2", "sampled/rewards/length_reward/mean", "format_rate"):
+        assert f"| {name} " in table, name
+    written = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["model"] for row in written] == [models[0]] * 9 + [models[1]] * 9
+    assert {row["problem"] for row in written} == {0, 1, 2}
+    assert main([*argv[:-1], str(tmp_path / "again.jsonl")]) == 0
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+    assert again == written
+
+
+def test_unstated_flags_are_the_tasks():
+    assert parse(["m", "--task", "arithmetic"]).config().max_completion_length == 28
+    assert parse(["m", "--task", "gsm8k"]).config().max_completion_length == 512
+    config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder"]).config()
+    assert config.dataset_train_split == config.dataset_test_split == "test"

@@ -1,0 +1,382 @@
+"""The loop: learning, exact accumulation, old log-probs, what a run leaves behind."""
+
+import json
+import re
+
+import pytest
+import tiny
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.batch import Sample
+from fastgrpo.policy.reference import make_reference, score
+from fastgrpo.run.log import METRICS
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+PROMPTS = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=")]
+
+
+def share_of_a(completions, **_):
+    """A learnable reward: the share of a completion's characters that are an `a`."""
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat=False, **settings):
+    defaults = {
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 2,
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "device": "cpu",
+        "gradient_checkpointing": False,
+    }
+    path = tiny.save(tmp_path / "model", chat)
+    return GRPOTrainer(str(path), reward, GRPOConfig(**{**defaults, **settings}), rows, eval_rows)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
+    def vowels(completions, **_):
+        """The share of vowels: about 0.02 at random."""
+        return [sum(character in "aeiou" for character in text) / 6 for text in completions]
+
+    trainer = make_trainer(
+        tmp_path, vowels, max_steps=20, num_generations=32, prompts_per_step=8, learning_rate=1e-2,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer.train()
+    rewards = [row["reward"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    assert rewards[0] <= 0.2
+    assert max(rewards) >= 0.95
+
+
+def samples_of(count=6, seed=0):
+    """Samples with reference and old log-probs still to be made, of ragged lengths, one without advantage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n):
+        return torch.randint(2, 64, (n,), generator=generator).tolist()
+
+    advantages = [1.0, -0.5, 0.0, 2.0, -1.0, 0.3]
+    return [Sample(ids(3 + i % 3), ids(2 + (5 * i) % 7), advantages[i % 6]) for i in range(count)]
+
+
+def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
+    """One GRPO update without the optimizer's step: gradients by name, and the metrics."""
+    model = tiny.model("llama").double()
+    reference = make_reference(model, beta)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
+    optimizer = MasterAdamW(model, learning_rate=0.0)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    updater = Updater(optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens, device="cpu")
+    objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
+    update = GRPOUpdate(model, reference, updater, objective, temperature=0.9)
+    if drop:
+        update.teaches = lambda sample: True
+    gradients = {}
+
+    def keep(*arguments):
+        gradients.update({name: p.grad.clone() for name, p in model.named_parameters()})
+        return step(*arguments)
+
+    step, optimizer.step = optimizer.step, keep
+    samples = samples_of(seed=seed)
+    metrics = update([samples[:3], samples[3:]])
+    return gradients, metrics
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("level, beta", [("token", 0.0), ("token", 0.1), ("sequence", 0.1)])
+def test_a_step_does_not_depend_on_how_it_was_split(loss_type, level, beta):
+    whole, whole_metrics = gradient_and_loss(10_000, loss_type, level, beta)
+    for max_tokens in (1, 17, 30):
+        split, metrics = gradient_and_loss(max_tokens, loss_type, level, beta)
+        for name, gradient in whole.items():
+            torch.testing.assert_close(split[name], gradient, atol=1e-10, rtol=1e-8, msg=name)
+        for name, value in whole_metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    assert any(gradient.abs().max() > 1e-4 for gradient in whole.values())
+
+
+def test_samples_without_advantage_change_nothing_when_they_leave():
+    with_all, _ = gradient_and_loss(10_000, "dapo", "token", 0.0, drop=True)
+    without, _ = gradient_and_loss(10_000, "dapo", "token", 0.0)
+    for name, gradient in with_all.items():
+        torch.testing.assert_close(without[name], gradient, atol=1e-12, rtol=1e-9, msg=name)
+
+
+def make_update(objective, **settings):
+    model = tiny.model("llama")
+    optimizer = MasterAdamW(model, learning_rate=3e-3)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000, device="cpu")
+    return GRPOUpdate(model, make_reference(model, objective.beta), updater, objective, temperature=1.0, **settings)
+
+
+def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
+    update = make_update(Objective(), updates_per_rollout=2, num_iterations=3)
+    samples = samples_of()
+    expected = score(update.model, samples, 1.0, 10_000)
+    seen = []
+    loss = update.loss
+    update.loss = lambda part, batch, meter: seen.append(batch.old_logps is None) or loss(part, batch, meter)
+    metrics = update([samples[:3], samples[3:]])
+    assert seen == [True, False, False, False, False, False]
+    for sample, logps in zip(samples, expected, strict=True):
+        if sample.advantage:
+            torch.testing.assert_close(sample.old_logps, logps, atol=1e-5, rtol=0)
+    assert metrics["ratio/max"] > 1.01
+
+
+def test_without_passes_no_old_logps_are_made(monkeypatch):
+    update = make_update(Objective())
+    monkeypatch.setattr("fastgrpo.step.grpo.score", lambda model, samples, *_: pytest.fail("scored") if samples else [])
+    samples = samples_of()
+    metrics = update([samples])
+    assert all(sample.old_logps is None for sample in samples)
+    assert metrics["ratio/mean"] == metrics["ratio/max"] == 1 and "kl" not in metrics
+
+
+def test_truncated_completions_are_masked_on_request(tmp_path):
+    trainer = make_trainer(tmp_path, mask_truncated_completions=True, loss_type="grpo")
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.make_experience.sampling = trainer.sampling.__class__(
+        max_tokens=3
+    )  # no stop token: everything is truncated
+    values = trainer.step()
+    assert values["completions/clipped_ratio"] == 1
+    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
+def test_no_spread_moves_nothing(tmp_path):
+    trainer = make_trainer(tmp_path, lambda completions, **_: [0.1] * len(completions))
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    values = trainer.step()
+    assert values["frac_informative"] == 0 and values["frac_reward_zero_std"] == 1 and values["loss"] == 0
+    assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
+
+
+def test_no_reference_in_memory_without_beta(tmp_path):
+    assert make_trainer(tmp_path / "a").update.reference is None
+    reference = make_trainer(tmp_path / "b", beta=0.1).update.reference
+    assert not any(p.requires_grad for p in reference.model.parameters())
+
+
+def test_what_a_run_leaves_behind(tmp_path):
+    def rich(completions, log_metric, log_extra, trainer_state, completion_ids, **_):
+        log_metric("answer_length", 3.0)
+        log_extra("doubled", [text * 2 for text in completions])
+        assert trainer_state.max_steps == 2 and [len(ids) for ids in completion_ids]
+        return [None if i == 0 else value for i, value in enumerate(share_of_a(completions))]
+
+    trainer = make_trainer(
+        tmp_path, [rich, share_of_a], eval_rows=PROMPTS[:2], eval_steps=1, beta=0.1, num_iterations=2, save_steps=1,
+        reward_weights=[1.0, 0.5], report_to="tensorboard",
+    )  # fmt: skip
+    summary = trainer.train()
+    run = tmp_path / "run"
+    rows = lines(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 1, 2, 2]
+    known = re.compile("|".join(re.sub(r"\\{\w+\\}", ".+", re.escape(name)) for name in METRICS))
+    for row in rows:
+        for name in set(row) - {"step"}:
+            assert known.fullmatch(name), name
+    step_row = rows[1]
+    for name in ("reward", "reward_std", "rewards/rich/mean", "kl", "entropy", "clip_ratio/low_mean", "grad_norm",
+                 "learning_rate", "completions/mean_length", "completions/clipped_ratio", "num_tokens", "step_time",
+                 "frac_reward_zero_std", "loss", "policy_loss", "advantage/mean", "advantage/abs_mean",
+                 "frac_informative", "rollout/logp_gap", "tokens/s", "custom/answer_length"):  # fmt: skip
+        assert name in step_row, name
+    assert step_row["rollout/logp_gap"] < 1e-4
+    samples = lines(run / "samples.jsonl")
+    assert len(samples) == 2 * 16
+    assert set(samples[0]) == {
+        "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
+        "doubled",
+    }  # fmt: skip
+    assert samples[0]["rewards"]["rich"] is None and samples[1]["rewards"]["rich"] is not None
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert set(summary) == {"accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens"}
+    assert json.loads((run / "config.json").read_text())["beta"] == 0.1
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((run / "tensorboard").iterdir())
+    loaded = AutoModelForCausalLM.from_pretrained(run / "checkpoint-2")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+    assert (run / "checkpoint-1").is_dir()
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path):
+    def metrics(name):
+        make_trainer(tmp_path / name, num_iterations=2, beta=0.1).train()
+        rows = lines(tmp_path / name / "run" / "metrics.jsonl")
+        return [{k: v for k, v in row.items() if "time" not in k and "/s" not in k} for row in rows]
+
+    assert metrics("a") == metrics("b")
+
+
+def test_conversational_prompts_give_message_lists(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.extend([prompts[0], completions[0]])
+        return [float(i) for i in range(len(completions))]
+
+    prompt = [{"role": "user", "content": "hi"}]
+    make_trainer(tmp_path, reward, rows=[{"prompt": prompt}], chat=True, max_steps=1).train()
+    assert seen[0] == prompt
+    assert seen[1][0]["role"] == "assistant" and isinstance(seen[1][0]["content"], str)
+
+
+def test_logging_steps_average(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=5, logging_steps=2)
+    trainer.train()
+    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == [2, 4, 5]
+    assert rows[1]["num_tokens"] > rows[0]["num_tokens"]
+
+
+def test_epochs_set_the_steps(tmp_path):
+    assert make_trainer(tmp_path, max_steps=-1, num_train_epochs=3, rows=PROMPTS * 3).state.max_steps == 9
+
+
+def test_a_model_object_is_trained_in_place(tmp_path):
+    model = tiny.model(vocab_size=258)
+    before = model.get_input_embeddings().weight.clone()
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=2, num_generations=8, max_completion_length=4,
+        learning_rate=1e-2, device="cpu", lr_scheduler_type="constant",
+    )  # fmt: skip
+
+    def rising(completions, **_):
+        return list(range(len(completions)))
+
+    GRPOTrainer(model, rising, args, PROMPTS, processing_class=tiny.tokenizer()).train()
+    assert not torch.equal(before, model.get_input_embeddings().weight)
+
+
+def test_minibatches_are_balanced_and_as_many_as_asked_for():
+    update = make_update(Objective(), updates_per_rollout=4)
+    sizes = []
+    update.updater.step = lambda samples, loss: sizes.append(len(samples)) or torch.zeros(())
+    update.teaches = lambda sample: True
+    update.set_logps = lambda kept: None
+    update([[sample] for sample in samples_of(5)])
+    assert sizes == [1, 1, 1, 2]
+
+
+def test_an_update_without_samples_moves_nothing():
+    update = make_update(Objective())
+    before = [p.clone() for p in update.model.parameters()]
+    samples = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of()]
+    metrics = update([samples])
+    assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, update.model.parameters(), strict=True))
+
+
+def test_no_verdict_at_all(tmp_path):
+    values = make_trainer(tmp_path, lambda completions, **_: [None] * len(completions), reward_errors="skip").train()
+    assert values["steps"] == 2
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all("reward" not in row and row["frac_informative"] == 0 for row in rows)
+
+
+def advantages_of(trainer):
+    """Those of one step, and the rewards they are made of."""
+    seen = []
+
+    def update(groups, logged):
+        seen.extend(groups)
+        return {"accuracy": 0.0}
+
+    update.norms = []
+    trainer.update = update
+    trainer.step()
+    return torch.tensor([[sample.advantage for sample in group] for group in seen])
+
+
+def centred(rewards):
+    return rewards - rewards.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "settings, formula",
+    [
+        ({"advantage_baseline": "leave_one_out", "scale_rewards": "none"}, lambda r: centred(r) * 4 / 3),
+        ({"advantage_clip": 0.5}, lambda r: (centred(r) / (r.std(1, keepdim=True) + 1e-4)).clamp(-0.5, 0.5)),
+    ],
+)
+def test_advantages_follow_the_settings(tmp_path, settings, formula):
+    values = torch.tensor([[0.0, 1, 2, 6]] * 4)
+    trainer = make_trainer(tmp_path, lambda completions, **_: values.flatten().tolist(), **settings)
+    torch.testing.assert_close(advantages_of(trainer), formula(values), atol=1e-5, rtol=1e-5)
+
+
+def test_several_rewards_are_normalized_each_before_the_sum(tmp_path):
+    def length(completions, **_):
+        return [100.0 * (i % 4) for i in range(len(completions))]
+
+    def right(completions, **_):
+        return [float(i % 4 == 0) for i in range(len(completions))]
+
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 2.0]}
+    advantages = advantages_of(make_trainer(tmp_path, [length, right], **settings))
+    each = [torch.tensor([0.0, 100, 200, 300]), torch.tensor([1.0, 0, 0, 0])]
+    total = sum(w * (r - r.mean()) / (r.std() + 1e-4) for w, r in zip((1, 2), each, strict=True)).repeat(4, 1)
+    torch.testing.assert_close(advantages, total / (total.std() + 1e-4), atol=1e-5, rtol=1e-5)
+
+
+def test_short_runs_leave_samples(tmp_path):
+    make_trainer(tmp_path, logging_steps=10).train()
+    assert {row["step"] for row in lines(tmp_path / "run" / "samples.jsonl")} == {2}
+
+
+def test_draws_of_held_out_prompts(tmp_path):
+    """Their metrics, with intervals, at the start, every eval_steps and the end."""
+    make_trainer(
+        tmp_path, eval_rows=PROMPTS, eval_steps=1, eval_num_generations=4, eval_top_k=5, eval_temperature=0.8
+    ).train()  # fmt: skip
+    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert set(row) > {"eval/pass@1", "eval/pass@4", "eval/maj@4", "eval/sampled/mean_length"}
+        for name in set(row) - {"step", "eval/time"}:
+            if "/ci95" not in name:
+                assert row[f"{name}/ci95_low"] <= row[name] <= row[f"{name}/ci95_high"], name
+
+
+def test_no_data_set(tmp_path):
+    with pytest.raises(ValueError, match="train_dataset is needed"):
+        GRPOTrainer(str(tiny.save(tmp_path / "m")), share_of_a, GRPOConfig(output_dir=str(tmp_path / "run")))
+
+
+@pytest.mark.parametrize("do_sample", [False, None])
+def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_path, caplog, do_sample):
+    """As some models on the hub have them: transformers loads them, and refuses to save them."""
+    folder = tiny.save(tmp_path / "model")
+    path = folder / "generation_config.json"
+    settings = {**json.loads(path.read_text()), "temperature": 0.6, "top_p": 0.9, "do_sample": do_sample}
+    path.write_text(json.dumps({name: value for name, value in settings.items() if value is not None}))
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"), max_steps=1, prompts_per_step=1, num_generations=2, max_completion_length=4,
+        device="cpu",
+    )  # fmt: skip
+    GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}]).train()
+    saved = json.loads((tmp_path / "run" / "checkpoint-1" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
+    assert "do_sample=True" in caplog.text
+    path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
+    with pytest.raises(ValueError, match=r"could not be saved again, mend it: .*length_penalty"):
+        GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}])

@@ -1,0 +1,146 @@
+"""Safe by default: no code from data or models, weights only, user strings reach neither a shell nor another folder."""
+
+import ast
+import json
+
+import pytest
+import tiny
+from paths import ROOT
+
+from fastgrpo import chat, doctor, evaluate, train
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.policy.model import load_policy
+from fastgrpo.run.folder import claim_output_dir
+from fastgrpo.run.log import RunLog
+
+SOURCES = sorted([*(ROOT / "fastgrpo").rglob("*.py"), *(ROOT / "kernels").glob("*.py")])
+BUILTINS = {"eval", "exec", "compile", "__import__"}
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "pty", "commands"}
+OS = {"system", "popen", "execl", "execle", "execlp", "execv", "execve", "execvp", "spawnl", "spawnv"}
+YAML = {"load", "load_all", "unsafe_load", "full_load"}
+
+
+def dangers(text):
+    """What a source does that it must not: (line, what)."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+            yield from ((node.lineno, f"import {name}") for name in names if name.split(".")[0] in MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        knobs = {knob.arg: ast.unparse(knob.value) for knob in node.keywords}
+        name = ast.unparse(node.func)
+        owner, _, method = name.rpartition(".")
+        bad = name in BUILTINS or (owner == "builtins" and method in BUILTINS)
+        bad |= (owner == "os" and method in OS) or (owner == "yaml" and method in YAML)
+        bad |= name == "torch.load" and knobs.get("weights_only") != "True"
+        bad |= knobs.get("weights_only") == "False" or knobs.get("trust_remote_code") == "True"
+        bad |= "shell" in knobs and knobs["shell"] != "False"
+        bad |= owner == "subprocess" and method in ("getoutput", "getstatusoutput")
+        if bad:
+            yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_runs_what_it_reads(path):
+    assert list(dangers(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval('1')",
+        "x = exec(code, {})",
+        "import pickle",
+        "from cloudpickle import loads",
+        "subprocess.run(line, shell=True)",
+        "os.system(line)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
+        "yaml.load(text)",
+    ],
+)
+def test_the_search_finds(source):
+    assert len(list(dangers(source))) == 1
+
+
+def test_the_search_passes_what_is_harmless():
+    assert not list(dangers("model.eval(); evaluate(x); torch.load(p, weights_only=True); yaml.safe_load(t)"))
+
+
+def with_code(folder):
+    """A model whose config asks for code of its own; the code leaves a mark when it runs."""
+    tiny.save(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        f"Path({str(folder / 'ran')!r}).touch()\n"
+        "class Config(Qwen2Config):\n    model_type = 'mine'\n"
+        "class Model(Qwen2ForCausalLM):\n    config_class = Config\n"
+    )
+    return folder
+
+
+def test_code_of_a_model_runs_only_when_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = with_code(tmp_path / "model")
+    assert GRPOConfig().trust_remote_code is False
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_policy(folder, device="cpu")
+    assert not (folder / "ran").exists()
+    model, _ = load_policy(folder, device="cpu", trust_remote_code=True)
+    assert (folder / "ran").exists() and type(model).__name__ == "Model"
+
+
+COMMANDS = {
+    "evaluate": (evaluate.main, "{model} --max_eval_samples 2 --device cpu --max_completion_length 4"),
+    "chat": (chat.main, "{model} --prompt hi -n 2 --device cpu"),
+    "doctor": (doctor.main, "--model {model}"),
+    "train": (
+        train.main,
+        "--task dataset --dataset_name {model}/rows.jsonl --reward_funcs test_safety:length --model_name_or_path "
+        "{model} --output_dir {model}/run --max_steps 1 --prompts_per_step 1 --num_generations 2 --device cpu "
+        "--max_completion_length 4",
+    ),
+}
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_runs_the_code_of_a_model_unless_asked_to(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder, (main, flags) = with_code(tmp_path / "model"), COMMANDS[name]
+    (folder / "rows.jsonl").write_text('{"prompt": "ab"}\n')
+    argv = flags.format(model=folder).split()
+    assert main(argv) == 2
+    told = f"error: '{folder}' comes with Python code of its own, which is not run unasked; read it, then pass --trust_"
+    assert told in capsys.readouterr().err and not (folder / "ran").exists()
+    assert main([*argv, "--trust_remote_code", "True"]) == 0
+    assert (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("task", ["../../elsewhere", "/tmp/x", "a/b", "..", ""])
+def test_a_task_cannot_name_another_folder(tmp_path, monkeypatch, task):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="cannot name a folder; set output_dir"):
+        claim_output_dir(None, task)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_metrics_and_functions_are_no_paths(tmp_path):
+    """They become keys of JSON and tags of TensorBoard, whose files stay in the run folder."""
+    log = RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), logging_steps=1, report_to="tensorboard"))
+    with log:
+        log.step(1, {"custom/../../../escaped": 1.0, "rewards//etc/passwd/mean": 2.0, "custom/$(touch x);`y`": 3.0})
+        log.samples([{"step": 1, "../column": "x"}])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {".lock", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard"}
+    assert all(path.name.startswith("events.out") for path in (tmp_path / "run" / "tensorboard").iterdir())
