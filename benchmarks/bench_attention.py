@@ -20,7 +20,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.variants import versions
 from fastgrpo import linear_grpo_loss
-from fastgrpo.policy.batch import Batch, Sample, split_by_tokens
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.policy.model import completion_states, head, prepare
 from fastgrpo.policy.varlen import kernel_for
 

@@ -14,7 +14,7 @@ import torch
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import chunked, products, reference
 from fastgrpo.kernels.softmax import Vocabulary
-from fastgrpo.loss.losses import HAS_TRITON
+from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.loss.rows import Layout, keep_rows
 
 LOGIT_STD = 7.0  # an entropy of 1.9 nats at V = 151936: nearer to a trained model than the 11 of unit logits

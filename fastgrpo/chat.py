@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.data.prompts import check_prompts, to_prompt
-from fastgrpo.policy.model import check_vocabulary, load_model, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.rollout.sampling import SamplingParams
 
 

@@ -9,9 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-import fastgrpo
 from fastgrpo.config.command import TRAIN, run_command
-from fastgrpo.report import table
+from fastgrpo.run.curves import table
 
 # distribution, what it is for; the first ones are needed
 NEEDED = (
@@ -49,10 +48,10 @@ def installed(distribution):
 
 def machine():
     """(name, value) of what the code runs on."""
-    from fastgrpo.loss.losses import HAS_TRITON
+    from fastgrpo.loss.checks import HAS_TRITON
 
     rows = [
-        ("fastgrpo", fastgrpo.__version__),
+        ("fastgrpo", version("fastgrpo")),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("CUDA of torch", torch.version.cuda or "none: this is a CPU build"),
@@ -88,9 +87,9 @@ def packages():
 
 def memory(argv):
     """The planned memory of a run with these flags of training, as text."""
-    from fastgrpo.policy.model import choose_device, choose_dtype
+    from fastgrpo.config.recipe import parse
+    from fastgrpo.policy.load import choose_device, choose_dtype
     from fastgrpo.step.plan import outline, plan
-    from fastgrpo.train import parse
 
     config = parse(argv)
     device = choose_device(config.device)

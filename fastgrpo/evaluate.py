@@ -15,13 +15,14 @@ from tqdm import tqdm
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.recipe import task_defaults
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.heldout import comparison, evaluate
-from fastgrpo.policy.model import check_vocabulary, load_model, load_tokenizer, prepare, stop_token_ids
+from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
+from fastgrpo.policy.model import prepare
 from fastgrpo.rewards.call import Rewards, load_reward
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks import find_task
-from fastgrpo.trainer import TrainerState
 
 
 @dataclass(frozen=True)

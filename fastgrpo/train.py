@@ -2,39 +2,8 @@
 
 import sys
 
-from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.recipe import load_yaml, task_defaults, unchecked
-from fastgrpo.config.settings import GRPOConfig
-
-
-def parse(argv):
-    """Settings from the command line. Flags go before --config FILE, which goes before the task's recipe.
-
-    Raises:
-        ValueError: a setting that is out of range, or a flag that does not exist (the nearest is named).
-    """
-    argv, config_file = _take_flag(argv, "--config")
-    from_file = load_yaml(config_file) if config_file else {}
-    task = _take_flag(argv, "--task")[1] or from_file.get("task", "arithmetic")
-    defaults = unchecked({**task_defaults(task), **from_file, "task": task})
-    return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=__doc__, default=defaults)
-
-
-def _take_flag(argv, name):
-    """The arguments without `name VALUE` or `name=VALUE`, and the value (None where it is not there)."""
-    rest, value, wanted = [], None, False
-    for argument in argv:
-        if wanted:
-            value, wanted = argument, False
-        elif argument == name:
-            wanted = True
-        elif argument.startswith(name + "="):
-            value = argument.partition("=")[2]
-        else:
-            rest.append(argument)
-    if wanted:
-        raise ValueError(f"{name} needs a value")
-    return rest, value
+from fastgrpo.config.command import run_command
+from fastgrpo.config.recipe import parse
 
 
 def make_trainer(config):
@@ -43,7 +12,7 @@ def make_trainer(config):
     Raises:
         ValueError: what does not fit together.
     """
-    from fastgrpo.policy.model import choose_device, load_tokenizer
+    from fastgrpo.policy.load import choose_device, load_tokenizer
     from fastgrpo.rewards.call import Rewards, load_reward
     from fastgrpo.run.log import RunLog
     from fastgrpo.step.optim import check_schedule

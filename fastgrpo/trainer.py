@@ -3,24 +3,25 @@
 import dataclasses
 import math
 import time
-from dataclasses import dataclass
 
 from tqdm import tqdm
 from transformers import set_seed
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.prompts import Curriculum, ShuffledRows, check_rows
+from fastgrpo.data.prompts import check_rows
+from fastgrpo.data.records import TrainerState
+from fastgrpo.data.sources import Curriculum, ShuffledRows
 from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.liger_layers import apply_liger
+from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
 from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
-from fastgrpo.policy.model import policy_and_tokenizer, stop_token_ids
 from fastgrpo.policy.reference import make_reference
-from fastgrpo.report import conclude
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
+from fastgrpo.run.curves import conclude
 from fastgrpo.run.health import Watch
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
@@ -32,16 +33,6 @@ from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.measure import rates, sample_rows
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
-
-
-@dataclass
-class TrainerState:
-    """What reward functions may know of the run: steps done, of how many, epochs done, and the completion limit."""
-
-    global_step: int
-    max_steps: int
-    epoch: float
-    max_completion_length: int
 
 
 class GRPOTrainer:

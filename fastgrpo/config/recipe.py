@@ -5,6 +5,7 @@ from pathlib import Path
 from types import UnionType
 from typing import get_args, get_origin
 
+from fastgrpo.config.command import parse_flags
 from fastgrpo.config.settings import GRPOConfig, check_name
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -66,3 +67,33 @@ def task_defaults(task):
     """Settings of recipes/TASK.yaml, where the task ships one."""
     path = RECIPES / f"{task}.yaml"
     return load_yaml(path) if path.exists() else {}
+
+
+def parse(argv):
+    """Settings from the command line. Flags go before --config FILE, which goes before the task's recipe.
+
+    Raises:
+        ValueError: a setting that is out of range, or a flag that does not exist (the nearest is named).
+    """
+    argv, config_file = _take_flag(argv, "--config")
+    from_file = load_yaml(config_file) if config_file else {}
+    task = _take_flag(argv, "--task")[1] or from_file.get("task", "arithmetic")
+    defaults = unchecked({**task_defaults(task), **from_file, "task": task})
+    return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=__doc__, default=defaults)
+
+
+def _take_flag(argv, name):
+    """The arguments without `name VALUE` or `name=VALUE`, and the value (None where it is not there)."""
+    rest, value, wanted = [], None, False
+    for argument in argv:
+        if wanted:
+            value, wanted = argument, False
+        elif argument == name:
+            wanted = True
+        elif argument.startswith(name + "="):
+            value = argument.partition("=")[2]
+        else:
+            rest.append(argument)
+    if wanted:
+        raise ValueError(f"{name} needs a value")
+    return rest, value

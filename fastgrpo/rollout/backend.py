@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.policy.batch import Rollout
+from fastgrpo.data.records import Rollout
 from fastgrpo.rollout.sampling import SamplingParams
 
 
@@ -159,3 +159,28 @@ class RolloutBackend(ABC):
             for request_id in list(self.unfinished):
                 self.abort_request(request_id)
         return [rollout for i in range(len(prompts)) for rollout in groups[i]]
+
+
+def first_finished(engine, prompts, num_generations, sampling, count):
+    """Completions of the first `count` prompts to finish; the others are aborted.
+
+    Args:
+        engine: an idle `RolloutBackend`. prompts: lists of token ids. sampling: `SamplingParams`.
+
+    Returns:
+        {index of the prompt: its `Rollout`s}, in the order of the prompts, and the tokens drawn of the others.
+    """
+    groups, lost = {}, 0
+    try:
+        for i, prompt in enumerate(prompts):
+            engine.add_request(prompt, num_generations, sampling, request_id=i)
+        while len(groups) < count:
+            for output in engine.step():
+                if len(groups) < count:
+                    groups[output.request_id] = output.rollouts
+                else:  # it finished at the same look
+                    lost += sum(len(rollout.ids) for rollout in output.rollouts)
+    finally:
+        for request_id in list(engine.unfinished):
+            lost += engine.abort_request(request_id)
+    return dict(sorted(groups.items())), lost

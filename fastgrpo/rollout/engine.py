@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastgrpo.policy.batch import Rollout
+from fastgrpo.data.records import Rollout
 from fastgrpo.policy.model import fp32_logits, hidden_states
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
 from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from fastgrpo.policy.batch import Rollout
+from fastgrpo.data.records import Rollout
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
 from fastgrpo.rollout.sampling import filter_logps
 

@@ -21,9 +21,10 @@ from itertools import chain
 import torch
 
 from fastgrpo.data.prompts import check_prompts, to_completion, to_prompt
+from fastgrpo.data.records import Prompt, Rollout, Sample
 from fastgrpo.loss.advantage import decoupled_advantages, group_advantages
-from fastgrpo.policy.batch import Prompt, Rollout, Sample
 from fastgrpo.rewards.call import scalar
+from fastgrpo.rollout.backend import first_finished
 from fastgrpo.step.measure import reward_metrics, rollout_metrics
 
 # Between the seeds of a step's batches. torch's CPU generator reads 32 bits of a seed: modulo 2**32, the multiples of
@@ -215,31 +216,6 @@ class ExperienceMaker:
             samples, prompts, rollouts, completions, per_function, _columns(draws), [by_group[i] for i in trained],
             sum(draw.taken for draw in draws), tokens, metrics,
         )  # fmt: skip
-
-
-def first_finished(engine, prompts, num_generations, sampling, count):
-    """Completions of the first `count` prompts to finish; the others are aborted.
-
-    Args:
-        engine: an idle `RolloutBackend`. prompts: lists of token ids. sampling: `SamplingParams`.
-
-    Returns:
-        {index of the prompt: its `Rollout`s}, in the order of the prompts, and the tokens drawn of the others.
-    """
-    groups, lost = {}, 0
-    try:
-        for i, prompt in enumerate(prompts):
-            engine.add_request(prompt, num_generations, sampling, request_id=i)
-        while len(groups) < count:
-            for output in engine.step():
-                if len(groups) < count:
-                    groups[output.request_id] = output.rollouts
-                else:  # it finished at the same look
-                    lost += sum(len(rollout.ids) for rollout in output.rollouts)
-    finally:
-        for request_id in list(engine.unfinished):
-            lost += engine.abort_request(request_id)
-    return dict(sorted(groups.items())), lost
 
 
 def _logged(draws):

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastgrpo.kernels.chunked import chunk_rows
-from fastgrpo.loss.losses import HAS_TRITON
+from fastgrpo.loss.checks import HAS_TRITON
+from fastgrpo.policy.load import refuse_code
 from fastgrpo.policy.lora import add_lora
-from fastgrpo.policy.model import refuse_code
 from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
 from fastgrpo.rollout.providers import make_provider
 

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastgrpo.data.prompts import Curriculum, ShuffledRows
+from fastgrpo.data.sources import Curriculum, ShuffledRows
 
 
 @dataclass(frozen=True)

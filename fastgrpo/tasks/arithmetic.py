@@ -12,8 +12,9 @@ import random
 
 import torch
 
-from fastgrpo.data.prompts import Curriculum, Level, ShuffledRows, to_prompt
-from fastgrpo.policy.model import load_policy
+from fastgrpo.data.prompts import to_prompt
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.policy.load import load_policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams

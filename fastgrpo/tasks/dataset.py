@@ -1,6 +1,7 @@
 """Prompts of any data set with a `prompt` column; rewards from --reward_funcs module:function."""
 
-from fastgrpo.data.prompts import ShuffledRows, load_rows
+from fastgrpo.data.load import load_rows
+from fastgrpo.data.sources import ShuffledRows
 from fastgrpo.tasks import Task
 
 

@@ -7,7 +7,8 @@ never seen the tags earns its first rewards on problems it can solve.
 
 import random
 
-from fastgrpo.data.prompts import Curriculum, Level, ShuffledRows, load_rows
+from fastgrpo.data.load import load_rows
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task
 

@@ -5,17 +5,10 @@ import json
 import pytest
 import tiny
 
-from fastgrpo.data.prompts import (
-    Curriculum,
-    Level,
-    ShuffledRows,
-    check_prompts,
-    load_rows,
-    read_jsonl,
-    to_completion,
-    to_prompt,
-)
-from fastgrpo.policy.batch import Prompt
+from fastgrpo.data.load import load_rows, read_jsonl
+from fastgrpo.data.prompts import check_prompts, to_completion, to_prompt
+from fastgrpo.data.records import Prompt
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own():

@@ -72,18 +72,18 @@ def test_anomaly_mode_asserts_targets_on_the_device(monkeypatch):
     asserted = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: asserted.append((condition.shape, message)))
     targets = torch.zeros(N, dtype=torch.long, device="meta")
-    fastgrpo.loss.losses._check_targets(targets, V)
+    fastgrpo.loss.checks._check_targets(targets, V)
     assert asserted == []
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-        fastgrpo.loss.losses._check_targets(targets, V)
+        fastgrpo.loss.checks._check_targets(targets, V)
     assert asserted == [(torch.Size([]), f"targets must be in [0, {V}) on active rows")]
 
 
 def test_what_anomaly_mode_asserts():
-    fastgrpo.loss.losses._assert_targets(torch.tensor([0, V - 1]), V)
+    fastgrpo.loss.checks._assert_targets(torch.tensor([0, V - 1]), V)
     for bad in (V, -1, -100):
         with pytest.raises(RuntimeError, match=rf"targets must be in \[0, {V}\) on active rows"):
-            fastgrpo.loss.losses._assert_targets(torch.tensor([0, bad]), V)
+            fastgrpo.loss.checks._assert_targets(torch.tensor([0, bad]), V)
 
 
 @pytest.mark.parametrize("setting", ("none", "ieee", "tf32"))

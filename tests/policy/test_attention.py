@@ -6,7 +6,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from fastgrpo.policy.attention import NAME, PackedAttention
-from fastgrpo.policy.model import cast, choose_device, hidden_states, load_policy, prepare
+from fastgrpo.policy.load import choose_device, load_policy
+from fastgrpo.policy.model import cast, hidden_states, prepare
 
 
 def packed(sequences):

@@ -2,7 +2,8 @@
 
 import torch
 
-from fastgrpo.policy.batch import Batch, Sample, prompt_groups, split_by_tokens
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.batch import Batch, prompt_groups, split_by_tokens
 
 
 def test_packing_by_hand():

@@ -5,7 +5,7 @@ import json
 import pytest
 import tiny
 import torch
-from test_trainer import PROMPTS, lines, samples_of
+from runs import PROMPTS, lines, samples_of
 from transformers import AutoModelForCausalLM
 
 from fastgrpo import GRPOConfig, GRPOTrainer

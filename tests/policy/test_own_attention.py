@@ -6,7 +6,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.policy.batch import Batch, Sample
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import completion_states, prepare
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams

@@ -5,19 +5,12 @@ import sys
 import pytest
 import tiny
 import torch
-from test_trainer import PROMPTS, lines, make_trainer, samples_of, share_of_a
+from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.model import head
-from fastgrpo.policy.reference import (
-    AdaptersOff,
-    FrozenCopy,
-    QuantizedCopy,
-    StreamedCopy,
-    make_reference,
-    quantize,
-    score,
-)
+from fastgrpo.policy.quantize import quantize
+from fastgrpo.policy.reference import AdaptersOff, FrozenCopy, QuantizedCopy, StreamedCopy, make_reference, score
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 # Relative error of a random weight, in the Frobenius norm: 8 bits with one scale a row of 32 to 64, 4 bits in blocks.

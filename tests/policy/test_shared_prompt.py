@@ -5,12 +5,13 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from test_trainer import make_trainer
+from runs import make_trainer
 
+from fastgrpo.data.records import Sample
 from fastgrpo.loss.losses import linear_logprob
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy import varlen
-from fastgrpo.policy.batch import Batch, Sample
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import cast, completion_states, head
 from fastgrpo.policy.padded import PaddedAttention
 from fastgrpo.policy.reference import make_reference, score

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
-from test_trainer import samples_of
+from runs import samples_of
 
 from fastgrpo.policy.reference import FrozenCopy, StreamedCopy, frozen_copy, score
 from fastgrpo.policy.streaming import LayerStream, PackedWeights

@@ -68,4 +68,4 @@ def test_packed_equals_padded(names):
 
 def test_links_exist():
     for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGE):
-        assert (Path(fastgrpo.__file__).parent / target).exists(), target
+        assert (ROOT / "docs" / target).exists(), target

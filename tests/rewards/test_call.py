@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from fastgrpo.policy.batch import Prompt
+from fastgrpo.data.records import Prompt
 from fastgrpo.rewards.call import Rewards, load_reward
 
 PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.policy.batch import Sample
+from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import fp32_logits, head
 from fastgrpo.policy.reference import score
 from fastgrpo.rollout import engine as engine_module

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.policy.batch import Sample
+from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import cast
 from fastgrpo.policy.reference import score
 from fastgrpo.rollout.engine import RolloutEngine

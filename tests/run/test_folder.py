@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.report import draw_curves, moving_average, read_metrics, table
+from fastgrpo.run.curves import draw_curves, moving_average, read_metrics, table
 from fastgrpo.run.folder import claim_output_dir
 from fastgrpo.run.log import RunLog
 

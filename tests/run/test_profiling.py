@@ -7,7 +7,7 @@ import time
 import pytest
 import tiny
 import torch
-from test_trainer import lines, make_trainer
+from runs import lines, make_trainer
 
 from fastgrpo.policy.model import head
 from fastgrpo.run import profiling

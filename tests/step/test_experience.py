@@ -11,11 +11,11 @@ import torch
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.overlong import make_soft_overlong_punishment
+from fastgrpo.rollout.backend import first_finished
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.profiling import STAGES
-from fastgrpo.step.experience import first_finished
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,12 @@ from collections import Counter
 import pytest
 import tiny
 import torch
-from test_trainer import make_trainer, samples_of
+from runs import make_trainer, samples_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.batch import Batch, Sample
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import head
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.step.grpo import GRPOUpdate

@@ -8,7 +8,7 @@ import tiny
 from paths import DATA
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.prompts import Curriculum
+from fastgrpo.data.sources import Curriculum
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k
 from fastgrpo.train import main
 

@@ -7,17 +7,16 @@ import pytest
 import tiny
 import torch
 
+from fastgrpo.data.records import Rollout, TrainerState
 from fastgrpo.evaluate import main, parse
 from fastgrpo.evaluation import heldout
 from fastgrpo.evaluation.estimators import wilson
 from fastgrpo.evaluation.heldout import comparison, draws_reported, evaluate
-from fastgrpo.policy.batch import Rollout
 from fastgrpo.rewards.answers import final_answer
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.gsm8k import correctness, format_reward
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.trainer import TrainerState
 
 STATE = TrainerState(0, 0, 0.0, 8)
 

@@ -16,8 +16,9 @@ import torch
 from paths import ROOT
 from transformers import AutoModelForCausalLM
 
-from fastgrpo import GRPOConfig, GRPOTrainer, checkpoint
-from fastgrpo.data.prompts import Curriculum, Level, ShuffledRows
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.run import checkpoint
 from fastgrpo.run.checkpoint import checkpoints, verify, write_checkpoint
 from fastgrpo.run.folder import claim_output_dir
 from fastgrpo.run.log import RunLog

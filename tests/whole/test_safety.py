@@ -9,7 +9,7 @@ from paths import ROOT
 
 from fastgrpo import chat, doctor, evaluate, train
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.policy.model import load_policy
+from fastgrpo.policy.load import load_policy
 from fastgrpo.run.folder import claim_output_dir
 from fastgrpo.run.log import RunLog
 

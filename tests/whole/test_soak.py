@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from fastgrpo.report import table
+from fastgrpo.run.curves import table
 
 STEPS = 500
 STOPS = (70, 140, 210)  # steps around which SIGTERM comes; the last life is the longest, and memory is measured in it

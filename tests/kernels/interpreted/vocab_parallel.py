@@ -142,5 +142,5 @@ def worker(rank, path):
 
 
 def test_equals_one_process(tmp_path):
-    assert fastgrpo.loss.losses.HAS_TRITON
+    assert fastgrpo.loss.checks.HAS_TRITON
     mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=len(SHARDS))

@@ -1,0 +1,82 @@
+"""Data sets by name: a .jsonl file, a folder of them, or a data set of the hub."""
+
+import json
+from pathlib import Path
+
+
+def load_rows(name, config=None, split="train", columns=()):
+    """Rows of a .jsonl file, of SPLIT.jsonl in a folder, or of a hub data set.
+
+    A file serves its own split: for another one, SPLIT.jsonl beside it is looked up.
+
+    Args:
+        columns: names that every row must have.
+
+    Returns:
+        A sequence of dicts, or None where there is no such split.
+
+    Raises:
+        ValueError: no such data set, no rows, or a row that is not a JSON object with these columns (file and line are
+            named).
+    """
+    path = Path(name)
+    if path.is_dir():
+        path = path / f"{split}.jsonl"
+    elif path.suffix == ".jsonl":
+        if not path.exists():
+            raise ValueError(f"no such file: {path}")
+        if split != "train":
+            path = path.with_name(f"{split}.jsonl")
+    elif path.is_file():
+        raise ValueError(f"{path} is not a .jsonl file: write one JSON object a line, with a `prompt` column")
+    else:
+        return _load_from_hub(name, config, split, columns)
+    if not path.exists():
+        return None
+    rows = read_jsonl(path, columns)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def _load_from_hub(name, config, split, columns):
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (ValueError, FileNotFoundError, ConnectionError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if reason.startswith("Unknown split"):
+            return None
+        raise ValueError(
+            f"data set {name!r} cannot be loaded ({reason}); name a hub id, a .jsonl file, or a folder with "
+            f"{split}.jsonl"
+        ) from error
+    missing = [column for column in columns if column not in getattr(rows, "column_names", columns)]
+    if missing:
+        raise ValueError(f"data set {name!r} has no column {missing[0]!r}, only {', '.join(rows.column_names)}")
+    return rows
+
+
+def read_jsonl(path, columns=()):
+    """A list of dicts, one a line, each with these columns; empty lines are passed over."""
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8: {error}") from None
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
+            for column in columns:
+                if column not in row:
+                    raise ValueError(f"{path}:{number}: the row has no column {column!r}, only {', '.join(row)}")
+            rows.append(row)
+    return rows

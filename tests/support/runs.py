@@ -1,0 +1,47 @@
+"""Small runs: a trainer over a tiny model, a reward that can be learnt, and samples for one update."""
+
+import json
+
+import tiny
+import torch
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.data.records import Sample
+
+PROMPTS = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=")]
+
+
+def share_of_a(completions, **_):
+    """A learnable reward: the share of a completion's characters that are an `a`."""
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat=False, **settings):
+    defaults = {
+        "output_dir": str(tmp_path / "run"),
+        "max_steps": 2,
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "device": "cpu",
+        "gradient_checkpointing": False,
+    }
+    path = tiny.save(tmp_path / "model", chat)
+    return GRPOTrainer(str(path), reward, GRPOConfig(**{**defaults, **settings}), rows, eval_rows)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def samples_of(count=6, seed=0):
+    """Samples with reference and old log-probs still to be made, of ragged lengths, one without advantage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n):
+        return torch.randint(2, 64, (n,), generator=generator).tolist()
+
+    advantages = [1.0, -0.5, 0.0, 2.0, -1.0, 0.3]
+    return [Sample(ids(3 + i % 3), ids(2 + (5 * i) % 7), advantages[i % 6]) for i in range(count)]
