@@ -152,7 +152,7 @@ def test_an_exception_is_named_with_its_place_and_sample():
     def reward(completions, **columns):
         return [columns["solution"]]
 
-    with pytest.raises(ValueError, match=r"'reward' raised KeyError: 'solution' \(.*test_rewards.py:\d+\)") as error:
+    with pytest.raises(ValueError, match=r"'reward' raised KeyError: 'solution' \(.*test_call.py:\d+\)") as error:
         call(Rewards([reward]))
     told, sample = str(error.value).splitlines()
     assert "the rows have the columns answer" in told and "--reward_errors skip" in told
