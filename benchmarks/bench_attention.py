@@ -22,7 +22,8 @@ from benchmarks.variants import versions
 from fastgrpo import linear_grpo_loss
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch, split_by_tokens
-from fastgrpo.policy.model import completion_states, head, prepare
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 
 SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
@@ -94,12 +95,12 @@ def make_samples(setting):
 
 def training_pass(model, samples, share_prompt):
     """Forward and backward of all samples into the weights' gradients. Returns the inputs that went through."""
-    weight, bias = head(model)
+    weight, bias, _ = Policy.of(model).head
     count, tokens = sum(len(sample.completion_ids) for sample in samples), 0
     for part in split_by_tokens(samples, MAX_TOKENS, share_prompt):
         batch = Batch.pack(part, DEVICE, share_prompt)
         out = linear_grpo_loss(
-            completion_states(model, batch), weight, batch.targets, batch.advantages, bias=bias,
+            Policy.of(model).completion_states(batch), weight, batch.targets, batch.advantages, bias=bias,
             cu_seqlens=batch.cu_seqlens, rows=torch.arange(len(batch.targets)), num_items_in_batch=count,
         )  # fmt: skip
         out.loss.backward()

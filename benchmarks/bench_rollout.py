@@ -20,7 +20,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.compare import append, compare, rows_of
 from benchmarks.variants import versions
-from fastgrpo.policy.model import prepare
+from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.geometry import kv_token_bytes
 from fastgrpo.rollout.sampling import SamplingParams

@@ -12,8 +12,9 @@ from transformers import GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.data.prompts import check_prompts, to_prompt
+from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
+from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams
 
 
@@ -50,10 +51,11 @@ class Conversation:
 
     def __init__(self, model, tokenizer, sampling, system_prompt=None):
         """sampling: `SamplingParams`. Raises ValueError where the tokenizer does not fit the model."""
-        check_vocabulary(model, tokenizer)
+        self.policy = Policy(model)
+        check_vocabulary(self.policy, tokenizer)
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
-        stops = stop_token_ids(model, tokenizer)
+        stops = stop_token_ids(self.policy, tokenizer)
         # The model's own, with what was asked for and nothing else: its published penalties and filters would sway.
         model.generation_config = GenerationConfig(
             do_sample=sampling.temperature > 0,
@@ -79,7 +81,7 @@ class Conversation:
         turn = {"role": "user", "content": text}
         prefix = f"{self.system_prompt}\n\n" if self.system_prompt else ""
         prompt = to_prompt({"prompt": [*self.messages, turn] if templated else prefix + text}, self.tokenizer)
-        check_prompts([prompt], self.model, self.max_tokens, "max_tokens")
+        self.policy.check_prompt(prompt.ids, self.max_tokens, f"the prompt {shortened(prompt.prompt)}")
         ids = torch.tensor([prompt.ids], device=self.model.device)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)

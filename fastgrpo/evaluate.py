@@ -17,8 +17,7 @@ from fastgrpo.config.recipe import task_defaults
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.heldout import comparison, evaluate
-from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
-from fastgrpo.policy.model import prepare
+from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, prepare, stop_token_ids
 from fastgrpo.rewards.call import Rewards, load_reward
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -119,17 +118,17 @@ def _evaluate_model(path, tokenizer, config):
     rows = list(task.test)[: config.max_eval_samples]
     draws = config.eval_num_generations
     model = load_model(path, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
-    model = prepare(model, own_attention=config.rollout_backend == "hf")
-    check_vocabulary(model, tokenizer)
+    policy = prepare(model, own_attention=config.rollout_backend == "hf")
+    check_vocabulary(policy, tokenizer)
     sampling = SamplingParams(
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,
         top_k=config.eval_top_k,
         max_tokens=config.max_completion_length,
-        stop_token_ids=stop_token_ids(model, tokenizer),
+        stop_token_ids=stop_token_ids(policy, tokenizer),
         seed=config.seed,
     )
-    engine = make_backend(model, config)
+    engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with tqdm(total=len(rows) * (1 + draws), desc=str(path), leave=False) as bar:
         return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws)

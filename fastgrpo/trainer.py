@@ -3,15 +3,18 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
-from transformers import set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.prompts import check_rows
-from fastgrpo.data.records import TrainerState
-from fastgrpo.data.sources import Curriculum, ShuffledRows
+from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.data.sources import ShuffledRows, Source
 from fastgrpo.evaluation.heldout import evaluate
+from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
 from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
@@ -27,9 +30,9 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
 from fastgrpo.run.resume import set_aside
 from fastgrpo.run.signals import StopSignals
-from fastgrpo.run.snapshot import Snapshot, restore
-from fastgrpo.step.experience import ExperienceMaker
-from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.run.snapshot import GlobalRNG, Part, Snapshot, restore
+from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
+from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.measure import rates, sample_rows
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
@@ -39,75 +42,61 @@ class GRPOTrainer:
     """Trains a causal LM by GRPO, under TRL's names.
 
     Args:
-        model: a folder or hub id, or a transformers causal LM (trained in place).
-        reward_funcs: a function or a list: `f(prompts, completions, **columns) -> list[float | None]`, see `Rewards`.
-        args: `GRPOConfig`. train_dataset: rows with a `prompt` column (a list, a datasets.Dataset), or a source like
-            `ShuffledRows`; the `rows` of one that has them are looked at before the first step. eval_dataset: held-out
-            rows, or None for no evaluation.
-        processing_class: the tokenizer; None loads the model's.
-        log: a `RunLog` whose folder is claimed already; None makes one from args.
+        model: A folder or hub id, or a transformers causal LM, which is trained in place.
+        reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
+            `Rewards`.
+        args: The settings; None for the defaults.
+        train_dataset: Rows with a `prompt` column (a list, a datasets.Dataset), or a `Source` of them. All rows are
+            looked at before the first step.
+        eval_dataset: Held-out rows, or None for no evaluation.
+        processing_class: The tokenizer; None loads the model's.
+        log: A `RunLog` whose folder is claimed already; None makes one from args.
 
     Raises:
-        ValueError: naming what does not fit.
+        ValueError: Something does not fit; the message names it and the remedy.
     """
 
-    def __init__(self, model, reward_funcs, args=None, train_dataset=None, eval_dataset=None, processing_class=None,
-                 log=None):  # fmt: skip
-        self.args = args or GRPOConfig()
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        reward_funcs: Callable | Sequence[Callable],
+        args: GRPOConfig | None = None,
+        train_dataset: Sequence[dict] | Source | None = None,
+        eval_dataset: Sequence[dict] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        log: RunLog | None = None,
+    ):
+        self.args = args = args or GRPOConfig()
         if train_dataset is None:
             raise ValueError("train_dataset is needed: rows with a `prompt` column")
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        self.rewards = Rewards(functions, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
-        self.model, self.tokenizer = policy_and_tokenizer(model, processing_class, self.args)
-        apply_liger(self.model, self.args.use_liger_kernel)
+        self.rewards = Rewards(functions, args.reward_weights, args.reward_errors, shaping(args))
+        self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
+        apply_liger(self.model, args.use_liger_kernel)
         refuse_adapters(self.model)
-        if self.args.use_peft:
+        if args.use_peft:
             add_lora(
                 self.model,
-                r=self.args.lora_r,
-                alpha=self.args.lora_alpha,
-                target_modules=self.args.lora_target_modules,
-                seed=self.args.seed,
+                r=args.lora_r,
+                alpha=args.lora_alpha,
+                target_modules=args.lora_target_modules,
+                seed=args.seed,
             )
         self.source = train_dataset
-        if not (hasattr(train_dataset, "take") and hasattr(train_dataset, "observe")):
-            self.source = ShuffledRows(train_dataset, seed=self.args.seed, shuffle=self.args.shuffle_dataset)
-        if hasattr(self.source, "rows"):
-            check_rows(self.source.rows, self.tokenizer, self.model, self.args.max_completion_length)
-        self.eval_rows = None if eval_dataset is None else list(eval_dataset)[: self.args.max_eval_samples]
-        max_steps = self.args.max_steps
-        if max_steps < 0:
-            max_steps = math.ceil(self.args.num_train_epochs * len(self.source) / self.args.prompts_per_step)
-        needed = needed_steps(self.args.profile)
-        if self.args.profile and needed > max_steps:
-            raise ValueError(
-                f"profile={self.args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), "
-                f"and this one has {max_steps}; raise max_steps or lower profile"
-            )
-        self.state = TrainerState(0, max_steps, 0.0, self.args.max_completion_length)
-        self.num_tokens, self.evaluated_at = 0, None
-        self.accuracy_before = self.accuracy_after = None
+        if not isinstance(train_dataset, Source):
+            self.source = ShuffledRows(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset)
+        check_rows(self.source.rows, self.tokenizer, self.policy, args.max_completion_length)
+        self.eval_rows = None if eval_dataset is None else list(eval_dataset)[: args.max_eval_samples]
+        self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
+        self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
         self.sampling = SamplingParams(
-            temperature=self.args.temperature,
-            top_p=self.args.top_p,
-            top_k=self.args.top_k,
-            min_p=self.args.min_p or 0.0,
-            max_tokens=self.args.max_completion_length,
-            stop_token_ids=stop_token_ids(self.model, self.tokenizer),
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p or 0.0,
+            max_tokens=args.max_completion_length,
+            stop_token_ids=stop_token_ids(self.policy, self.tokenizer),
         )
-        self.engine = make_backend(self.model, self.args, lambda: self.optimizer.bytes_to_come())
-        self.timer = StageTimer(self.model.device, peak_flops(self.model.device, self.model.dtype))
-        self.make_experience = ExperienceMaker(
-            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, self.args, self.timer
-        )
-        self.update = self._make_update()
-        self.log = log or RunLog(self.args)
-        self.checkpoints = Checkpointer(self.args, self.log)
-        self.watch = Watch(self.args, self.checkpoints)
-        self.profiler = Profiler(self.args.profile, self.log.dir, self.log.say)
-
-    def _make_update(self):
-        args = self.args
         self.optimizer = MasterAdamW(
             self.model,
             learning_rate=args.learning_rate,
@@ -115,22 +104,58 @@ class GRPOTrainer:
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
-        updates = self.state.max_steps * args.num_iterations * args.updates_per_rollout
-        schedule = make_schedule(
-            self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps, total_steps=updates
+        self.engine = make_backend(self.policy, args, self.optimizer.bytes_to_come)
+        self.make_experience = ExperienceMaker(
+            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer
+        )
+        self.reference = make_reference(
+            self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
+            moving=args.sync_ref_model,
+        )  # fmt: skip
+        self.update = self._make_update()
+        self.log = log or RunLog(args)
+        self.checkpoints = Checkpointer(args, self.log)
+        self.watch = Watch(args, self.checkpoints)
+        self.profiler = Profiler(args.profile, self.log.dir, self.log.say)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model inside of the policy."""
+        return self.policy.module
+
+    def _count_steps(self):
+        """How many steps the run has. Raises ValueError where they are too few to be profiled."""
+        args, steps = self.args, self.args.max_steps
+        if steps < 0:
+            steps = math.ceil(args.num_train_epochs * len(self.source) / args.prompts_per_step)
+        needed = needed_steps(args.profile)
+        if args.profile and needed > steps:
+            raise ValueError(
+                f"profile={args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), "
+                f"and this one has {steps}; raise max_steps or lower profile"
+            )
+        return steps
+
+    def _make_update(self):
+        args = self.args
+        self.schedule = make_schedule(
+            self.optimizer,
+            args.lr_scheduler_type,
+            warmup_steps=args.warmup_steps,
+            total_steps=self.state.max_steps * args.num_iterations * args.updates_per_rollout,
         )
         updater = Updater(
             self.optimizer,
-            schedule,
+            self.schedule,
             max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch,
-            device=self.model.device,
+            device=self.policy.device,
             share_prompt=args.share_prompt,
             timer=self.timer,
         )
         return GRPOUpdate(
-            self.model,
-            make_reference(self.model, args.beta, device=args.ref_device, quantization=args.ref_quantization),
+            self.policy,
+            self.reference,
             updater,
             args.objective,
             temperature=args.temperature,
@@ -138,24 +163,48 @@ class GRPOTrainer:
             num_iterations=args.num_iterations,
         )
 
-    def train(self):
+    def parts(self) -> dict[str, Part]:
+        """What of the run has state, by the name that a checkpoint gives it."""
+        parts = {
+            "policy": self.policy,
+            "optimizer": self.optimizer,
+            "schedule": self.schedule,
+            "progress": self.state,
+            "source": self.source,
+            "checkpoints": self.checkpoints,
+            "log": self.log,
+            "watch": self.watch,
+            "rng": GlobalRNG(),
+        }
+        return parts if self.reference is None else parts | {"reference": self.reference}
+
+    def about(self) -> dict[str, Any]:
+        """What a resumed run must share with the one that wrote its checkpoint."""
+        return {
+            "rows": len(self.source),
+            "dtype": str(self.policy.dtype),
+            "config": dataclasses.asdict(self.args),
+        }
+
+    def train(self) -> dict[str, Any]:
         """Run to the end, from the checkpoint that the log found, where it found one.
 
         The first SIGINT or SIGTERM lets the step end and saves; a second one leaves at once.
 
         Returns:
-            the summary, which is also written to summary.json.
+            The summary, which is also written to summary.json.
 
         Raises:
-            ValueError: a checkpoint could not be read or written. KeyboardInterrupt, SystemExit(143): after SIGINT,
-            SIGTERM; everything is saved then.
+            ValueError: A checkpoint could not be read or written.
+            KeyboardInterrupt: After SIGINT; everything is saved then.
+            SystemExit: After SIGTERM, with code 143; everything is saved then.
         """
         log = self.log
         with StopSignals() as stop, log, self.checkpoints:
             if log.checkpoint is None:
                 set_seed(self.args.seed)  # reward functions may draw from the global generators
             else:
-                restore(self, log.checkpoint)
+                restore(self.parts(), log.checkpoint, self.about())
                 set_aside(log.dir, self.state.global_step, log.say)
             while True:
                 self.checkpoints.check()
@@ -164,7 +213,7 @@ class GRPOTrainer:
                 step, stopping = self.state.global_step, bool(stop)
                 last = step == self.state.max_steps
                 if stopping or self.checkpoints.due(step, last):
-                    self.checkpoints.save(step, lambda: Snapshot(self))
+                    self.checkpoints.save(step, lambda: Snapshot(self.parts(), self.tokenizer, self.about()))
                 if stopping or last:
                     break
                 if log.bar is None:
@@ -178,39 +227,49 @@ class GRPOTrainer:
             stop.leave()
         return self._finish()
 
-    def step(self):
-        """One step, from prompts to updated weights. Returns its metrics."""
+    def step(self) -> dict[str, float]:
+        """Make one step, from prompts to updated weights.
+
+        Returns:
+            Its metrics by name.
+        """
         started, step = time.perf_counter(), self.state.global_step + 1
         logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
         self.timer.start()
         experience = self.make_experience(self.state)
-        values = self.update(experience.groups, logged)
+        corrected = self.args.importance_sampling_mode is not None
+        samples = [[to_sample(experience.completions[i], corrected) for i in group] for group in experience.trained]
+        updated = self.update(samples, with_entropy=logged)
         if self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
-            self.update.reference.sync(self.model, self.args.ref_model_mixup_alpha)
-        values |= experience.metrics
-        self._count(step, experience, values)
-        for warning in self.watch.observe(values, self.update.norms):
+            self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
+        values = updated.metrics | experience.metrics | self.source.metrics()
+        self._advance(experience, values["accuracy"])
+        for warning in self.watch.observe(values, updated.norms):
             self.log.say(f"step {step}: {warning}")
         if logged:
-            self.log.samples(sample_rows(step, experience, self.rewards.names, self.args.num_generations))
-        values |= self.timer.stop() | {"num_tokens": self.num_tokens}
-        values |= rates(experience.rollouts, values["time/rollout"], time.perf_counter() - started)
+            self.log.samples(sample_rows(step, clipped(experience, updated), self.args.num_generations))
+        values |= self.timer.stop() | {"num_tokens": self.state.num_tokens}
+        values |= rates(experience.completions, values["time/rollout"], time.perf_counter() - started)
         self.profiler.step(values, left=self.state.max_steps - step)
         return values
 
-    def _count(self, step, experience, values):
-        """Steps, epochs, tokens and the curriculum's level: where the run stands after a step."""
-        if isinstance(self.source, Curriculum):
-            values["curriculum/level"] = self.source.level
-        if self.source.observe(values["accuracy"]):
-            self.log.say(f"step {step}: the curriculum moves on to {self.source.name}")
-        self.state.global_step = step
-        rows = round(self.state.epoch * len(self.source)) + experience.taken  # whole rows: nothing is rounded away
-        self.state.epoch = rows / len(self.source)
-        self.num_tokens += experience.num_tokens
+    def _advance(self, experience, accuracy):
+        """Count steps, epochs and tokens, and let the source hear how the policy fared."""
+        state = self.state
+        state.global_step += 1
+        news = self.source.observe(accuracy)
+        if news:
+            self.log.say(f"step {state.global_step}: {news}")
+        rows = round(state.epoch * len(self.source)) + experience.taken  # whole rows: nothing is rounded away
+        state.epoch = rows / len(self.source)
+        state.num_tokens += experience.num_tokens
 
-    def evaluate(self):
-        """Measure the held-out rows, and log it. Returns the metrics, or None without such rows."""
+    def evaluate(self) -> dict[str, float] | None:
+        """Measure the held-out rows, and log what was measured.
+
+        Returns:
+            The metrics by name, or None without held-out rows.
+        """
         if not self.eval_rows:
             if self.state.global_step == 0:
                 self.log.say("no held-out rows: accuracy is not measured")
@@ -233,26 +292,46 @@ class GRPOTrainer:
         return result.values
 
     def _evaluate_if_due(self):
-        """At the first and the last step and every eval_steps, once; a run that was stopped before it catches up."""
-        step, every = self.state.global_step, self.args.eval_steps
-        due = step in (0, self.state.max_steps) or (every and step % every == 0)
-        if due and self.evaluated_at != step:
+        """Evaluate at the first and the last step and every eval_steps, once; a run that was stopped before an
+        evaluation catches up on it."""
+        state, every = self.state, self.args.eval_steps
+        step = state.global_step
+        due = step in (0, state.max_steps) or (every and step % every == 0)
+        if due and state.evaluated_at != step:
             values = self.evaluate()
-            self.evaluated_at = step
+            state.evaluated_at = step
             if values is not None:
-                self.accuracy_after = values["eval/accuracy"]
-                self.accuracy_before = self.accuracy_after if step == 0 else self.accuracy_before
+                state.accuracy_after = values["eval/accuracy"]
+                state.accuracy_before = state.accuracy_after if step == 0 else state.accuracy_before
 
     def _finish(self):
-        """What the run leaves when it is through. Returns the summary."""
+        """Write what the run leaves when it is through. Returns the summary."""
+        state = self.state
         summary = {
-            "accuracy_before": self.accuracy_before,
-            "accuracy_after": self.accuracy_after,
-            "steps": self.state.global_step,
+            "accuracy_before": state.accuracy_before,
+            "accuracy_after": state.accuracy_after,
+            "steps": state.global_step,
             "wall_seconds": round(time.perf_counter() - self.log.started, 2),
-            "num_tokens": self.num_tokens,
+            "num_tokens": state.num_tokens,
         }
         if self.args.use_peft:
             save_model(self.log.dir / "merged", merged(self.model), self.tokenizer)
         self.log.say("\n" + conclude(self.log.dir, summary, self.checkpoints.newest))
         return summary
+
+
+def clipped(experience: Experience, updated: Updated) -> list[Completion]:
+    """Tell each completion that was trained on what the last update clipped of it.
+
+    Args:
+        experience: What was drawn for the step.
+        updated: What the step's updates did; its samples are in the order of `experience.trained`.
+
+    Returns:
+        All completions of the step.
+    """
+    completions = list(experience.completions)
+    trained = [i for group in experience.trained for i in group]
+    for i, sample in zip(trained, updated.samples, strict=True):
+        completions[i] = dataclasses.replace(completions[i], clipped=float(sample.clipped))
+    return completions

@@ -143,6 +143,12 @@ class ObjectiveConfig:
     """Multiply the KL by the ratio, so that it stays unbiased off-policy."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus. 0: off."""
+    importance_sampling_mode: str | None = None
+    """How the loss weighs."""
+    importance_sampling_clip_max: float | None = 3.0
+    """Clip."""
+    importance_sampling_clip_min: float | None = None
+    """Clip."""
     sapo_temperature_pos: float = 1.0
     """sapo: temperature of the gate where the advantage is positive."""
     sapo_temperature_neg: float = 1.05
@@ -271,6 +277,8 @@ class GRPOConfig(LoggingConfig, EvalConfig, OptimConfig, ObjectiveConfig, Rollou
         names = {field.name for field in dataclasses.fields(Objective)} & {
             field.name for field in dataclasses.fields(self)
         }
+        if self.importance_sampling_mode is None:
+            names -= {"importance_sampling_mode"}
         return Objective(**{name: getattr(self, name) for name in names})
 
 

@@ -1,19 +1,25 @@
-"""Rows -> a stream of prompts, with a cursor that can be saved and restored.
+"""Data rows -> prompts, and drawn token ids -> what reward functions see.
 
-A row is a dict with a `prompt` (a string, or a list of messages) and any columns the rewards need. A source gives rows
-by `take(n)`, hears by `observe(accuracy)` how the policy fared on them, and can save and restore its place.
+A row is a dict with a `prompt` (a string, or a list of messages) and any columns that the rewards need.
 """
 
-from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.records import Prompt
+from fastgrpo.data.records import Completion, Prompt, Rollout
 
 
-def to_prompt(row, tokenizer):
-    """A row -> `Prompt`: a list of messages through the chat template, a string as it is.
+def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """Tokenize the prompt of a row: a list of messages through the chat template, a string as it is.
+
+    Args:
+        row: A data row.
+        tokenizer: The policy's tokenizer.
+
+    Returns:
+        The `Prompt`, with the row's other columns.
 
     Raises:
-        ValueError: no `prompt` column, or messages that are none, or without a chat template.
+        ValueError: The row has no `prompt`, or its messages are malformed, or there is no chat template for them.
     """
     if "prompt" not in row:
         raise ValueError(f"a row has no column 'prompt', only {', '.join(row)}")
@@ -44,47 +50,33 @@ def _is_message(message):
     return isinstance(message, dict) and "role" in message and ("content" in message or "tool_calls" in message)
 
 
-def check_prompts(prompts, model, max_tokens, limit="max_completion_length"):
-    """Refuse what the model cannot hold: a prompt that leaves no room for max_tokens, or a token without an embedding.
+def shortened(text: str | list, limit: int = 60) -> str:
+    """Show the beginning of a prompt or a completion on one line, for an error message.
 
-    limit: the name of the setting that is max_tokens.
+    Args:
+        text: A string, or messages, the last of which is shown.
+        limit: How many characters are shown at most.
 
-    Raises:
-        ValueError: naming the prompt by its beginning.
+    Returns:
+        The text in quotes.
     """
-    context = getattr(model.config, "max_position_embeddings", None)
-    embeddings = model.get_input_embeddings().weight.shape[0]
-    for prompt in prompts:
-        if not prompt.ids:
-            raise ValueError(f"the prompt {shortened(prompt.prompt)} has no tokens")
-        if context is not None and len(prompt.ids) + max_tokens > context:
-            raise ValueError(
-                f"the prompt {shortened(prompt.prompt)} has {len(prompt.ids)} tokens; with {limit} "
-                f"{max_tokens} it exceeds the model's context of {context}; shorten the prompt or the completions"
-            )
-        if max(prompt.ids) >= embeddings:
-            raise ValueError(
-                f"the prompt {shortened(prompt.prompt)} has the token id {max(prompt.ids)}, but the model has only "
-                f"{embeddings} embeddings; use the tokenizer that the model was trained with"
-            )
-
-
-def check_rows(rows, tokenizer, model, max_tokens):
-    """Look at every row before the first step, so that none ends the run in the middle: see `to_prompt` and
-    `check_prompts`."""
-    for row in tqdm(rows, desc="check prompts", delay=2, leave=False):
-        check_prompts([to_prompt(row, tokenizer)], model, max_tokens)
-
-
-def shortened(text, limit=60):
-    """How an error message shows a prompt or a completion: on one line, its beginning."""
     if isinstance(text, list) and text:
         text = text[-1].get("content", text[-1]) if isinstance(text[-1], dict) else text[-1]
     shown = repr(str(text))
     return shown if len(shown) <= limit else shown[:limit] + "...'"
 
 
-def to_completion(prompt, ids, tokenizer):
-    """Completion ids -> what reward functions see: a string, or a message list where the prompt was one."""
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    return text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
+def to_completion(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    """Decode what was drawn for a prompt.
+
+    Args:
+        prompt: The prompt.
+        rollout: What was drawn.
+        tokenizer: The policy's tokenizer.
+
+    Returns:
+        A `Completion` without rewards; its content is a string, or a list of one message where the prompt is a list.
+    """
+    text = tokenizer.decode(rollout.ids, skip_special_tokens=True)
+    content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
+    return Completion(prompt, rollout, content)

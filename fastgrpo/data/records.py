@@ -1,5 +1,11 @@
-"""The records that cross stages."""
+"""The records that cross stages: `Prompt` -> `Rollout` -> `Completion` -> `Sample`.
 
+Each stage makes its record from the one before and changes none: what a stage learns is put into a new record by
+`dataclasses.replace`. So every field is filled from the moment on that its record exists, or has a default that says
+"not yet".
+"""
+
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +16,10 @@ import torch
 class Prompt:
     """A prompt as it enters the rollout.
 
-    ids: its tokens. prompt: what reward functions see, a string or a list of messages. columns: the row's other
-    columns, which reward functions get by name.
+    Attributes:
+        ids: Its token ids.
+        prompt: What reward functions see: a string, or a list of messages.
+        columns: The other columns of its data row, which reward functions get by name.
     """
 
     ids: list[int]
@@ -21,10 +29,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion: token ids (the stop token included), fp32 log-probs of the draws, and why it ended.
+    """What a rollout backend drew for one completion.
 
-    `logps` [len(ids)] are under the full softmax at the sampling temperature. `finish_reason` is "stop" or "length".
-    `kept` [len(ids)]: the probability that top-k, top-p or min-p left at each draw; None without them.
+    Attributes:
+        ids: [T] token ids, the stop token included.
+        logps: [T] fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
+        finish_reason: "stop" where a stop token ended it, "length" where it reached its limit.
+        kept: [T] fp32, the probability that top-k, top-p or min-p left at each draw; None where no filter was on.
     """
 
     ids: list[int]
@@ -33,21 +44,65 @@ class Rollout:
     kept: torch.Tensor | None = None
 
     @property
-    def truncated(self):
+    def truncated(self) -> bool:
+        """Whether the completion was cut off at its limit."""
         return self.finish_reason == "length"
 
+    @property
+    def sampler_logps(self) -> torch.Tensor:
+        """[T] fp32 log-probs under the distribution that was drawn from: log q = log p - log kept."""
+        return self.logps if self.kept is None else self.logps - self.kept.log()
 
-@dataclass
+
+@dataclass(frozen=True)
+class Completion:
+    """One drawn answer, from the draw to its line in samples.jsonl.
+
+    Attributes:
+        prompt: The prompt that it answers.
+        rollout: Its tokens and how they were drawn.
+        content: What reward functions see: a string, or a list with one message where the prompt is a list.
+        rewards: The verdict of each reward function by name; NaN where a function gave none.
+        extras: Further columns of samples.jsonl, as reward functions logged them.
+        advantage: Its advantage within what it was drawn with.
+        masked: Whether its tokens are left out of the loss.
+        clipped: The share of its tokens whose ratio the last update clipped.
+    """
+
+    prompt: Prompt
+    rollout: Rollout
+    content: str | list[dict]
+    rewards: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    advantage: float = 0.0
+    masked: bool = False
+    clipped: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.prompt.ids) + len(self.rollout.ids)
+
+
+@dataclass(frozen=True)
 class Sample:
-    """One completion on its way through an update. Per-token tensors are [len(completion_ids)] fp32.
+    """One completion on its way through an update. Per-token tensors are [T] fp32, T = len(completion_ids).
 
-    `weights` are the objective's w_n over the whole update; `old_logps` stay None on the first update of a rollout.
-    masked: its tokens do not count. clipped: the share of its tokens whose ratio the last update clipped.
+    Attributes:
+        prompt_ids: Token ids of the prompt.
+        completion_ids: [T] token ids of the completion.
+        advantage: The factor of its policy gradient.
+        rollout_logps: The policy's log-probs as the rollout measured them, which the trainer's are compared with.
+        sampler_logps: Log-probs of the distribution that was drawn from, where the loss corrects for it; else None.
+        weights: The weight w_n of each token over the whole update; None until the update is known.
+        old_logps: Log-probs under the policy that drew it; None on the first update of a rollout, whose ratio is 1.
+        ref_logps: Log-probs under the reference; None without one.
+        masked: Whether its tokens are left out of the loss.
+        clipped: The share of its tokens whose ratio the last update clipped.
     """
 
     prompt_ids: list[int]
     completion_ids: list[int]
     advantage: float
+    rollout_logps: torch.Tensor | None = None
     sampler_logps: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
@@ -55,15 +110,46 @@ class Sample:
     masked: bool = False
     clipped: float = 0.0
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass
 class TrainerState:
-    """What reward functions may know of the run: steps done, of how many, epochs done, and the completion limit."""
+    """How far a run has come. Reward functions get it as `trainer_state`.
+
+    Attributes:
+        global_step: Steps done.
+        max_steps: Steps of the whole run.
+        epoch: Passes over the training rows so far.
+        max_completion_length: The limit of a completion, in tokens.
+        num_tokens: Prompt and completion tokens drawn so far.
+        evaluated_at: The step of the last evaluation, or None.
+        accuracy_before: Held-out accuracy before the first step, or None.
+        accuracy_after: Held-out accuracy of the last evaluation, or None.
+    """
 
     global_step: int
     max_steps: int
     epoch: float
     max_completion_length: int
+    num_tokens: int = 0
+    evaluated_at: int | None = None
+    accuracy_before: float | None = None
+    accuracy_after: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: everything but the limit, which is a setting."""
+        state = dataclasses.asdict(self)
+        del state["max_completion_length"]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; the number of steps may have grown since and stays.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
+        for name in self.state_dict():
+            if name != "max_steps":
+                setattr(self, name, state[name])

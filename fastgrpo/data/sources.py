@@ -1,13 +1,71 @@
 """Where training rows come from: shuffled epochs or the levels of a curriculum, each with a cursor to save."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What a trainer draws rows from. A row is a dict with a `prompt` and the columns that the rewards need.
+
+    Attributes:
+        rows: Every row that may be drawn; each is looked at before the first step.
+    """
+
+    rows: Sequence[dict]
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+
+    def take(self, count: int) -> list[dict]:
+        """Draw the next rows.
+
+        Args:
+            count: How many.
+
+        Returns:
+            The rows.
+        """
+
+    def observe(self, accuracy: float) -> str | None:
+        """Hear how the policy fared on a step's rows.
+
+        Args:
+            accuracy: The share of the step's completions that were right.
+
+        Returns:
+            What a person should be told, or None.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """What the source has to say for metrics.jsonl, by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source stands, as JSON can hold it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where the source stood.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
 
 
 class ShuffledRows:
-    """Rows in epochs, each in a random order of its own."""
+    """Rows in epochs, each epoch in a random order of its own.
 
-    def __init__(self, rows, *, seed=0, shuffle=True):
+    Args:
+        rows: The rows.
+        seed: Decides the order of every epoch.
+        shuffle: Whether to shuffle at all.
+
+    Raises:
+        ValueError: There are no rows.
+    """
+
+    def __init__(self, rows: Sequence[dict], *, seed: int = 0, shuffle: bool = True):
         if not len(rows):
             raise ValueError("the data set has no rows")
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
@@ -17,13 +75,20 @@ class ShuffledRows:
     def __len__(self):
         return len(self.rows)
 
-    def take(self, count):
-        """The next `count` rows."""
+    def take(self, count: int) -> list[dict]:
+        """Draw the next rows.
+
+        Args:
+            count: How many.
+
+        Returns:
+            The rows.
+        """
         start, self.drawn = self.drawn, self.drawn + count
         return [self.rows[self._order(n // len(self.rows))[n % len(self.rows)]] for n in range(start, self.drawn)]
 
     def _order(self, epoch):
-        """Indices of the rows in this epoch's order; the one in use is kept."""
+        """Indices of the rows in this epoch's order; the order in use is kept."""
         if self._cached[0] != epoch:
             order = list(range(len(self.rows)))
             if self.shuffle:
@@ -31,21 +96,40 @@ class ShuffledRows:
             self._cached = (epoch, order)
         return self._cached[1]
 
-    def observe(self, accuracy):
-        """Accuracy changes nothing here."""
-        return False
+    def observe(self, accuracy: float) -> None:
+        """Accuracy changes nothing here.
 
-    def state_dict(self):
+        Args:
+            accuracy: The share of the step's completions that were right.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing to report."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows have been drawn."""
         return {"drawn": self.drawn}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where the source stood.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
         self.drawn = state["drawn"]
 
 
 @dataclass(frozen=True)
 class Level:
-    """A stage of a curriculum: left when the mean accuracy of `WINDOW` steps reaches until_accuracy, or after
-    until_steps; the last level is never left."""
+    """A stage of a curriculum. The last level is never left.
+
+    Attributes:
+        name: What a person reads when the curriculum moves on to it.
+        source: The rows that are drawn while it lasts.
+        until_accuracy: It is left when the mean accuracy of `Curriculum.WINDOW` steps reaches this; None: never.
+        until_steps: It is left after so many steps; None: never.
+    """
 
     name: str
     source: ShuffledRows
@@ -54,32 +138,46 @@ class Level:
 
 
 class Curriculum:
-    """Levels in order, each drawn from until it is left."""
+    """Levels in order; each is drawn from until it is left.
 
-    WINDOW = 3
+    Args:
+        levels: The `Level`s, the easiest first.
+    """
 
-    def __init__(self, levels):
+    WINDOW = 3  # steps in the mean accuracy
+
+    def __init__(self, levels: list[Level]):
         self.levels = levels
         self.level, self.recent, self.steps = 0, [], 0
 
     @property
-    def name(self):
-        return self.levels[self.level].name
-
-    @property
-    def rows(self):
-        """Of all levels."""
+    def rows(self) -> list[dict]:
+        """The rows of all levels."""
         return [row for level in self.levels for row in level.source.rows]
 
     def __len__(self):
         return len(self.levels[-1].source)
 
-    def take(self, count):
-        """The next `count` rows of the current level."""
+    def take(self, count: int) -> list[dict]:
+        """Draw the next rows of the current level.
+
+        Args:
+            count: How many.
+
+        Returns:
+            The rows.
+        """
         return self.levels[self.level].source.take(count)
 
-    def observe(self, accuracy):
-        """Count a step on the current level, and move on where it is done. Returns whether it moved."""
+    def observe(self, accuracy: float) -> str | None:
+        """Count a step on the current level, and move on where the level is done.
+
+        Args:
+            accuracy: The share of the step's completions that were right.
+
+        Returns:
+            A sentence that names the next level where the curriculum moved, else None.
+        """
         level = self.levels[self.level]
         self.steps += 1
         self.recent = [*self.recent, accuracy][-self.WINDOW :]
@@ -88,12 +186,17 @@ class Curriculum:
             and len(self.recent) == self.WINDOW
             and sum(self.recent) / self.WINDOW >= level.until_accuracy
         )
-        if self.level + 1 < len(self.levels) and (able or self.steps == level.until_steps):
-            self.level, self.recent, self.steps = self.level + 1, [], 0
-            return True
-        return False
+        if self.level + 1 == len(self.levels) or not (able or self.steps == level.until_steps):
+            return None
+        self.level, self.recent, self.steps = self.level + 1, [], 0
+        return f"the curriculum moves on to {self.levels[self.level].name}"
 
-    def state_dict(self):
+    def metrics(self) -> dict[str, float]:
+        """The index of the current level."""
+        return {"curriculum/level": self.level}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The current level, what was observed on it, and where the source of each level stands."""
         return {
             "level": self.level,
             "recent": self.recent,
@@ -101,7 +204,12 @@ class Curriculum:
             "sources": [level.source.state_dict() for level in self.levels],
         }
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where the curriculum stood.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
         self.level, self.recent, self.steps = state["level"], state["recent"], state["steps"]
         for level, source in zip(self.levels, state["sources"], strict=True):
             level.source.load_state_dict(source)

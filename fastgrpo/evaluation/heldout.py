@@ -6,109 +6,155 @@ is the share of completions to which a reward function named ...format_reward gi
 """
 
 import dataclasses
+import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import check_prompts, to_completion, to_prompt
+from fastgrpo.data.prompts import to_completion, to_prompt
+from fastgrpo.data.records import Completion, Prompt, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
+from fastgrpo.policy.fit import check_prompts
 from fastgrpo.rewards.answers import completion_text, final_answer
+from fastgrpo.rewards.call import Judged, Rewards, reward_matrix
+from fastgrpo.rollout.backend import RolloutBackend
+from fastgrpo.rollout.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """values: metrics by name. intervals: (low, high) of those that are means over prompts. rows: one a completion.
-    notes: what a person must know to read them."""
+    """What an evaluation found.
+
+    Attributes:
+        values: Metrics by name; the names are those of `METRICS` that begin with eval/.
+        intervals: The 95% interval (low, high) of those metrics that are means over prompts.
+        rows: One dict a completion, for a file or a table.
+        notes: What a person must know to read the values.
+    """
 
     values: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     rows: list[dict]
     notes: list[str]
 
-    def metrics(self):
+    def metrics(self) -> dict[str, float]:
         """Values and intervals as one dict, for metrics.jsonl."""
         bounds = {}
         for name, (low, high) in self.intervals.items():
             bounds |= {f"{name}/ci95_low": low, f"{name}/ci95_high": high}
         return self.values | bounds
 
-    def summary(self):
-        """Accuracy, and pass@k and maj@k of the most draws, on one line; a line for each note."""
+    def summary(self) -> str:
+        """Accuracy, and pass@k and maj@k of the most draws, on one line; then a line for each note."""
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = ["eval/accuracy", *by_kind.values()]
         means = ", ".join(f"{name.removeprefix('eval/')} {self.cell(name)}" for name in shown)
         return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *self.notes])
 
-    def cell(self, name):
-        """A value with its interval, as text."""
+    def cell(self, name: str) -> str:
+        """Show a value with its interval.
+
+        Args:
+            name: The metric.
+
+        Returns:
+            The text; empty where the metric was not measured.
+        """
         if name not in self.values:
             return ""
         bounds = self.intervals.get(name)
         return f"{self.values[name]:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
-def evaluate(engine, tokenizer, rows, rewards, sampling, trainer_state, progress=None, num_generations=0):
-    """Complete `rows` greedily once, and by `num_generations` draws each, and score all.
+def evaluate(
+    engine: RolloutBackend,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict],
+    rewards: Rewards,
+    sampling: SamplingParams,
+    trainer_state: TrainerState,
+    progress: Callable[[int], object] | None = None,
+    num_generations: int = 0,
+) -> Evaluation:
+    """Complete held-out rows greedily once, and by several draws each, and judge all completions.
 
     Args:
-        engine: `RolloutEngine`. rows: data rows. rewards: `Rewards`; the first function is the accuracy. sampling: of
-            the draws; max_tokens and stop_token_ids hold for the greedy ones too. trainer_state: handed to the reward
-            functions. progress: as in `RolloutEngine.generate`.
+        engine: An idle rollout backend.
+        tokenizer: The policy's tokenizer.
+        rows: Data rows.
+        rewards: The reward functions; the first one is the accuracy.
+        sampling: How to draw; its max_tokens and stop_token_ids hold for the greedy completions too.
+        trainer_state: How far the run is; handed to the reward functions.
+        progress: Called with the number of completions that finished, or None.
+        num_generations: How many draws each prompt gets besides the greedy completion; 0 for none.
 
     Returns:
-        `Evaluation`; the names of its values are those of `METRICS` that begin with eval/.
+        What was found.
 
     Raises:
-        ValueError: a prompt that the model cannot hold, or a reward function that fails.
+        ValueError: A prompt that the policy cannot hold, a reward function that fails, or too many draws.
     """
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
     started = time.perf_counter()
     prompts = [to_prompt(row, tokenizer) for row in rows]
-    check_prompts(prompts, engine.model, sampling.max_tokens)
+    check_prompts(prompts, engine.policy, sampling.max_tokens)
     means = _Means()
-    greedy = dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-    shown, right = _complete(engine, tokenizer, prompts, rewards, greedy, trainer_state, progress, 1, "eval/", means)
-    means.add("eval/accuracy", [float(r) for r in right], share=True)
+
+    def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:
+        result = rewards(_complete(engine, tokenizer, prompts, sampling, draws, progress), trainer_state)
+        _measure(result, rewards, draws, prefix, means)
+        return result.completions
+
+    greedy = judged(dataclasses.replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), 1, "eval/")
+    means.add("eval/accuracy", [float(_right(completion)) for completion in greedy], share=True)
+    shown = [_row(i, "greedy", completion) for i, completion in enumerate(greedy)]
     if num_generations:
-        drawn, right = _complete(
-            engine, tokenizer, prompts, rewards, sampling, trainer_state, progress, num_generations, "eval/sampled/",
-            means,
-        )  # fmt: skip
-        groups = range(0, len(drawn), num_generations)
-        answers = [final_answer(completion_text(row["completion"])) for row in drawn]
-        voting = not any(r and answer is None for r, answer in zip(right, answers, strict=True))
-        if not voting:
-            means.notes.append(
-                "note: maj@k is left out: right completions have no number or marked answer to vote with"
-            )
-        for k in draws_reported(num_generations):
-            spans = [slice(i, i + num_generations) for i in groups]
-            passed = [pass_at_k(num_generations, sum(right[span]), k) for span in spans]
-            means.add(f"eval/pass@{k}", passed, share=True)
-            if k > 1 and voting:
-                votes = [maj_at_k(answers[span], right[span], k) for span in spans]
-                means.add(f"eval/maj@{k}", votes, share=True)
-        shown += drawn
+        drawn = judged(sampling, num_generations, "eval/sampled/")
+        _add_estimates(drawn, num_generations, means)
+        shown += [_row(*divmod(i, num_generations), completion) for i, completion in enumerate(drawn)]
     means.values["eval/time"] = time.perf_counter() - started
     return Evaluation(means.values, means.intervals, shown, means.notes)
 
 
-def draws_reported(count):
-    """The k of pass@k and maj@k: the powers of two up to `count`, and `count`."""
+def _add_estimates(completions, draws, means):
+    """Add pass@k and maj@k of the draws of each problem, which stand side by side."""
+    right = [_right(completion) for completion in completions]
+    answers = [final_answer(completion_text(completion.content)) for completion in completions]
+    voting = not any(r and answer is None for r, answer in zip(right, answers, strict=True))
+    if not voting:
+        means.notes.append("note: maj@k is left out: right completions have no number or marked answer to vote with")
+    spans = [slice(i, i + draws) for i in range(0, len(completions), draws)]
+    for k in draws_reported(draws):
+        means.add(f"eval/pass@{k}", [pass_at_k(draws, sum(right[span]), k) for span in spans], share=True)
+        if k > 1 and voting:
+            means.add(f"eval/maj@{k}", [maj_at_k(answers[span], right[span], k) for span in spans], share=True)
+
+
+def draws_reported(count: int) -> list[int]:
+    """List the k of pass@k and maj@k: the powers of two up to the number of draws, and that number.
+
+    Args:
+        count: The number of draws.
+
+    Returns:
+        The ks in rising order.
+    """
     return sorted({2**i for i in range(count.bit_length()) if 2**i <= count} | {count})
 
 
 class _Means:
-    """Means over problems and their intervals, by name; notes on them."""
+    """Collects means over problems with their intervals, by name, and notes on them."""
 
     def __init__(self):
         self.values, self.intervals, self.notes = {}, {}, []
 
     def add(self, name, by_problem, share=False):
-        """by_problem: one value a problem, NaN for none. share: they are shares, 0 or 1 for one completion each."""
+        """Add a mean. by_problem has one value a problem, NaN for none; a share is 0 or 1 for one completion each."""
         given = [value for value in by_problem if value == value]
         if not given:
             return
@@ -117,25 +163,21 @@ class _Means:
         self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
 
 
-def _complete(engine, tokenizer, prompts, rewards, sampling, state, progress, draws, prefix, means):
-    """`draws` completions of each prompt, scored; their means are added under `prefix`.
-
-    Returns:
-        (rows, right), one a completion, those of a prompt side by side. A completion is right where the first reward
-        function gives at least 1; one that it gives no verdict on is not.
-    """
+def _complete(engine, tokenizer, prompts: list[Prompt], sampling, draws, progress):
+    """Draw `draws` completions of each prompt; those of a prompt stand side by side."""
     rollouts = engine.generate([prompt.ids for prompt in prompts], draws, sampling, progress)
-    prompts = [prompt for prompt in prompts for _ in range(draws)]
-    completions = [to_completion(p, rollout.ids, tokenizer) for p, rollout in zip(prompts, rollouts, strict=True)]
-    per_function = rewards(
-        prompts,
-        completions,
-        [rollout.ids for rollout in rollouts],
-        trainer_state=state,
-        log_metric=lambda name, value: None,
-        log_extra=lambda column, values: None,
-    )
-    for name, count in rewards.errors.items():
+    return [to_completion(prompts[i // draws], rollout, tokenizer) for i, rollout in enumerate(rollouts)]
+
+
+def _right(completion):
+    """A completion is right where the first reward function gives at least 1; one without a verdict is not."""
+    return next(iter(completion.rewards.values())) >= 1
+
+
+def _measure(judged: Judged, rewards, draws, prefix, means):
+    """Add rewards, format rate, lengths and truncations of completions under `prefix`, and notes on failures."""
+    completions, per_function = judged.completions, reward_matrix(judged.completions)
+    for name, count in judged.errors.items():
         means.values[f"{prefix}rewards/{name}/errors"] = count
         means.notes.append(
             f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions; they "
@@ -147,30 +189,39 @@ def _complete(engine, tokenizer, prompts, rewards, sampling, state, progress, dr
         if name.endswith("format_reward"):
             # fp64 sums of tenths: a mark is full within rounding.
             shares["format_rate"] = (column >= getattr(function, "full_mark", 1.0) - 1e-9).double()
-    columns["mean_length"] = torch.tensor([len(rollout.ids) for rollout in rollouts], dtype=torch.float64)
-    shares["clipped_ratio"] = torch.tensor([rollout.truncated for rollout in rollouts], dtype=torch.float64)
+    lengths = [len(completion.rollout.ids) for completion in completions]
+    columns["mean_length"] = torch.tensor(lengths, dtype=torch.float64)
+    truncated = [completion.rollout.truncated for completion in completions]
+    shares["clipped_ratio"] = torch.tensor(truncated, dtype=torch.float64)
     for name, column in (columns | shares).items():
         by_problem = column.view(-1, draws).nanmean(1).tolist()
         means.add(prefix + name, by_problem, share=name in shares)
-    right = (per_function[:, 0] >= 1).tolist()
-    rows = [
-        {
-            "problem": i // draws,
-            "draw": i % draws if sampling.temperature else "greedy",
-            "prompt": prompts[i].prompt,
-            "completion": completions[i],
-            "right": right[i],
-            "rewards": {n: None if v != v else v for n, v in zip(rewards.names, per_function[i].tolist(), strict=True)},
-            "finish_reason": rollout.finish_reason,
-            "tokens": len(rollout.ids),
-        }
-        for i, rollout in enumerate(rollouts)
-    ]
-    return rows, right
 
 
-def comparison(models, results):
-    """Markdown: a row for each metric, a column for each model; 95% intervals in brackets."""
+def _row(problem, draw, completion):
+    """One completion as people read it in a file."""
+    return {
+        "problem": problem,
+        "draw": draw,
+        "prompt": completion.prompt.prompt,
+        "completion": completion.content,
+        "right": _right(completion),
+        "rewards": {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
+        "finish_reason": completion.rollout.finish_reason,
+        "tokens": len(completion.rollout.ids),
+    }
+
+
+def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> str:
+    """Lay out the results of several models as a Markdown table, with 95% intervals in brackets.
+
+    Args:
+        models: The name of each model.
+        results: What was found for each model.
+
+    Returns:
+        The table: a line for each metric, a column for each model.
+    """
     names = dict.fromkeys(name for result in results for name in result.values)
     names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # what people quote comes first
     lines = [["metric", *models], ["---"] * (len(models) + 1)]

@@ -21,7 +21,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     """transformers' attention signature: query [1, H, N, d], key and value [1, K, N, d] -> ([1, N, H, d], None)."""
     model = type(module).__name__
     if context is None:
-        raise ValueError(f"{model}: the fastgrpo attention was called without a context; use model.hidden_states")
+        raise ValueError(f"{model}: the fastgrpo attention was called without a context; use Policy.states")
     if s_aux is not None:
         raise ValueError(f"{model}: attention sinks are not supported; use --rollout_backend hf")
     if softcap is not None:

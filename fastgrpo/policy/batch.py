@@ -17,7 +17,7 @@ class Batch:
     input_ids, position_ids: [N]. lengths: tokens of each sequence. branches: of each prompt that several samples share,
     the lengths of their branches; both on the host. rows: [M], where among the N the hidden state stands that predicts
     each completion token; the first tokens of samples that share a prompt hang on one state. targets, weights,
-    old_logps, ref_logps, sampler_logps: [M]. advantages: [S]. cu_seqlens: [S+1] over the M completion tokens, on the
+    old_logps, ref_logps, sampler_logps, rollout_logps: [M]. advantages: [S]. cu_seqlens: [S+1] over the M, on the
     host.
     """
 
@@ -33,6 +33,7 @@ class Batch:
     old_logps: torch.Tensor | None
     ref_logps: torch.Tensor | None
     sampler_logps: torch.Tensor | None
+    rollout_logps: torch.Tensor | None
 
     @classmethod
     def pack(cls, samples, device, share_prompt=True):
@@ -61,6 +62,7 @@ class Batch:
             old_logps=joined("old_logps"),
             ref_logps=joined("ref_logps"),
             sampler_logps=joined("sampler_logps"),
+            rollout_logps=joined("rollout_logps"),
         )
 
 

@@ -1,17 +1,34 @@
 """Loading a policy and its tokenizer, with checks that name what does not fit."""
 
-from contextlib import contextmanager
+import logging
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.policy.model import cast, prepare
+from fastgrpo.policy.attention import attention_of
+from fastgrpo.policy.lora import has_adapters, read_adapters
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.own_attention import narrow_window, packing_obstacle
+
+logger = logging.getLogger(__name__)
 
 
-def choose_device(name="auto"):
-    """ "auto" is the GPU where there is one. Raises ValueError for a CUDA device that is not there."""
+def choose_device(name: str = "auto") -> torch.device:
+    """Find the device that a setting names.
+
+    Args:
+        name: cuda, cuda:N, cpu, or auto, which is the GPU where there is one.
+
+    Returns:
+        The device.
+
+    Raises:
+        ValueError: There is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -25,67 +42,101 @@ def choose_device(name="auto"):
     return device
 
 
-def choose_dtype(name, device):
-    """ "auto" is bf16 on GPUs, where the optimizer keeps fp32 masters, and fp32 on the CPU."""
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Find the dtype that a setting names.
+
+    Args:
+        name: float32, bfloat16, or auto: bf16 on GPUs, where the optimizer keeps fp32 masters, and fp32 on CPUs.
+        device: Where the weights will be.
+
+    Returns:
+        The dtype of the weights.
+    """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)
 
 
-def load_policy(path, *, dtype="auto", device="auto", gradient_checkpointing=False, trust_remote_code=False,
-                own_attention=False):  # fmt: skip
-    """A causal LM and its tokenizer from a folder or the hub.
+def load_policy(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+    own_attention: bool = False,
+) -> tuple[Policy, PreTrainedTokenizerBase]:
+    """Load a causal LM and its tokenizer from a folder or the hub.
+
+    Args:
+        path: The folder or hub id.
+        dtype: See `choose_dtype`.
+        device: See `choose_device`.
+        gradient_checkpointing: See `prepare`.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        own_attention: See `prepare`.
 
     Returns:
-        (model, tokenizer), the model ready for training: see `prepare`.
+        The policy, ready for training, and its tokenizer, which fit each other.
 
     Raises:
-        ValueError: it cannot be loaded, or the engine cannot run it exactly.
+        ValueError: They cannot be loaded, do not fit each other, or the engine cannot run the model exactly.
     """
     tokenizer = load_tokenizer(path, trust_remote_code)
     model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    return prepare(model, gradient_checkpointing, own_attention), tokenizer
-
-
-def policy_and_tokenizer(model, tokenizer, config):
-    """What a trainer trains, on its device and in its precision.
-
-    Args:
-        model: a folder or hub id, or a transformers causal LM, which is changed in place. tokenizer: None loads the
-            model's. config: `GRPOConfig`.
-
-    Returns:
-        (model, tokenizer), which fit each other.
-
-    Raises:
-        ValueError: as `load_policy`, `prepare` and `check_vocabulary`; a model made in memory without a tokenizer.
-    """
-    if not isinstance(model, PreTrainedModel):
-        policy, own = load_policy(
-            model,
-            dtype=config.dtype,
-            device=config.device,
-            gradient_checkpointing=config.gradient_checkpointing,
-            trust_remote_code=config.trust_remote_code,
-            own_attention=config.rollout_backend == "hf",
-        )
-        tokenizer = tokenizer or own
-    else:
-        if tokenizer is None and not model.config._name_or_path:
-            raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
-        device = choose_device(config.device)
-        policy = prepare(
-            cast(model.to(device), choose_dtype(config.dtype, device)),
-            config.gradient_checkpointing,
-            own_attention=config.rollout_backend == "hf",
-        )
-        tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
+    policy = prepare(model, gradient_checkpointing, own_attention)
     check_vocabulary(policy, tokenizer)
     return policy, tokenizer
 
 
-def load_model(path, *, dtype="auto", device="auto", trust_remote_code=False):
-    """A causal LM from a folder or the hub. Raises ValueError where it is not there, damaged or not complete."""
+def policy_and_tokenizer(
+    model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Any
+) -> tuple[Policy, PreTrainedTokenizerBase]:
+    """Make what a trainer trains, on its device and in its precision.
+
+    Args:
+        model: A folder or hub id, or a transformers causal LM, which is changed in place.
+        tokenizer: The tokenizer; None loads the model's.
+        config: The `GRPOConfig`.
+
+    Returns:
+        The policy and its tokenizer, which fit each other.
+
+    Raises:
+        ValueError: As `load_policy`; or the model was made in memory and there is no tokenizer.
+    """
+    own_attention = config.rollout_backend == "hf"
+    if isinstance(model, PreTrainedModel):
+        if tokenizer is None and not model.config._name_or_path:
+            raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
+        device = choose_device(config.device)
+        cast(model.to(device), choose_dtype(config.dtype, device))
+        tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
+    else:
+        tokenizer = tokenizer or load_tokenizer(model, config.trust_remote_code)
+        model = load_model(model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
+    policy = prepare(model, config.gradient_checkpointing, own_attention)
+    check_vocabulary(policy, tokenizer)
+    return policy, tokenizer
+
+
+def load_model(
+    path: str | Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Load a causal LM from a folder or the hub.
+
+    Args:
+        path: The folder or hub id.
+        dtype: See `choose_dtype`.
+        device: See `choose_device`.
+        trust_remote_code: Whether Python code that comes with the model may run.
+
+    Returns:
+        The transformers model, on its device.
+
+    Raises:
+        ValueError: It is not there, damaged or not complete.
+    """
     device = choose_device(device)
     with _loading(path, "model"):
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -103,15 +154,26 @@ def load_model(path, *, dtype="auto", device="auto", trust_remote_code=False):
     return model.to(device)
 
 
-def load_tokenizer(path, trust_remote_code=False):
-    """The tokenizer of a folder or hub id. Raises ValueError where it cannot be loaded."""
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or hub id.
+
+    Args:
+        path: The folder or hub id.
+        trust_remote_code: Whether Python code that comes with it may run.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: It cannot be loaded.
+    """
     with _loading(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 @contextmanager
 def _loading(path, what):
-    """transformers' many ways to say that a model cannot be loaded, as one: a ValueError that names it."""
+    """Turn transformers' many ways to say that a model cannot be loaded into one: a ValueError that names it."""
     path = str(path)
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         raise ValueError(f"no such model folder: {path}")
@@ -128,8 +190,16 @@ def _loading(path, what):
         raise ValueError(f"the {what} of {path!r} cannot be loaded ({remedy}): {reason}") from error
 
 
-def refuse_code(path, error):
-    """Raises ValueError with the remedy where transformers' error says that the model comes with code of its own."""
+def refuse_code(path: str | Path, error: Exception) -> None:
+    """Explain transformers' error where it means that the model comes with code of its own.
+
+    Args:
+        path: The folder or hub id.
+        error: What transformers raised.
+
+    Raises:
+        ValueError: With the remedy, where that is what the error means.
+    """
     if "trust_remote_code" in str(error):
         raise ValueError(
             f"{str(path)!r} comes with Python code of its own, which is not run unasked; read it, then pass "
@@ -137,12 +207,20 @@ def refuse_code(path, error):
         ) from error
 
 
-def stop_token_ids(model, tokenizer):
-    """The ids that end a completion: the tokenizer's end token and those of the model's generation config.
+def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Find the ids that end a completion: the tokenizer's end token and those of the model's generation config.
+
+    Args:
+        policy: The policy.
+        tokenizer: Its tokenizer.
+
+    Returns:
+        The ids, in rising order.
 
     Raises:
-        ValueError: there are none.
+        ValueError: There are none.
     """
+    model = policy.module
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     ids.discard(None)
@@ -154,11 +232,108 @@ def stop_token_ids(model, tokenizer):
     return tuple(sorted(ids))
 
 
-def check_vocabulary(model, tokenizer):
-    """Raises ValueError where the tokenizer knows more tokens than the model has embeddings."""
-    embeddings = model.get_input_embeddings().weight.shape[0]
+def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that knows more tokens than the policy has embeddings.
+
+    Args:
+        policy: The policy.
+        tokenizer: The tokenizer.
+
+    Raises:
+        ValueError: It does.
+    """
+    embeddings = policy.module.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > embeddings:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding only {embeddings}; use the "
             "tokenizer that the model was trained with"
         )
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the weights, and only them: a rotary embedding's frequencies in bf16 would be wrong by radians.
+
+    Args:
+        model: The model, changed in place.
+        dtype: The dtype of its weights from now on.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool = False) -> Policy:
+    """Make a policy of a model: no dropout, gradient checkpointing as told; what would be silently wrong is refused.
+
+    Args:
+        model: The model, changed in place.
+        gradient_checkpointing: Whether layers are recomputed in the backward pass.
+        own_attention: Whether a model that packed attention cannot run is welcome: it then trains by its own attention
+            over padded sequences.
+
+    Returns:
+        The `Policy`.
+
+    Raises:
+        ValueError: The model has a head that is not linear, needs its own attention, or has a generation config that
+            could not be saved.
+    """
+    name, obstacle = type(model).__name__, packing_obstacle(model)
+    for knob in ("logits_scaling", "logit_scale"):
+        if getattr(model.config, knob, 1) not in (1, None):
+            raise ValueError(f"{name}: config.{knob}={getattr(model.config, knob)} changes the head; not supported")
+    if obstacle and not own_attention:
+        raise ValueError(f"{name} {obstacle}: use --rollout_backend hf, which trains by its own attention, too")
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # transformers' SDPA leaves the cap out
+    for module in model.modules():  # the policy that is trained must be the policy that drew the samples
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for knob, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in knob or knob in ("layerdrop", "router_jitter_noise")):
+                setattr(module, knob, 0.0)
+    model.eval()
+    _check_generation_config(model)
+    if gradient_checkpointing:
+        # The layers run a second time in the backward pass, outside of `Policy.states`: they must attend as they did.
+        def contexts():
+            return nullcontext(), attention_of(model, model.config._attn_implementation)
+
+        settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+        model.gradient_checkpointing_enable(settings)
+    else:
+        model.gradient_checkpointing_disable()
+    return Policy(model, own_attention and (obstacle or narrow_window(model.config)) is not None)
+
+
+def _check_generation_config(model):
+    """Mend or refuse a generation config that contradicts itself: transformers loads it, but would not save it with the
+    first checkpoint."""
+    config = model.generation_config
+    try:
+        if config is not None:
+            config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True  # its sampling settings say so
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"the model's generation_config.json could not be saved again, mend it: {reason}"
+            ) from None
+        logger.warning("the model's generation_config.json samples without do_sample: what is saved has do_sample=True")
+
+
+def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint folder.
+
+    Args:
+        policy: The policy that they are for.
+        path: The folder.
+
+    Returns:
+        Weights under the names of `Policy.state_dict`.
+    """
+    if has_adapters(policy.module):
+        return read_adapters(path)
+    return type(policy.module).from_pretrained(path, dtype=policy.dtype).state_dict()

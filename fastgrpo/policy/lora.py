@@ -7,6 +7,7 @@ adapters alone. The policy with its adapters off is the reference: no copy in me
 
 import copy
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -71,26 +72,20 @@ def adapters_off(model):
         model.enable_adapters()
 
 
-def load_adapters(model, path):
-    """Read the adapters of a checkpoint folder (peft's format) into a model that has some, in place.
+def read_adapters(path: Path) -> dict[str, torch.Tensor]:
+    """Read the adapters of a checkpoint folder, which are in peft's format.
 
-    Raises:
-        ValueError: the folder's adapters are not those of the model.
+    Args:
+        path: The folder.
+
+    Returns:
+        Weights under the names that they have in the policy's module.
     """
-    from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    weights = load_file(f"{path}/adapter_model.safetensors")
-    mine = {name.replace(".default.", "."): value for name, value in _adapter_parameters(model)}
-    theirs = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
-    if {name: value.shape for name, value in mine.items()} != {name: value.shape for name, value in theirs.items()}:
-        raise ValueError(f"{path}: the adapters there are of other modules or ranks than the policy's")
-    set_peft_model_state_dict(model, weights)
-    return model
-
-
-def _adapter_parameters(model):
-    return [(name, parameter) for name, parameter in model.named_parameters() if ADAPTER in name]
+    weights = load_file(path / "adapter_model.safetensors")
+    names = {name: name.removeprefix("base_model.model.").removesuffix(".weight") for name in weights}
+    return {f"{mine}.default.weight": weights[name] for name, mine in names.items()}
 
 
 @torch.no_grad()
@@ -108,6 +103,5 @@ def merged(model):
     plain = copy.deepcopy(model, memo).cpu()  # takes its parameters from the memo
     for name in layers:
         plain.set_submodule(name, plain.get_submodule(name).get_base_layer())
-    plain._hf_peft_config_loaded = False
-    del plain.peft_config
+    plain.delete_adapter("default")
     return plain

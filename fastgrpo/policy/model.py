@@ -1,131 +1,233 @@
-"""The policy: loading, with checks, and token ids -> hidden states. Logits are never made here; the head belongs to the
-loss."""
+"""The policy: token ids -> hidden states, and the head that the loss takes over.
 
-import logging
-from contextlib import contextmanager, nullcontext
+`Policy` is all that the engine knows of a model. A transformers module is inside of it; what changes how that module is
+held in memory (adapters, quantization, sharding) attaches here. It makes logits for single draws alone: those of a
+whole batch are the loss's to avoid.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.policy.attention import PackedAttention, attention_of
-from fastgrpo.policy.own_attention import narrow_window, packing_obstacle, padded_states
-
-logger = logging.getLogger(__name__)
-
-
-def cast(model, dtype):
-    """Cast the weights, and only them: a rotary embedding's frequencies in bf16 would be wrong by radians."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.lora import ADAPTER, has_adapters
+from fastgrpo.policy.own_attention import padded_states
 
 
-def prepare(model, gradient_checkpointing=False, own_attention=False):
-    """Switch dropout off, gradient checkpointing as told, and refuse what would be silently wrong.
+class Head(NamedTuple):
+    """The language-model head: logits = softcap(states @ weight.T + bias).
 
-    own_attention: a model that packed attention cannot run is not refused: it trains by its own, over padded sequences.
+    Attributes:
+        weight: [V, D].
+        bias: [V], or None.
+        softcap: The cap of softcap(x) = cap tanh(x / cap), as in Gemma 2 and 3; None without one.
     """
-    name, obstacle = type(model).__name__, packing_obstacle(model)
-    for knob, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1), ("logit_scale", 1)):
-        if getattr(model.config, knob, neutral) not in (neutral, None):
-            raise ValueError(f"{name}: config.{knob}={getattr(model.config, knob)} changes the head; not supported")
-    if obstacle and not own_attention:
-        raise ValueError(f"{name} {obstacle}: use --rollout_backend hf, which trains by its own attention, too")
-    model.own_attention = own_attention and (obstacle or narrow_window(model.config)) is not None
-    if getattr(model.config, "attn_logit_softcapping", None) is not None:
-        model.config._attn_implementation = "eager"  # transformers' SDPA leaves the cap out
-    for module in model.modules():  # the policy that is trained must be the policy that drew the samples
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for knob, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in knob or knob in ("layerdrop", "router_jitter_noise")):
-                setattr(module, knob, 0.0)
-    model.eval()
-    _check_generation_config(model)
-    if gradient_checkpointing:
-        # The layers run a second time in the backward pass, outside of `hidden_states`: they must attend as they did.
-        def contexts():
-            return nullcontext(), attention_of(model, model.config._attn_implementation)
 
-        settings = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
-        model.gradient_checkpointing_enable(settings)
-    else:
-        model.gradient_checkpointing_disable()
-    return model
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    softcap: float | None
 
 
-def _check_generation_config(model):
-    """transformers loads a generation config that contradicts itself, and refuses to save it: not at the first
-    checkpoint."""
-    config = model.generation_config
-    try:
-        if config is not None:
-            config.validate(strict=True)
-    except ValueError:
-        config.do_sample = True  # its sampling settings say so
-        try:
-            config.validate(strict=True)
-        except ValueError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(
-                f"the model's generation_config.json could not be saved again, mend it: {reason}"
-            ) from None
-        logger.warning("the model's generation_config.json samples without do_sample: what is saved has do_sample=True")
+class Context(Protocol):
+    """Who attends to whom in one forward pass; `PackedAttention` is the one of training."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Compute one layer's attention.
+
+        Args:
+            layer: The index of the layer.
+            query: [H, N, d].
+            key: [K, N, d].
+            value: [K, N, d].
+            scaling: The factor of the scores.
+
+        Returns:
+            [N, H, d].
+        """
 
 
-def head(model):
-    """(weight [V, D], bias [V] or None) of the language-model head."""
-    layer = model.get_output_embeddings()
-    return layer.weight, layer.bias
-
-
-def hidden_states(model, input_ids, position_ids, context):
-    """Packed tokens through the layers.
+class Policy:
+    """A causal LM as the engine uses it.
 
     Args:
-        input_ids, position_ids: [N] int64. context: who attends to whom: an object like `PackedAttention`.
-
-    Returns:
-        [N, D] final hidden states, in the model's dtype.
+        module: A transformers causal LM; `prepare` makes one ready for training.
+        own_attention: Whether it trains by its own attention over padded sequences, because packed attention cannot
+            compute what it does.
     """
-    with attention_of(model), _checkpointing(model):
-        out = model.base_model(
-            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
-        )
-    return out.last_hidden_state[0]
 
+    def __init__(self, module: PreTrainedModel, own_attention: bool = False):
+        self.module, self.own_attention = module, own_attention
 
-@contextmanager
-def _checkpointing(model):
-    """Layers look at `training`: inside they are checkpointed where there will be a backward, which costs elsewhere."""
-    layers = []
-    if torch.is_grad_enabled():
-        layers = [layer for layer in model.base_model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
+    @classmethod
+    def of(cls, model: "PreTrainedModel | Policy") -> "Policy":
+        """Take a model as people hand it over.
+
+        Args:
+            model: A transformers causal LM, or a `Policy`.
+
+        Returns:
+            The `Policy`, or a new one around the model.
+        """
+        return model if isinstance(model, cls) else cls(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.module.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return self.module.dtype
+
+    @property
+    def shape(self) -> Any:
+        """The transformers config of the text layers: how many there are, how wide, with how many heads."""
+        return self.module.config.get_text_config()
+
+    @property
+    def head(self) -> Head:
+        """The language-model head. Its tensors are the parameters themselves."""
+        layer = self.module.get_output_embeddings()
+        return Head(layer.weight, layer.bias, getattr(self.shape, "final_logit_softcapping", None))
+
+    @contextmanager
+    def gather(self) -> Iterator[list[torch.Tensor]]:
+        """Have whole weights in memory for a rollout, and list them.
+
+        On one rank they are there anyway, and the list holds views of the parameters. Where weights are sharded, this
+        is the place that fills buffers with whole ones; the buffers must keep their addresses from one rollout to the
+        next, because CUDA graphs read weights by address and the engine compares addresses and versions.
+
+        Yields:
+            A view of every parameter, in the order of the module's parameters.
+        """
+        yield [parameter.detach() for parameter in self.module.parameters()]
+
+    def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
+        """Run packed tokens through the layers.
+
+        Args:
+            input_ids: [N] int64.
+            position_ids: [N] int64, the position of each token in its own sequence.
+            context: Who attends to whom.
+
+        Returns:
+            [N, D] final hidden states in the policy's dtype.
+        """
+        with attention_of(self.module), self._checkpointing():
+            out = self.module.base_model(
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
+            )
+        return out.last_hidden_state[0]
+
+    def completion_states(self, batch: Batch) -> torch.Tensor:
+        """Compute the hidden states that predict a batch's completion tokens.
+
+        Args:
+            batch: The packed micro-batch.
+
+        Returns:
+            [M, D], one state for each completion token.
+        """
+        if self.own_attention:
+            with self._checkpointing():
+                return padded_states(self.module, batch)[batch.rows]
+        context = PackedAttention(batch.lengths, batch.input_ids.device, batch.branches)
+        return self.states(batch.input_ids, batch.position_ids, context)[batch.rows]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Project a few states, those that a token is drawn from.
+
+        Args:
+            states: [R, D] in the policy's dtype.
+
+        Returns:
+            [R, V] fp32 logits, also from 16-bit states: a rounded logit is a wrong log-prob.
+        """
+        weight, bias, softcap = self.head
+        if states.dtype in (torch.float32, torch.float64):
+            logits = (states @ weight.T).float()
+        elif states.is_cuda:
+            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+        else:
+            logits = states.float() @ weight.float().T
+        if bias is not None:
+            logits = logits + bias.float()
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def check_prompt(self, ids: list[int], max_tokens: int, name: str, limit: str = "max_tokens") -> None:
+        """Refuse a prompt that the policy cannot hold.
+
+        Args:
+            ids: The prompt's token ids.
+            max_tokens: The most tokens of its completion.
+            name: What the error calls the prompt.
+            limit: The name of the setting that is `max_tokens`.
+
+        Raises:
+            ValueError: The prompt is empty, leaves no room for `max_tokens` in the model's context, or has a token
+                without an embedding.
+        """
+        if not ids:
+            raise ValueError(f"{name} has no tokens")
+        context = getattr(self.shape, "max_position_embeddings", None)
+        if context is not None and len(ids) + max_tokens > context:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it exceeds the model's context of {context}; "
+                f"shorten the prompt or lower {limit}"
+            )
+        embeddings = self.module.get_input_embeddings().weight.shape[0]
+        if max(ids) >= embeddings:
+            raise ValueError(
+                f"{name} has the token id {max(ids)}, but the model has only {embeddings} embeddings; use the "
+                "tokenizer that the model was trained with"
+            )
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights that training moves: all of them, or the adapters alone where the policy has some."""
+        weights = self.module.state_dict()
+        if has_adapters(self.module):
+            return {name: value for name, value in weights.items() if ADAPTER in name}
+        return weights
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy weights into the policy. Its storage stays, because rollouts and the optimizer use it.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+
+        Raises:
+            ValueError: The names or shapes are not those of the policy's weights.
+        """
+        mine = self.state_dict()
+        if {name: value.shape for name, value in mine.items()} != {name: value.shape for name, value in state.items()}:
+            raise ValueError("the weights are of other modules or shapes than the policy's")
+        for name, value in mine.items():
+            value.copy_(state[name])
+
+    @contextmanager
+    def _checkpointing(self):
+        """Have the layers recompute in the backward pass where there will be one; elsewhere it would cost time.
+
+        Layers look at their attribute `training`, which is False everywhere else.
+        """
+        layers = []
+        if torch.is_grad_enabled():
+            modules = self.module.base_model.modules()
+            layers = [layer for layer in modules if isinstance(layer, GradientCheckpointingLayer)]
         for layer in layers:
-            layer.training = False
-
-
-def fp32_logits(model, states):
-    """[R, D] -> [R, V] fp32, also from 16-bit states: a rounded logit is a wrong log-prob."""
-    weight, bias = head(model)
-    if states.dtype in (torch.float32, torch.float64):
-        logits = (states @ weight.T).float()
-    elif states.is_cuda:
-        logits = torch.mm(states, weight.T, out_dtype=torch.float32)
-    else:
-        logits = states.float() @ weight.float().T
-    return logits if bias is None else logits + bias.float()
-
-
-def completion_states(model, batch):
-    """Batch -> [M, D]: the hidden states that predict its completion tokens."""
-    if getattr(model, "own_attention", False):
-        with _checkpointing(model):
-            return padded_states(model, batch)[batch.rows]
-    context = PackedAttention(batch.lengths, batch.input_ids.device, batch.branches)
-    return hidden_states(model, batch.input_ids, batch.position_ids, context)[batch.rows]
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False

@@ -1,41 +1,96 @@
-"""The reference policy: none, the policy without its adapters, or a frozen copy of it as it was when training began;
-whole on the device, streamed there from the host layer by layer, or quantized.
+"""The reference policy of the KL: none, the policy without its adapters, or a frozen copy of it as it was when training
+began; the copy rests whole on the device, is streamed there from the host layer by layer, or is quantized.
 """
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
+from fastgrpo.data.records import Sample
 from fastgrpo.loss.losses import linear_logprob
 from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.policy.lora import adapters_off, has_adapters
-from fastgrpo.policy.model import completion_states, head
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.streaming import LayerStream
 
 
-def make_reference(model, beta, *, device=None, quantization=None):
-    """The reference for a policy.
+class Scoring(NamedTuple):
+    """How samples are scored.
+
+    Attributes:
+        temperature: The temperature that they were drawn at.
+        max_tokens: The token budget of a micro-batch.
+        share_prompt: Whether neighbours with the same prompt share its tokens.
+    """
+
+    temperature: float
+    max_tokens: int
+    share_prompt: bool = True
+
+
+@torch.no_grad()
+def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring) -> list[torch.Tensor]:
+    """Compute the log-probs of completions under a policy.
 
     Args:
-        beta: at 0 there is none. device: "cpu" keeps the copy in host memory and streams it; None: the policy's.
-        quantization: of the copy's linear layers, "int8", "nf4" or None.
+        policy: The policy.
+        samples: The completions with their prompts.
+        scoring: How they are scored.
 
     Returns:
-        None; the policy itself with adapters off, where it has some; or a copy.
+        For each sample [T] fp32 log-probs, in nats, on the policy's device; T is the length of its completion.
+    """
+    weight, bias, softcap = policy.head
+    logps = []
+    for part in split_by_tokens(samples, scoring.max_tokens, scoring.share_prompt):
+        batch = Batch.pack(part, weight.device, scoring.share_prompt)
+        flat = linear_logprob(
+            policy.completion_states(batch), weight, batch.targets, bias=bias, logit_softcap=softcap,
+            temperature=scoring.temperature,
+        )  # fmt: skip
+        logps += flat.split([len(sample.completion_ids) for sample in part])
+    return logps
+
+
+def make_reference(
+    policy: Policy, beta: float, *, device: str | None = None, quantization: str | None = None, moving: bool = False
+) -> "Reference | None":
+    """Make the reference of a policy, as the policy is now.
+
+    Args:
+        policy: The policy.
+        beta: The coefficient of the KL; at 0 there is no reference.
+        device: "cpu" keeps the copy in host memory and streams it; None keeps it where the policy is.
+        quantization: "int8" or "nf4" for the copy's linear layers, or None.
+        moving: Whether the reference will follow the policy (`FrozenCopy.sync`), so that a checkpoint must hold it.
+
+    Returns:
+        None; the policy itself with its adapters off, where it has some; or a copy.
     """
     if beta == 0:
         return None
-    if has_adapters(model):
-        return AdaptersOff(model)
+    if has_adapters(policy.module):
+        return AdaptersOff(policy)
     if quantization is not None:
-        return QuantizedCopy(model, quantization)
-    return FrozenCopy(model) if device is None else StreamedCopy(model)
+        return QuantizedCopy(policy, quantization)
+    return FrozenCopy(policy, moving) if device is None else StreamedCopy(policy, moving)
 
 
-def frozen_copy(model, device=None):
-    """A copy without gradients, its parameters on `device` (None: where they are), its buffers where they are."""
+def frozen_copy(model: PreTrainedModel, device: str | None = None) -> PreTrainedModel:
+    """Copy a model without gradients.
+
+    Args:
+        model: The model.
+        device: Where the copy's parameters go; None: where the model's are. Buffers stay where they are.
+
+    Returns:
+        The copy.
+    """
     memo = {}
     for parameter in model.parameters():
         value = parameter.detach().to(device or parameter.device, copy=True)
@@ -44,87 +99,157 @@ def frozen_copy(model, device=None):
 
 
 class Reference:
-    """A frozen policy that scores samples. `metrics` is what the last `score` measured."""
+    """A frozen policy that scores samples.
 
-    exact = None  # what a quantized one is still to be compared with
+    Args:
+        policy: The frozen policy.
+    """
 
-    def __init__(self, model):
-        self.model, self.metrics = model, {}
+    def __init__(self, policy: Policy):
+        self.policy = policy
 
-    def ready(self):
-        """A context inside of which `model` is the reference, and can run."""
-        return nullcontext()
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside of this context `policy` is the reference, and can run."""
+        yield
 
-    def score(self, samples, *how):
-        """See the function `score`."""
+    def score(self, samples: Sequence[Sample], scoring: Scoring) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Compute the reference's log-probs of completions.
+
+        Args:
+            samples: The completions with their prompts.
+            scoring: How they are scored.
+
+        Returns:
+            The log-probs as the function `score` returns them, and metrics by name, most often none.
+        """
         with self.ready():
-            return score(self.model, samples, *how)
+            return score(self.policy, samples, scoring), {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of it: nothing, as it is made anew from the model that the run began with."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
 
 
 class AdaptersOff(Reference):
-    """The policy itself while its adapters are off: nothing in memory."""
+    """The policy itself while its adapters are off. It costs no memory."""
 
-    def ready(self):
-        return adapters_off(self.model)
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside of this context the adapters are off."""
+        with adapters_off(self.policy.module):
+            yield
 
 
 class FrozenCopy(Reference):
-    """The policy as it is now, without gradients, beside it."""
+    """A copy of the policy as it is now, without gradients, beside it.
 
-    def __init__(self, model, device=None):
-        super().__init__(frozen_copy(model, device))
+    Args:
+        policy: The policy.
+        moving: Whether `sync` will move it, so that a checkpoint must hold its weights.
+        device: Where the copy's parameters are; None: where the policy's are.
+    """
+
+    def __init__(self, policy: Policy, moving: bool = False, device: str | None = None):
+        super().__init__(Policy(frozen_copy(policy.module, device), policy.own_attention))
+        self.moving = moving
 
     @torch.no_grad()
-    def sync(self, policy, alpha):
-        """Weights become alpha * policy + (1 - alpha) * weights (TR-DPO, arXiv 2404.09656)."""
-        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.lerp_(theirs.to(mine.device), alpha)
+    def sync(self, policy: Policy, alpha: float) -> None:
+        """Move the weights towards the policy's (TR-DPO, arXiv 2404.09656).
+
+            reference = alpha policy + (1 - alpha) reference
+
+        Args:
+            policy: The policy.
+            alpha: The policy's share.
+        """
+        with policy.gather() as weights:
+            for mine, theirs in zip(self.policy.module.parameters(), weights, strict=True):
+                mine.lerp_(theirs.to(mine.device), alpha)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights, where the copy moves."""
+        return self.policy.module.state_dict() if self.moving else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the weights, where there are some.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
+        if state:
+            self.policy.load_state_dict(state)
 
 
 class StreamedCopy(FrozenCopy):
-    """The same in host memory: the device holds two layers of it, embedding and head, and these only while it runs."""
+    """A copy in host memory. The device holds two layers of it, embedding and head, and these only while it runs.
 
-    def __init__(self, model):
-        super().__init__(model, "cpu")
-        self.stream = LayerStream(self.model, model.device)
+    Args:
+        policy: The policy.
+        moving: As for `FrozenCopy`.
+    """
 
-    def ready(self):
-        return self.stream.ready()
+    def __init__(self, policy: Policy, moving: bool = False):
+        super().__init__(policy, moving, "cpu")
+        self.stream = LayerStream(self.policy.module, policy.device)
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside of this context the copy computes on the policy's device."""
+        with self.stream.ready():
+            yield
 
 
 class QuantizedCopy(Reference):
     """A copy with quantized linear layers; embedding, norms and head keep their dtype.
 
     The first `score` also measures `ref/kl_error` against the exact copy, which is streamed for it and then dropped.
-    """
-
-    def __init__(self, model, quantization):
-        super().__init__(quantize(frozen_copy(model, "cpu"), quantization, model.device))
-        self.exact = StreamedCopy(model)
-
-    def score(self, samples, *how):
-        logps, self.metrics = super().score(samples, *how), {}
-        if self.exact is not None and samples:
-            exact = torch.cat(self.exact.score(samples, *how))
-            log_ratio = torch.cat(logps) - exact
-            self.metrics = {"ref/kl_error": (log_ratio.expm1() - log_ratio).mean().item()}
-            self.exact = None
-        return logps
-
-
-@torch.no_grad()
-def score(model, samples, temperature, max_tokens, share_prompt=True):
-    """Log-probs of each sample's completion under `model`, fp32 [len(completion_ids)] on the model's device.
 
     Args:
-        samples: `Sample`s. temperature: the one they were drawn at. max_tokens: budget of a micro-batch.
-        share_prompt: one prompt for neighbours that have the same.
+        policy: The policy.
+        quantization: "int8" or "nf4".
     """
-    weight, bias = head(model)
-    logps = []
-    for part in split_by_tokens(samples, max_tokens, share_prompt):
-        batch = Batch.pack(part, weight.device, share_prompt)
-        states = completion_states(model, batch)
-        flat = linear_logprob(states, weight, batch.targets, bias=bias, temperature=temperature)
-        logps += flat.split([len(sample.completion_ids) for sample in part])
-    return logps
+
+    def __init__(self, policy: Policy, quantization: str):
+        module = quantize(frozen_copy(policy.module, "cpu"), quantization, policy.device)
+        super().__init__(Policy(module, policy.own_attention))
+        self.exact = StreamedCopy(policy)
+
+    def score(self, samples: Sequence[Sample], scoring: Scoring) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Compute the copy's log-probs of completions; the first time, also how far they are from the exact ones.
+
+        Args:
+            samples: The completions with their prompts.
+            scoring: How they are scored.
+
+        Returns:
+            The log-probs, and the first time `ref/kl_error`: the mean k3 estimate of the KL from the exact reference.
+        """
+        logps, metrics = super().score(samples, scoring)
+        if self.exact is not None and samples:
+            exact, _ = self.exact.score(samples, scoring)
+            log_ratio = torch.cat(logps) - torch.cat(exact)
+            metrics = {"ref/kl_error": (log_ratio.expm1() - log_ratio).mean().item()}  # k3: e^d - d - 1
+            self.exact = None
+        return logps, metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether the copy has been compared with the exact one."""
+        return {"measured": self.exact is None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over whether it has been compared.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
+        if state.get("measured"):
+            self.exact = None

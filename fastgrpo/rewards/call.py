@@ -1,28 +1,37 @@
 """Reward functions: finding them by name, calling them as TRL does, and checking what they return."""
 
 import asyncio
+import dataclasses
 import importlib
 import inspect
+import json
 import math
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from fastgrpo.data.prompts import shortened
+from fastgrpo.data.records import Completion, TrainerState
 
 ON_ERROR = ("raise", "skip")
 
 
-def load_reward(spec, known=()):
-    """A reward function from its name.
+def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
+    """Find a reward function by its name.
 
     Args:
-        spec: the name of one of `known`, or "module:function". known: the task's functions.
+        spec: The name of one of `known`, or "module:function".
+        known: The task's own functions.
+
+    Returns:
+        The function.
 
     Raises:
-        ValueError: no such name, module or function.
+        ValueError: There is no such name, module or function.
     """
     by_name = {function.__name__: function for function in known}
     if spec in by_name:
@@ -45,6 +54,33 @@ def load_reward(spec, known=()):
     return function
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What the reward functions said about some completions.
+
+    Attributes:
+        completions: The completions with `rewards` and `extras` filled in.
+        errors: How many completions each function failed on, by name; empty where none did.
+        logged: The values that functions passed to log_metric, by name.
+    """
+
+    completions: list[Completion]
+    errors: Counter
+    logged: dict[str, list[float]]
+
+
+def reward_matrix(completions: Sequence[Completion]) -> torch.Tensor:
+    """Put the rewards of completions side by side.
+
+    Args:
+        completions: S completions that the same F functions judged.
+
+    Returns:
+        [S, F] fp64, NaN where a function gave no verdict.
+    """
+    return torch.tensor([list(completion.rewards.values()) for completion in completions], dtype=torch.float64)
+
+
 class Rewards:
     """Named reward functions and their weights.
 
@@ -52,12 +88,24 @@ class Rewards:
     **columns)` with one item a completion, and returns one float a completion, None where it gives no verdict. It may
     be async.
 
-    on_error: "raise", or "skip": what a function fails on counts as not given. `errors` counts, by name, the
-    completions that the last call failed on. shaping: more functions, of weight 1, behind the others; where those
-    give a completion no reward, these do not either.
+    Args:
+        functions: The functions.
+        weights: One weight for each function; none: all 1.
+        on_error: "raise", or "skip": what a function fails on counts as not given, and is counted.
+        shaping: More functions, of weight 1, behind the others. Where those give a completion no reward, these do not
+            either.
+
+    Raises:
+        ValueError: There are no functions, two of one name, or not as many weights as functions.
     """
 
-    def __init__(self, functions, weights=(), on_error="raise", shaping=()):
+    def __init__(
+        self,
+        functions: Sequence[Callable],
+        weights: Sequence[float] = (),
+        on_error: str = "raise",
+        shaping: Sequence[Callable] = (),
+    ):
         if not functions:
             raise ValueError("at least one reward function is needed")
         if on_error not in ON_ERROR:
@@ -71,93 +119,112 @@ class Rewards:
             raise ValueError(f"reward functions must have names of their own, got {', '.join(self.names)}")
         weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(shaping)]
         self.weights = torch.tensor(weights, dtype=torch.float64)
-        self.on_error, self.errors = on_error, Counter()
+        self.on_error = on_error
 
-    def __call__(self, prompts, completions, completion_ids, *, trainer_state, log_metric, log_extra, allow_none=False):
-        """Rewards of S completions.
+    def __call__(
+        self, completions: Sequence[Completion], trainer_state: TrainerState | None = None, allow_none: bool = False
+    ) -> Judged:
+        """Judge completions.
 
         Args:
-            prompts: [S] `Prompt`s, repeated for each completion. completions: [S] strings or message lists.
-            completion_ids: [S] lists of token ids. trainer_state, log_metric, log_extra: handed on. allow_none: no
-                reward at all is no error.
+            completions: S completions.
+            trainer_state: How far the run is; handed on.
+            allow_none: Whether it is no error that no completion gets any reward.
 
         Returns:
-            [S, F] fp64, NaN where a function gave no verdict.
+            The completions with their rewards, and what was counted and logged.
 
         Raises:
-            ValueError: a function raised, or returned something else than S finite numbers or None; all gave None for
-                every completion. With on_error "skip", neither.
+            ValueError: A function raised, or returned something else than S finite numbers or None, or all gave None
+                for every completion. With on_error "skip", none of these.
         """
         # A data set's own completions must not stand in for the rollouts, nor its prompts for the rendered ones.
         taken = ("prompts", "completions", "completion", "completion_ids")
-        names = dict.fromkeys(name for prompt in prompts for name in prompt.columns if name not in taken)
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+        names = dict.fromkeys(name for c in completions for name in c.prompt.columns if name not in taken)
+        logged, extras = defaultdict(list), {}
         arguments = {
-            "prompts": [prompt.prompt for prompt in prompts],
-            "completions": completions,
-            **columns,
-            "completion_ids": completion_ids,
+            "prompts": [completion.prompt.prompt for completion in completions],
+            "completions": [completion.content for completion in completions],
+            **{name: [completion.prompt.columns.get(name) for completion in completions] for name in names},
+            "completion_ids": [completion.rollout.ids for completion in completions],
             "trainer_state": trainer_state,
-            "log_metric": log_metric,
-            "log_extra": log_extra,
+            "log_metric": lambda name, value: logged[name].append(float(value)),
+            "log_extra": lambda column, values: extras.update({column: _extra(column, values, len(completions))}),
         }
-        self.errors = Counter()
         results = [_attempt(function, **arguments) for function in self.functions]
         if any(inspect.isawaitable(result) for result in results):
             results = _finished(_gather(results))
+        errors = Counter()
         verdicts = [
-            self._checked(name, result, prompts, completions) for name, result in zip(self.names, results, strict=True)
+            self._checked(name, result, completions, errors) for name, result in zip(self.names, results, strict=True)
         ]
         per_function = torch.stack(verdicts, 1)
         judged = per_function[:, : self.judges]
         if self.on_error == "raise" and not allow_none and judged.isnan().all():
             raise ValueError(
-                f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(prompts)} completions "
-                "a reward; do the rows have the columns that the functions read?"
+                f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(completions)} "
+                "completions a reward; do the rows have the columns that the functions read?"
             )
         per_function[judged.isnan().all(1), self.judges :] = math.nan
-        return per_function
+        done = [
+            dataclasses.replace(
+                completion,
+                rewards=dict(zip(self.names, rewards, strict=True)),
+                extras={column: values[i] for column, values in extras.items()},
+            )
+            for i, (completion, rewards) in enumerate(zip(completions, per_function.tolist(), strict=True))
+        ]
+        return Judged(done, errors, dict(logged))
 
-    def _checked(self, name, result, prompts, completions):
-        """What one function returned, or the exception that it raised -> [S] fp64."""
-        rewards = torch.full((len(prompts),), math.nan, dtype=torch.float64)
+    def _checked(self, name, result, completions, errors):
+        """Check what one function returned, or the exception that it raised. Returns [S] fp64."""
+        count, first = len(completions), completions[0]
+        rewards = torch.full((count,), math.nan, dtype=torch.float64)
         if hasattr(result, "__iter__"):
             values = result = _attempt(list, result)  # a generator may raise, too
         if isinstance(result, Exception):
-            problem = f"raised {_told(result)}; the rows have the columns {', '.join(prompts[0].columns) or '(none)'}"
-            self._fail(name, problem, len(prompts), prompts[0], completions[0], result)
+            columns = ", ".join(first.prompt.columns) or "(none)"
+            problem = f"raised {_told(result)}; the rows have the columns {columns}"
+            self._fail(name, problem, errors, count, first, result)
             return rewards
         if not isinstance(result, list):
             problem = f"returned {result!r:.60}, not a list"
-            self._fail(name, problem, len(prompts), prompts[0], completions[0])
+            self._fail(name, problem, errors, count, first)
             return rewards
-        if len(values) != len(prompts):
-            problem = f"returned {len(values)} rewards for {len(prompts)} completions"
-            self._fail(name, problem, len(prompts), prompts[0], completions[0])
+        if len(values) != count:
+            problem = f"returned {len(values)} rewards for {count} completions"
+            self._fail(name, problem, errors, count, first)
             return rewards
         for i, value in enumerate(values):
-            value = scalar(value)
+            value = _scalar(value)
             if value is None:
                 continue
             if isinstance(value, (int, float)) and math.isfinite(value):
                 rewards[i] = value
             else:
                 problem = f"returned {value!r:.60} for completion {i}, not a finite number or None"
-                self._fail(name, problem, 1, prompts[i], completions[i])
+                self._fail(name, problem, errors, 1, completions[i])
         return rewards
 
-    def _fail(self, name, problem, count, prompt, completion, cause=None):
-        """Count an error, or raise it with the sample it happened on (the first one of a whole call)."""
+    def _fail(self, name, problem, errors, count, completion, cause=None):
+        """Count an error, or raise it with the completion that it happened on (the first one of a whole call)."""
         if self.on_error == "skip":
-            self.errors[name] += count
+            errors[name] += count
             return
         raise ValueError(
             f"reward function {name!r} {problem}; --reward_errors skip leaves such rewards out\n"
-            f"  on the prompt {shortened(prompt.prompt)}, completion {shortened(completion)}"
+            f"  on the prompt {shortened(completion.prompt.prompt)}, completion {shortened(completion.content)}"
         ) from cause
 
-    def total(self, per_function):
-        """[S, F] -> [S]: the weighted sum over the verdicts given; NaN where there is none."""
+    def total(self, per_function: torch.Tensor) -> torch.Tensor:
+        """Add up the verdicts that were given, by weight.
+
+        Args:
+            per_function: [S, F], NaN where a function gave no verdict.
+
+        Returns:
+            [S] fp64; NaN where no function gave one.
+        """
         total = (per_function * self.weights).nansum(1)
         return torch.where(per_function.isnan().all(1), math.nan, total)
 
@@ -170,7 +237,19 @@ def _attempt(function, *arguments, **named):
         return error
 
 
-def scalar(value):
+def _extra(column, values, count):
+    """The values of a further column of samples.jsonl, checked."""
+    values = [_scalar(value) for value in values]
+    if len(values) != count:
+        raise ValueError(f"log_extra({column!r}, ...) takes one value a completion: {count}, got {len(values)}")
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
+    return values
+
+
+def _scalar(value):
     """A number of numpy's or torch's as Python's; anything else as it is."""
     try:
         return value.item() if hasattr(value, "item") else value
@@ -198,6 +277,6 @@ async def _gather(results):
 
 
 def _told(error):
-    """An exception and where it was raised, on one line."""
+    """Tell an exception and where it was raised, on one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({frame.filename}:{frame.lineno})"

@@ -3,17 +3,27 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Rollout
+from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt whose completions are to be drawn. limits: most tokens of each of the n."""
+    """A prompt whose completions are to be drawn.
+
+    Attributes:
+        request_id: Its number, which keys its draws beside the seed.
+        prompt_ids: Token ids of the prompt.
+        limits: For each completion, how many tokens it may have at most.
+        sampling: How to draw.
+    """
 
     request_id: int
     prompt_ids: list[int]
@@ -23,39 +33,62 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished group: the n completions of a prompt."""
+    """A finished group.
+
+    Attributes:
+        request_id: The number of its request.
+        rollouts: Its completions.
+    """
 
     request_id: int
     rollouts: list[Rollout]
 
 
 class RolloutBackend(ABC):
-    """Requests begin in the order they came and finish in any. Prompts can be added, and groups taken and cancelled,
-    while others are in flight; the weights must not change as long as any is."""
+    """Draws completions. Requests begin in the order they came and finish in any order.
 
-    def __init__(self, model, max_num_seqs=256):
-        """max_num_seqs: completions in flight at once; more wait."""
+    Prompts can be added, and groups taken and cancelled, while others are in flight. The weights must not change while
+    any request is in flight.
+
+    Args:
+        model: The policy that draws: a `Policy`, or a transformers causal LM.
+        max_num_seqs: How many completions are in flight at once; more wait.
+
+    Raises:
+        ValueError: `max_num_seqs` is below 1.
+    """
+
+    def __init__(self, model: Policy | PreTrainedModel, max_num_seqs: int = 256):
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        self.model, self.max_num_seqs = model, max_num_seqs
+        self.policy, self.max_num_seqs = Policy.of(model), max_num_seqs
         self.unfinished = {}  # request_id -> Request, waiting or running
         self.waiting = deque()
         self.next_id = 0
         self.live_lanes = []  # completions in flight, at each look since the backend was last idle
 
-    def add_request(self, prompt_ids, n=1, sampling=None, request_id=None, max_tokens=None):
+    def add_request(
+        self,
+        prompt_ids: Sequence[int],
+        n: int = 1,
+        sampling: SamplingParams | None = None,
+        request_id: int | None = None,
+        max_tokens: Sequence[int] | None = None,
+    ) -> int:
         """Queue n completions of a prompt.
 
         Args:
-            prompt_ids: token ids. sampling: `SamplingParams`; requests in flight together must agree in all but seed
-                and max_tokens. request_id: keys the draws beside the seed; None takes the next number. max_tokens: n
-                limits, where they differ among the completions.
+            prompt_ids: Token ids of the prompt.
+            n: How many completions.
+            sampling: How to draw; requests in flight together must agree in all but seed and max_tokens.
+            request_id: Keys the draws beside the seed; None takes the next number.
+            max_tokens: n limits, where they differ among the completions; None takes that of `sampling` for all.
 
         Returns:
-            the request_id.
+            The request_id.
 
         Raises:
-            ValueError: what cannot be drawn.
+            ValueError: The request cannot be drawn.
         """
         sampling = sampling or SamplingParams()
         if sampling.seed is None:
@@ -73,21 +106,14 @@ class RolloutBackend(ABC):
         return request_id
 
     def _check(self, request, n):
-        number, length, limits = request.request_id, len(request.prompt_ids), request.limits
+        number, limits = request.request_id, request.limits
         if n < 1:
             raise ValueError(f"num_generations must be at least 1, got {n}")
         if n > self.max_num_seqs:
             raise ValueError(f"num_generations={n} does not fit into max_num_seqs={self.max_num_seqs}")
         if len(limits) != n or min(limits) < 1:
             raise ValueError(f"max_tokens must be {n} positive limits, got {limits}")
-        if not length:
-            raise ValueError(f"prompt {number} has no tokens")
-        context = getattr(self.model.config, "max_position_embeddings", None)
-        if context is not None and length + max(limits) > context:
-            raise ValueError(
-                f"prompt {number} has {length} tokens; with max_tokens={max(limits)} it exceeds the model's context of "
-                f"{context}; shorten the prompt or lower max_completion_length"
-            )
+        self.policy.check_prompt(request.prompt_ids, max(limits), f"prompt {number}")
         if number in self.unfinished:
             raise ValueError(f"request {number} is in flight; wait for it or choose another request_id")
         for other in self.unfinished.values():
@@ -97,52 +123,73 @@ class RolloutBackend(ABC):
                     f"requests in flight share temperature, filters and stop tokens: {mine} is not {theirs}; finish or "
                     "abort the others first"
                 )
-            break  # they agree with one another
+            break  # the others agree with one another
 
-    def abort_request(self, request_id):
+    def abort_request(self, request_id: int) -> int:
         """Drop a request, waiting or running; an unknown or finished one is passed over.
 
+        Args:
+            request_id: Its number.
+
         Returns:
-            how many tokens had been drawn of its completions.
+            How many tokens had been drawn of its completions.
         """
         request = self.unfinished.pop(request_id, None)
+        drawn = 0
         if request in self.waiting:
             self.waiting.remove(request)
-            return 0
-        return 0 if request is None else self._stop(request)
+        elif request is not None:
+            drawn = self._stop(request)
+        return drawn
 
     @abstractmethod
     def _stop(self, request):
         """Drop a request that runs. Returns how many tokens had been drawn of it."""
 
-    def has_unfinished_requests(self):
+    def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.unfinished)
 
     @abstractmethod
-    def step(self):
-        """Work for a while. Returns the `RequestOutput`s that finished meanwhile."""
+    def step(self) -> list[RequestOutput]:
+        """Work for a while.
 
-    def metrics(self):
-        """What the backend measured since it was last idle: rollout/live_mean, the completions in flight, and
-        rollout/live_share, their mean as a share of the most in flight. Nothing where it does not look."""
+        Returns:
+            The groups that finished meanwhile.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """What the backend measured since it was last idle.
+
+        Returns:
+            `rollout/live_mean`, the completions in flight, and `rollout/live_share`, their mean as a share of the most
+            in flight. Nothing where the backend does not look.
+        """
         if not self.live_lanes:
             return {}
         mean = sum(self.live_lanes) / len(self.live_lanes)
         return {"rollout/live_mean": mean, "rollout/live_share": mean / max(self.live_lanes)}
 
-    def generate(self, prompts, num_generations=1, sampling=None, progress=None):
-        """G completions of each prompt, to the end.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int = 1,
+        sampling: SamplingParams | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> list[Rollout]:
+        """Draw G completions of each prompt, to the end.
 
         Args:
-            prompts: B lists of token ids, none empty. num_generations: G. sampling: `SamplingParams`.
-            progress: called with the number of completions that finished, or None.
+            prompts: B lists of token ids, none empty.
+            num_generations: G.
+            sampling: How to draw.
+            progress: Called with the number of completions that finished, or None.
 
         Returns:
-            B * G `Rollout`s, those of a prompt side by side.
+            B * G rollouts; those of a prompt stand side by side.
 
         Raises:
-            ValueError: an empty prompt, or one that leaves no room for max_tokens in the model's context.
+            ValueError: A prompt that cannot be drawn, or the backend is not idle.
         """
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")
@@ -161,14 +208,25 @@ class RolloutBackend(ABC):
         return [rollout for i in range(len(prompts)) for rollout in groups[i]]
 
 
-def first_finished(engine, prompts, num_generations, sampling, count):
-    """Completions of the first `count` prompts to finish; the others are aborted.
+def first_finished(
+    engine: RolloutBackend,
+    prompts: Sequence[Sequence[int]],
+    num_generations: int,
+    sampling: SamplingParams,
+    count: int,
+) -> tuple[dict[int, list[Rollout]], int]:
+    """Draw completions of the first prompts to finish, and abort the others.
 
     Args:
-        engine: an idle `RolloutBackend`. prompts: lists of token ids. sampling: `SamplingParams`.
+        engine: An idle backend.
+        prompts: Lists of token ids.
+        num_generations: Completions of each prompt.
+        sampling: How to draw.
+        count: How many prompts are wanted.
 
     Returns:
-        {index of the prompt: its `Rollout`s}, in the order of the prompts, and the tokens drawn of the others.
+        The rollouts of each finished prompt by its index, in the order of the prompts; and the number of tokens that
+        were drawn of the others.
     """
     groups, lost = {}, 0
     try:

@@ -1,4 +1,4 @@
-"""The slow backend: transformers' own `generate`, for a model that the engine refuses, and to compare with."""
+"""The slow backend: transformers' own `generate`, for a model that the engine refuses, and for comparisons."""
 
 from contextlib import contextmanager
 
@@ -7,13 +7,13 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from fastgrpo.data.records import Rollout
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
-from fastgrpo.rollout.sampling import filter_logps
+from fastgrpo.rollout.sampling import SamplingParams, filter_logps
 
 
 @contextmanager
 def _plain(model):
-    """`generate` fills what a GenerationConfig leaves open from the model's own: a repetition penalty, say, under which
-    draws and log-probs would not be the policy's."""
+    """Hide the model's own generation config: `generate` fills in from it what the one it is given leaves open. Under a
+    repetition penalty, say, draws and log-probs would not be the policy's."""
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -22,13 +22,16 @@ def _plain(model):
 
 
 class DrawRecorder(LogitsProcessor):
-    """Keeps the log-prob of each draw, and the mass that the filters left; one step's logits at a time.
+    """Keeps the log-prob of each draw, and the mass that the filters left.
 
-    transformers hands a step's logits to the processors before it draws: what was drawn from them is the last token of
-    the next call.
+    transformers hands a step's logits to the processors before it draws. What was drawn from them is the last token of
+    the next call, so the recorder holds the logits of one step at a time.
+
+    Args:
+        sampling: How the completions are drawn.
     """
 
-    def __init__(self, sampling):
+    def __init__(self, sampling: SamplingParams):
         self.sampling = sampling
         self.previous, self.logps, self.kept = None, [], []
 
@@ -38,8 +41,12 @@ class DrawRecorder(LogitsProcessor):
         self.previous = torch.log_softmax(scores.float() / temperature, dim=-1)
         return scores
 
-    def close(self, sequences):
-        """The last column of `sequences` was drawn from the logits before."""
+    def close(self, sequences: torch.Tensor) -> None:
+        """Take the log-probs of the tokens that were drawn from the logits of the step before.
+
+        Args:
+            sequences: [S, T] token ids; the last column was drawn from those logits.
+        """
         if self.previous is None:
             return
         self.logps.append(self.previous.gather(-1, sequences[:, -1:])[:, 0])
@@ -49,16 +56,21 @@ class DrawRecorder(LogitsProcessor):
 
 
 class HFBackend(RolloutBackend):
-    """Draws the groups that wait by `model.generate`, as many at once as max_num_seqs allows.
+    """Draws the groups that wait by `generate`, as many at once as max_num_seqs allows.
 
-    The seed of the first request seeds a batch: unlike the engine's, its draws depend on what is drawn with it.
+    The seed of the first request seeds a batch: unlike the engine's, a group's draws depend on what is drawn with it.
     """
 
     def _stop(self, request):
         raise AssertionError("nothing runs between two steps")
 
     @torch.no_grad()
-    def step(self):
+    def step(self) -> list[RequestOutput]:
+        """Draw the groups that wait and fit, to their end.
+
+        Returns:
+            These groups.
+        """
         if not self.waiting:
             return []
         count, requests = len(self.waiting[0].limits), []
@@ -67,7 +79,8 @@ class HFBackend(RolloutBackend):
                 break
             requests.append(self.waiting.popleft())
         try:
-            outputs = self._generate(requests, count)
+            with self.policy.gather():
+                outputs = self._generate(requests, count)
         except BaseException:
             self.waiting.extendleft(reversed(requests))
             raise
@@ -76,7 +89,7 @@ class HFBackend(RolloutBackend):
         return outputs
 
     def _generate(self, requests, count):
-        sampling, device = requests[0].sampling, self.model.device
+        sampling, device = requests[0].sampling, self.policy.device
         longest = max(len(request.prompt_ids) for request in requests)
         ids = torch.zeros(len(requests), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -87,9 +100,9 @@ class HFBackend(RolloutBackend):
         settings = {"do_sample": False}
         if sampling.temperature > 0:
             settings = {"do_sample": True, **sampling.distribution, "min_p": sampling.min_p or None}
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.model):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.policy.module):
             torch.manual_seed(sampling.seed)
-            sequences = self.model.generate(
+            sequences = self.policy.module.generate(
                 ids.to(device).repeat_interleave(count, 0),
                 attention_mask=mask.to(device).repeat_interleave(count, 0),
                 generation_config=GenerationConfig(

@@ -2,110 +2,185 @@
 measures.
 
 Every term of the loss carries its weight over the whole update (`Sample.weights`), computed before any sample is
-dropped; so a step does not depend on how it was split into micro-batches, nor on whether samples that teach nothing
+dropped. So a step does not depend on how it was split into micro-batches, nor on whether samples that teach nothing
 were computed.
 """
 
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import torch
 
-from fastgrpo.loss.losses import linear_grpo_loss
-from fastgrpo.policy.model import completion_states, head
-from fastgrpo.policy.reference import score
+from fastgrpo.data.records import Sample
+from fastgrpo.loss.losses import GRPOLossOutput, linear_grpo_loss
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Reference, Scoring, score
 from fastgrpo.run.profiling import update_flops
 from fastgrpo.step.meter import Meter
+from fastgrpo.step.update import Updater
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What the updates of one rollout did.
+
+    Attributes:
+        samples: The samples, in the order they came, as the last update left them: with their weights and the share of
+            their tokens that it clipped.
+        norms: The gradient norm of each update; NaN where it was skipped, 0 where there was nothing to learn from.
+        metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates and
+            learning_rate. What a skipped update measured is in none of the others.
+    """
+
+    samples: list[Sample]
+    norms: list[float]
+    metrics: dict[str, float]
 
 
 class GRPOUpdate:
-    """Turns the samples of a rollout into optimizer updates."""
+    """Turns the samples of a rollout into optimizer updates.
 
-    def __init__(self, model, reference, updater, objective, *, temperature, updates_per_rollout=1, num_iterations=1):
-        """reference: see `make_reference`; None where objective.beta is 0. temperature: the samples were drawn at."""
-        self.model, self.reference, self.updater, self.objective = model, reference, updater, objective
-        self.temperature, self.timer = temperature, updater.timer
+    Args:
+        policy: The policy that is trained.
+        reference: The reference, see `make_reference`; None where objective.beta is 0.
+        updater: Steps the optimizer.
+        objective: The knobs of the loss.
+        temperature: The temperature that the samples were drawn at.
+        updates_per_rollout: How many minibatches a rollout is split into.
+        num_iterations: How often the updates pass over a rollout.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Reference | None,
+        updater: Updater,
+        objective: Objective,
+        *,
+        temperature: float,
+        updates_per_rollout: int = 1,
+        num_iterations: int = 1,
+    ):
+        self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
+        self.scoring = Scoring(temperature, updater.max_tokens, updater.share_prompt)
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
-        self.flops = update_flops(model.base_model, head(model)[0])
-        self.norms = []  # gradient norm of each update of the last call; NaN where it was skipped
+        self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
-    def __call__(self, groups, with_entropy=True):
-        """All updates of one rollout.
+    def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
+        """Make all updates of one rollout.
 
         Args:
-            groups: lists of `Sample`s, one a prompt. with_entropy: measure it, which is a pass over the logits.
+            groups: Samples, a list for each prompt.
+            with_entropy: Whether to measure the entropy, which is a pass over the logits.
 
         Returns:
-            metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates,
-            learning_rate. What a skipped update measured is in none of the others.
+            The samples after the last update, and what was measured.
         """
-        self.with_entropy = with_entropy
-        bounds = [len(groups) * i // self.updates_per_rollout for i in range(self.updates_per_rollout + 1)]
-        minibatches = [_joined(groups[start:end]) for start, end in pairwise(bounds)]
-        self.step_tokens = sum(_tokens(minibatch) for minibatch in minibatches) / len(minibatches)
+        samples = list(chain.from_iterable(groups))
+        ends = [0, *torch.tensor([len(group) for group in groups]).cumsum(0).tolist()]
+        bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
+        minibatches = [range(start, end) for start, end in pairwise(bounds)]
+        step_tokens = sum(len(s.completion_ids) for s in samples if not s.masked) / len(minibatches)
         for minibatch in minibatches:
-            self.set_weights(minibatch)
-        kept = [[sample for sample in minibatch if self.teaches(sample)] for minibatch in minibatches]
-        self.set_logps(kept)
-        meter = Meter()
+            weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
+            for i, weights in zip(minibatch, weighted, strict=True):
+                samples[i] = dataclasses.replace(samples[i], weights=weights)
+        kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
+        metrics = self._score(samples, kept)
+        meter, norms = Meter(), []
         for _ in range(self.num_iterations):
             for minibatch in kept:
-                meter.norms.append(self.updater.step(minibatch, lambda part, batch: self.loss(part, batch, meter)))
-        values = meter.values() | {"learning_rate": self.updater.learning_rate}
-        self.norms = meter.norms
-        if self.reference is not None:
-            values |= self.reference.metrics
-        if self.objective.beta == 0:
-            values.pop("kl", None)  # there is no reference to measure it against
-        return values
+                logps = []  # of each sample of the minibatch, in its order
 
-    def set_weights(self, minibatch):
-        """The objective's token weights over one update. The normalizer of dapo is the whole rollout's tokens, shared
-        evenly among its updates; that of bnpo is the minibatch's own."""
+                def loss(part, batch, logps=logps):
+                    out = self.loss(batch, step_tokens, with_entropy)
+                    meter.add(out, batch, update=len(norms))
+                    logps.extend(out.logps.split([len(sample.completion_ids) for sample in part]))
+                    return out.loss
+
+                learning_rate = self.updater.learning_rate
+                norms.append(self.updater.step([samples[i] for i in minibatch], loss))
+                for i, now in zip(minibatch, logps, strict=True):
+                    samples[i] = self._after_update(samples[i], now)
+        norms = torch.stack(norms).tolist()
+        metrics |= meter.values(norms) | {"learning_rate": learning_rate}
+        if self.objective.beta == 0:
+            metrics.pop("kl", None)  # there is no reference to measure it against
+        return Updated(samples, norms, metrics)
+
+    def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
+        """Compute the objective's weight of each token over one update.
+
+        Args:
+            minibatch: The samples of the update.
+            step_tokens: The normalizer of dapo: the tokens of the whole rollout, shared evenly among its updates. That
+                of bnpo is the minibatch's own.
+
+        Returns:
+            [T] fp32 for each sample, T the length of its completion.
+        """
         counts = torch.tensor([len(sample.completion_ids) for sample in minibatch])
         masked = torch.tensor([sample.masked for sample in minibatch])
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         mask = (~masked).repeat_interleave(counts)
-        weights = self.objective.token_weights(mask, bounds, num_items_in_batch=self.step_tokens)
-        for sample, part in zip(minibatch, weights.split(counts.tolist()), strict=True):
-            sample.weights = part
+        weights = self.objective.token_weights(mask, bounds, num_items_in_batch=step_tokens)
+        return weights.split(counts.tolist())
 
-    def teaches(self, sample):
-        """Whether a sample carries gradient: without KL and entropy bonus, one of no advantage does not."""
+    def teaches(self, sample: Sample) -> bool:
+        """Tell whether a sample carries gradient: without KL and entropy bonus, one of no advantage does not.
+
+        Args:
+            sample: The sample.
+
+        Returns:
+            Whether it does.
+        """
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0
         return not sample.masked and (regularized or sample.advantage != 0)
 
-    def set_logps(self, kept):
-        """Reference log-probs of all samples; old ones of those that will meet a policy that has moved.
+    def _score(self, samples, kept):
+        """Give the kept samples their reference log-probs, and their old ones where they will meet a policy that moved.
 
         The first minibatch meets the policy that drew it: its ratio is 1, and its log-probs come out of its loss.
+
+        Returns:
+            Metrics of the reference.
         """
+        metrics, all_kept, later = {}, list(chain.from_iterable(kept)), list(chain.from_iterable(kept[1:]))
         if self.reference is not None:
-            samples = _joined(kept)
-            with self.timer.stage("reference"):
-                scored = self.reference.score(samples, *self.scoring)
-            for sample, logps in zip(samples, scored, strict=True):
-                sample.ref_logps = logps
-        later = _joined(kept[1:])
+            with self.updater.timer.stage("reference"):
+                scored, metrics = self.reference.score([samples[i] for i in all_kept], self.scoring)
+            for i, logps in zip(all_kept, scored, strict=True):
+                samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
         if later:
-            with self.timer.stage("forward"):
-                scored = score(self.model, later, *self.scoring)
-            for sample, logps in zip(later, scored, strict=True):
-                sample.old_logps = logps
+            with self.updater.timer.stage("forward"):
+                scored = score(self.policy, [samples[i] for i in later], self.scoring)
+            for i, logps in zip(later, scored, strict=True):
+                samples[i] = dataclasses.replace(samples[i], old_logps=logps)
+        return metrics
 
-    @property
-    def scoring(self):
-        """How samples are scored: temperature, token budget, whether prompts are shared."""
-        return self.temperature, self.updater.max_tokens, self.updater.share_prompt
+    def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
+        """Compute the loss of a micro-batch, a sum over its tokens.
 
-    def loss(self, part, batch, meter):
-        """The loss of a micro-batch, a sum over its tokens; what it measures goes to the meter."""
-        weight, bias = head(self.model)
+        Args:
+            batch: The micro-batch.
+            step_tokens: The normalizer of the whole step.
+            with_entropy: Whether to measure the entropy.
+
+        Returns:
+            What `linear_grpo_loss` returns.
+        """
+        timer, (weight, bias, softcap) = self.updater.timer, self.policy.head
         per_token, per_row = self.flops
-        self.timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
-        with self.timer.stage("forward"):
-            states = completion_states(self.model, batch)
-        with self.timer.stage("loss"):
-            out = linear_grpo_loss(
+        timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
+        with timer.stage("forward"):
+            states = self.policy.completion_states(batch)
+        with timer.stage("loss"):
+            return linear_grpo_loss(
                 states,
                 weight,
                 batch.targets,
@@ -114,25 +189,35 @@ class GRPOUpdate:
                 rows=torch.arange(len(batch.targets)),  # samples that do not teach have left: no need to look for them
                 old_logps=batch.old_logps,
                 ref_logps=batch.ref_logps,
+                sampler_logps=batch.sampler_logps,
                 token_weights=batch.weights,
-                num_items_in_batch=self.step_tokens,
-                temperature=self.temperature,
+                num_items_in_batch=step_tokens,
+                temperature=self.scoring.temperature,
                 bias=bias,
-                return_entropy=self.with_entropy,
+                logit_softcap=softcap,
+                return_entropy=with_entropy,
                 objective=self.objective,
             )
-        meter.add(out, batch)
-        logps = out.logps.split([len(sample.completion_ids) for sample in part])
-        for sample, now in zip(part, logps, strict=True):
-            if sample.old_logps is None:
-                # The later passes of this rollout need them; the first one does without.
-                sample.old_logps = now if self.num_iterations > 1 else None
-            else:
-                sample.clipped = self.clipped_share(sample, now)
-        return out.loss
 
-    def clipped_share(self, sample, logps):
-        """The share of a sample's tokens whose ratio lies beyond the bound on the side of its advantage."""
+    def _after_update(self, sample, logps):
+        """What the next update needs of a sample, and the share of its tokens that this one clipped.
+
+        On the first update of a rollout the log-probs are the old ones of the later passes, where there are any.
+        """
+        if sample.old_logps is not None:
+            return dataclasses.replace(sample, clipped=self.clipped_share(sample, logps))
+        return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
+
+    def clipped_share(self, sample: Sample, logps: torch.Tensor) -> torch.Tensor | float:
+        """Measure the share of a sample's tokens whose ratio lies beyond the bound on the side of its advantage.
+
+        Args:
+            sample: The sample, with its old log-probs.
+            logps: [T] log-probs under the policy as it is now.
+
+        Returns:
+            The share; a scalar tensor on the policy's device, so that nothing waits for it.
+        """
         if sample.advantage == 0:
             return 0.0
         low, high = self.objective.ratio_bounds
@@ -141,11 +226,3 @@ class GRPOUpdate:
             log_ratio = log_ratio.mean().expand(len(log_ratio))
         ratio = log_ratio.exp()
         return (ratio > high if sample.advantage > 0 else ratio < low).float().mean()
-
-
-def _joined(lists):
-    return list(chain.from_iterable(lists))
-
-
-def _tokens(samples):
-    return sum(len(sample.completion_ids) for sample in samples if not sample.masked)

@@ -1,20 +1,30 @@
 """What a step's completions and rewards say, as numbers for metrics.jsonl and lines for samples.jsonl.
 
-Shapes: S completions, group-contiguous, G a group; F reward functions.
+Shapes: S completions, those of a group side by side, G completions a group; F reward functions.
 """
 
 import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from fastgrpo.data.records import Completion
+from fastgrpo.rewards.call import reward_matrix
 
 
-def reward_metrics(names, per_function, totals, advantages, group_size):
-    """How the completions of a step were rewarded.
+def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, group_size: int) -> dict[str, float]:
+    """Measure how the completions of a step were rewarded.
 
     Args:
-        names: [F]. per_function: [S, F]. totals: [S]. advantages: [S]. NaN is a reward that was not given.
+        completions: [S], with rewards and advantages.
+        totals: [S] total rewards, NaN where none was given.
+        group_size: G.
 
     Returns:
-        metrics by name; one that nothing was given for is absent.
+        Metrics by name; one that nothing was given for is absent.
     """
+    per_function = reward_matrix(completions)
+    advantages = torch.tensor([completion.advantage for completion in completions], dtype=torch.float64)
     spread = (advantages.view(-1, group_size) != 0).any(1).double().mean().item()
     values = {
         "reward": totals.nanmean().item(),
@@ -25,7 +35,7 @@ def reward_metrics(names, per_function, totals, advantages, group_size):
         "advantage/mean": advantages.mean().item(),
         "advantage/abs_mean": advantages.abs().mean().item(),
     }
-    for name, column in zip(names, per_function.T, strict=True):
+    for name, column in zip(completions[0].rewards, per_function.T, strict=True):
         given = column[~column.isnan()]
         if not len(given):
             continue
@@ -34,20 +44,36 @@ def reward_metrics(names, per_function, totals, advantages, group_size):
     return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def rollout_metrics(rollouts):
-    """How long the completions of a step were, and how many were truncated."""
-    lengths = [len(rollout.ids) for rollout in rollouts]
+def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Measure how long the completions of a step were, in tokens, and how many were truncated.
+
+    Args:
+        completions: [S].
+
+    Returns:
+        Metrics by name.
+    """
+    lengths = [len(completion.rollout.ids) for completion in completions]
     return {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
-        "completions/clipped_ratio": sum(rollout.truncated for rollout in rollouts) / len(rollouts),
+        "completions/clipped_ratio": sum(completion.rollout.truncated for completion in completions) / len(lengths),
     }
 
 
-def rates(rollouts, rollout_seconds, seconds):
-    """How fast a step and its generation were. Completions that were aborted do not count."""
-    tokens = sum(len(rollout.ids) for rollout in rollouts)
+def rates(completions: Sequence[Completion], rollout_seconds: float, seconds: float) -> dict[str, float]:
+    """Measure how fast a step and its rollout were. Completions that were aborted do not count.
+
+    Args:
+        completions: [S].
+        rollout_seconds: Seconds of the rollout.
+        seconds: Seconds of the whole step.
+
+    Returns:
+        Metrics by name.
+    """
+    tokens = sum(len(completion.rollout.ids) for completion in completions)
     return {
         "step_time": seconds,
         "tokens/s": tokens / seconds,
@@ -56,19 +82,27 @@ def rates(rollouts, rollout_seconds, seconds):
     }
 
 
-def sample_rows(step, experience, names, group_size):
-    """Lines of samples.jsonl: every completion of a step's `Experience`. names: [F], of reward functions."""
-    for i, (sample, rollout) in enumerate(zip(experience.samples, experience.rollouts, strict=True)):
-        verdicts = zip(names, experience.per_function[i].tolist(), strict=True)
+def sample_rows(step: int, completions: Sequence[Completion], group_size: int) -> Iterator[dict]:
+    """Make the lines of samples.jsonl.
+
+    Args:
+        step: The step.
+        completions: [S], after the update.
+        group_size: G.
+
+    Yields:
+        One line a completion.
+    """
+    for i, completion in enumerate(completions):
         yield {
             "step": step,
             "group": i // group_size,
-            "prompt": experience.prompts[i].prompt,
-            "completion": experience.completions[i],
-            "rewards": {name: None if math.isnan(value) else value for name, value in verdicts},
-            "advantage": sample.advantage,
-            "finish_reason": rollout.finish_reason,
-            "tokens": len(rollout.ids),
-            "clipped": float(sample.clipped),
-            **{name: values[i] for name, values in experience.extras.items()},
+            "prompt": completion.prompt.prompt,
+            "completion": completion.content,
+            "rewards": {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
+            "advantage": completion.advantage,
+            "finish_reason": completion.rollout.finish_reason,
+            "tokens": len(completion.rollout.ids),
+            "clipped": completion.clipped,
+            **completion.extras,
         }

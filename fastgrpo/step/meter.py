@@ -1,58 +1,72 @@
-"""Gathers what the micro-batches of a step measure."""
+"""Gathers what the micro-batches of a step measure, on the device, so that the host waits for it once."""
 
 import math
 from collections import defaultdict
 
 import torch
 
+from fastgrpo.loss.losses import GRPOLossOutput
+from fastgrpo.policy.batch import Batch
+
+EXTREMES = {"min": min, "max": max}  # metrics whose name ends so are not averaged
+SUMMED = ("policy_loss", "active_tokens")
+
 
 class Meter:
-    """Gathers what the micro-batches of a step measure, on the device; the host looks once, at the end."""
+    """Gathers what the micro-batches of a step's updates measure."""
 
     def __init__(self):
-        self.sums = defaultdict(list)  # name -> (index of the update, sum over the micro-batch's active tokens)
-        self.norms = []  # one an update; NaN where it was skipped. On the host once `values` has been called
+        self.entries = defaultdict(list)  # name -> (index of the update, what a micro-batch measured)
 
-    def add(self, out, batch):
-        """What one micro-batch measured: means are weighted by its active tokens."""
+    def add(self, out: GRPOLossOutput, batch: Batch, update: int) -> None:
+        """Note what one micro-batch measured; means are weighted by its active tokens.
+
+        Args:
+            out: What the loss returned.
+            batch: The micro-batch.
+            update: The index of the update that it is a part of.
+        """
         tokens = out.metrics["active_tokens"]
+        measured = {"loss": out.loss.detach()}
         for name, value in out.metrics.items():
-            summed = name in ("policy_loss", "active_tokens", "ratio/max")
-            self._append(name, value if summed else value * tokens)
-        self._append("loss", out.loss.detach())
-        if batch.old_logps is None and batch.sampler_logps is not None:
-            gap = (out.logps - batch.sampler_logps).abs() * out.active
-            self._append("rollout/logp_gap", gap.sum())
-            self._append("rollout/logp_gap_max", gap.max())
-            self._append("first_tokens", tokens)
+            whole = name in SUMMED or name.rpartition("/")[2] in EXTREMES
+            measured[name] = value if whole else value * tokens
+        if batch.old_logps is None and batch.rollout_logps is not None:
+            gap = (out.logps - batch.rollout_logps).abs() * out.active
+            measured |= {"rollout/logp_gap": gap.sum(), "rollout/logp_gap_max": gap.max(), "first_tokens": tokens}
+        for name, value in measured.items():
+            self.entries[name].append((update, value))
 
-    def _append(self, name, value):
-        self.sums[name].append((len(self.norms), value))
+    def values(self, norms: list[float]) -> dict[str, float]:
+        """Reduce what was measured, over the updates that were not skipped.
 
-    def values(self):
-        """Means over the active tokens of the step's updates that were not skipped; losses are means over these
-        updates."""
-        norms = torch.stack(self.norms).double().cpu()
-        self.norms = norms.tolist()
-        taken = int(norms.isfinite().sum())
-        values = {"skipped_updates": len(norms) - taken}
-        if not taken:
+        Args:
+            norms: The gradient norm of each update; NaN where it was skipped.
+
+        Returns:
+            Metrics by name: means over active tokens, the largest and smallest where the name says so; losses are means
+            over the updates.
+        """
+        taken = [math.isfinite(norm) for norm in norms]
+        values = {"skipped_updates": len(norms) - sum(taken)}
+        if not any(taken):
             return values
-        values["grad_norm"] = norms.nanmean().item()
-        parts = {name: self._kept(entries) for name, entries in self.sums.items()}
-        if not len(parts.get("loss", ())):  # no group had spread: nothing was computed, nothing moved
+        values["grad_norm"] = sum(norm for norm in norms if math.isfinite(norm)) / sum(taken)
+        parts = {name: self._of(entries, taken) for name, entries in self.entries.items()}
+        if not parts.get("loss"):  # no group had spread: nothing was computed, nothing moved
             return values | {"loss": 0.0, "policy_loss": 0.0}
-        totals = {name: part.sum().item() for name, part in parts.items()}
-        tokens, first = totals.pop("active_tokens"), totals.pop("first_tokens", 0)
-        per = defaultdict(lambda: max(tokens, 1), {"loss": taken, "policy_loss": taken})
-        per["rollout/logp_gap"] = max(first, 1)
-        values |= {name: total / per[name] for name, total in totals.items()}
-        for name in ("ratio/max", "rollout/logp_gap_max"):
-            if len(parts.get(name, ())):
-                values[name] = parts[name].max().item()
+        tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
+        per = {"loss": sum(taken), "policy_loss": sum(taken), "rollout/logp_gap": max(first, 1)}
+        for name, part in parts.items():
+            extreme = "max" if name == "rollout/logp_gap_max" else name.rpartition("/")[2]
+            if extreme not in EXTREMES:
+                values[name] = math.fsum(part) / per.get(name, max(tokens, 1))
+            elif part:
+                values[name] = EXTREMES[extreme](part)
         return values
 
-    def _kept(self, entries):
+    @staticmethod
+    def _of(entries, taken):
         """The values of the updates that were not skipped, on the host."""
-        values = torch.stack([value for _, value in entries]).double().cpu()
-        return values[torch.tensor([math.isfinite(self.norms[update]) for update, _ in entries])]
+        values = torch.stack([value for _, value in entries]).double().tolist()
+        return [value for (update, _), value in zip(entries, values, strict=True) if taken[update]]

@@ -1,35 +1,52 @@
-"""Supervised training on completions: the warm start before GRPO, and a stage of its own."""
+"""Supervised training on completions: the warm start before GRPO."""
 
 import random
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fastgrpo.data.records import Sample
 from fastgrpo.loss.losses import linear_logprob
-from fastgrpo.policy.model import completion_states, head
+from fastgrpo.policy.model import Policy
 from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
+MAX_TOKENS = 16384  # of a micro-batch
 
-def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_norm=1.0, max_tokens=16384,
-        on_step=None):  # fmt: skip
-    """Minimize the mean negative log-likelihood of completion tokens, with a linear decay to zero.
+
+def sft(
+    policy: Policy,
+    examples: Sequence[tuple[list[int], list[int]]],
+    *,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int = 0,
+    max_grad_norm: float = 1.0,
+    on_step: Callable[[int, float], bool | None] | None = None,
+) -> None:
+    """Minimize the mean negative log-likelihood of completion tokens, with a linear decay of the learning rate to zero.
 
     Args:
-        model: a prepared policy. examples: (prompt ids, completion ids) pairs, the stop token included.
-        steps, batch_size: updates, and examples in each, drawn in shuffled epochs. learning_rate: at the start.
-        on_step: called with (step, loss) after each update, or None; training ends where it returns True.
+        policy: The policy that is trained.
+        examples: (prompt ids, completion ids) pairs, the stop token included.
+        steps: How many updates.
+        batch_size: Examples in each update, drawn in shuffled epochs.
+        learning_rate: The learning rate at the start.
+        seed: Decides the order of the examples.
+        max_grad_norm: Gradients are clipped to this norm; 0 is off.
+        on_step: Called with (step, loss) after each update; training ends where it returns True. None: not called.
 
     Raises:
-        ValueError: no examples, or `MAX_SKIPPED` updates in a row were not finite.
+        ValueError: There are no examples, or `MAX_SKIPPED` updates in a row were not finite.
     """
     if not examples:
         raise ValueError("sft needs at least one example")
-    optimizer = MasterAdamW(model, learning_rate=learning_rate)
+    optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.05, total_steps=steps)
-    updater = Updater(optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens, device=model.device)
-    weight, bias = head(model)
+    updater = Updater(optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS, device=policy.device)
+    weight, bias, softcap = policy.head
     rng, queue, norms = random.Random(seed), [], []
     for step in range(1, steps + 1):
         while len(queue) < batch_size:
@@ -40,7 +57,8 @@ def sft(model, examples, *, steps, batch_size, learning_rate, seed=0, max_grad_n
         losses = []
 
         def loss_fn(part, batch, tokens=tokens, losses=losses):
-            logps = linear_logprob(completion_states(model, batch), weight, batch.targets, bias=bias)
+            states = policy.completion_states(batch)
+            logps = linear_logprob(states, weight, batch.targets, bias=bias, logit_softcap=softcap)
             loss = -logps.sum() / tokens
             losses.append(loss.detach())
             return loss

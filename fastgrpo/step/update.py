@@ -1,32 +1,61 @@
 """One optimizer update, shared by supervised training and GRPO: micro-batches, accumulate, clip, step."""
 
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.run.profiling import StageTimer
+from fastgrpo.step.optim import MasterAdamW
 
 
 class Updater:
-    """Feeds samples to a loss in micro-batches of a token budget and steps the optimizer.
+    """Feeds samples to a loss in micro-batches of a token budget, and steps the optimizer.
 
     The loss of a micro-batch must be a sum of terms weighted over the whole update (`Sample.weights`); then loss and
     gradient do not depend on how the update was split.
+
+    Args:
+        optimizer: The optimizer.
+        schedule: Its learning-rate schedule, one step an update.
+        max_grad_norm: Gradients are clipped to this norm; 0 is off.
+        max_tokens: The token budget of a micro-batch.
+        device: Where micro-batches go.
+        share_prompt: Whether neighbours with the same prompt share its tokens.
+        timer: Learns how long the passes took; None for one that nobody reads.
     """
 
-    def __init__(self, optimizer, schedule, *, max_grad_norm, max_tokens, device, share_prompt=True, timer=None):
-        """share_prompt: one prompt for neighbours that have the same. timer: a `StageTimer` that learns how long the
-        passes took, or None."""
+    def __init__(
+        self,
+        optimizer: MasterAdamW,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+        *,
+        max_grad_norm: float,
+        max_tokens: int,
+        device: torch.device,
+        share_prompt: bool = True,
+        timer: StageTimer | None = None,
+    ):
         self.optimizer, self.schedule = optimizer, schedule
         self.max_grad_norm, self.max_tokens, self.device = max_grad_norm, max_tokens, device
         self.share_prompt, self.timer = share_prompt, timer or StageTimer(device)
-        self.learning_rate = None  # of the last update
 
-    def step(self, samples, loss_fn):
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.schedule.get_last_lr()[0]
+
+    def step(self, samples: Sequence[Sample], loss_fn: Callable[[list[Sample], Batch], torch.Tensor]) -> torch.Tensor:
         """Update once.
 
         Args:
-            samples: the `Sample`s of this update. loss_fn: (part, Batch) -> scalar loss to be summed over parts.
+            samples: What this update trains on.
+            loss_fn: (samples of a micro-batch, their `Batch`) -> scalar loss, to be summed over micro-batches. It is
+                called in the order of the samples.
 
         Returns:
-            the gradient norm before clipping, a scalar tensor; 0 where there were no samples: nothing moves then. NaN
+            The gradient norm before clipping, a scalar tensor; 0 where there were no samples: nothing moves then. NaN
             where loss or gradient was not finite: then nothing moves either, but the schedule goes on.
         """
         total = None
@@ -37,6 +66,5 @@ class Updater:
             total = loss.detach() if total is None else total + loss.detach()
         with self.timer.stage("optimizer"):
             norm = self.optimizer.step(self.max_grad_norm, total)
-        self.learning_rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         return norm

@@ -98,7 +98,7 @@ def make_policy(run_dir, config, announce):
     """
     path = run_dir / "warm-start"
     make_model(path, config.seed)
-    model, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
+    policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
     rng = random.Random(config.seed)
     *_, carry, _ = pairs_by_level()
     plain = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 < 10]
@@ -109,7 +109,7 @@ def make_policy(run_dir, config, announce):
         examples.append((prompt, [*completion, tokenizer.eos_token_id]))
     probe = [to_prompt(to_row(*pair), tokenizer).ids for pair in carry[:CHECK_PROMPTS]]
     sums = [str(a + b) for a, b in carry[:CHECK_PROMPTS]]
-    engine = RolloutEngine(model, max_num_seqs=CHECK_PROMPTS)
+    engine = RolloutEngine(policy, max_num_seqs=CHECK_PROMPTS)
     greedy = SamplingParams(temperature=0, max_tokens=28, stop_token_ids=(tokenizer.eos_token_id,))
 
     def enough(step, loss):
@@ -119,8 +119,8 @@ def make_policy(run_dir, config, announce):
         texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(probe, 1, greedy)]
         return sum(correctness(probe, texts, sums)) / len(sums) >= ENOUGH
 
-    sft(model, examples, seed=config.seed, on_step=enough, **WARM_START)
-    save_model(path, model, tokenizer)
+    sft(policy, examples, seed=config.seed, on_step=enough, **WARM_START)
+    save_model(path, policy.module, tokenizer)
     return path
 
 

@@ -6,8 +6,8 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from fastgrpo.policy.attention import NAME, PackedAttention
-from fastgrpo.policy.load import choose_device, load_policy
-from fastgrpo.policy.model import cast, hidden_states, prepare
+from fastgrpo.policy.load import cast, choose_device, load_policy, prepare
+from fastgrpo.policy.model import Policy
 
 
 def packed(sequences):
@@ -22,7 +22,7 @@ def test_packed_equals_alone(architecture, checkpointing):
     model = tiny.model(architecture, gradient_checkpointing=checkpointing)
     sequences = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
     mixed = torch.randn(9, 32)
-    states = hidden_states(model, *packed(sequences))
+    states = Policy.of(model).states(*packed(sequences))
     (states * mixed).sum().backward()
     together = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -40,11 +40,11 @@ def test_sliding_window_within_reach_is_exact_and_beyond_is_refused():
     settings.pop("model_type")
     settings.pop("layer_types", None)
     model = prepare(MistralForCausalLM(MistralConfig(**settings)))
-    states = hidden_states(model, *packed([[5, 6, 7, 8], [9, 10]]))
+    states = Policy.of(model).states(*packed([[5, 6, 7, 8], [9, 10]]))
     alone = model.base_model(torch.tensor([[9, 10]]), use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(states[4:], alone, atol=2e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="sliding window of 6"):
-        hidden_states(model, *packed([[5] * 7]))
+        Policy.of(model).states(*packed([[5] * 7]))
 
 
 def test_soft_capped_models_are_refused():
@@ -59,7 +59,7 @@ def test_soft_capped_models_are_refused():
         prepare(Gemma2ForCausalLM(config))
     model = prepare(Gemma2ForCausalLM(config), own_attention=True)
     with pytest.raises(ValueError, match="soft-capped attention"):
-        hidden_states(model, *packed([[5, 6]]))
+        Policy.of(model).states(*packed([[5, 6]]))
 
 
 def test_the_attention_without_a_context_names_the_remedy():
@@ -72,7 +72,9 @@ def test_the_attention_without_a_context_names_the_remedy():
 def test_dropout_is_off_everywhere():
     model = tiny.model(attention_dropout=0.5, gradient_checkpointing=True)
     ids, positions, context = packed([[5, 6, 7]])
-    assert torch.equal(hidden_states(model, ids, positions, context), hidden_states(model, ids, positions, context))
+    assert torch.equal(
+        Policy.of(model).states(ids, positions, context), Policy.of(model).states(ids, positions, context)
+    )
     layer = torch.nn.Sequential(torch.nn.Dropout(0.5))
     model.extra = layer
     prepare(model)
@@ -96,12 +98,12 @@ def test_checkpointed_layers_train_only_where_there_is_a_backward():
     model = tiny.model(gradient_checkpointing=True)
     ids, positions, context = packed([[5, 6, 7]])
     with torch.no_grad():
-        hidden_states(model, ids, positions, context)
+        Policy.of(model).states(ids, positions, context)
     assert not any(module.training for module in model.modules())
     calls = []
     layer = model.base_model.layers[0]
     layer._gradient_checkpointing_func = lambda f, *a, **k: calls.append(1) or f(*a, **k)
-    hidden_states(model, ids, positions, context)
+    Policy.of(model).states(ids, positions, context)
     assert calls == [1]
 
 

@@ -9,7 +9,7 @@ import torch
 from fastgrpo.policy import liger_layers as liger
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.liger_layers import apply_liger
-from fastgrpo.policy.model import hidden_states
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import frozen_copy
 
 
@@ -48,7 +48,7 @@ def test_outputs_and_gradients_agree(architecture):
 
     def run(model):
         model.zero_grad()
-        states = hidden_states(model, ids, positions, PackedAttention([8, 4], ids.device))
+        states = Policy.of(model).states(ids, positions, PackedAttention([8, 4], ids.device))
         (states * mixed).sum().backward()
         return states.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -60,4 +60,4 @@ def test_outputs_and_gradients_agree(architecture):
         torch.testing.assert_close(fused[name], gradient, atol=2e-3, rtol=2e-3, msg=name)
     with torch.no_grad():
         copy = frozen_copy(model)
-        assert torch.equal(hidden_states(copy, ids, positions, PackedAttention([8, 4], ids.device)), states)
+        assert torch.equal(Policy.of(copy).states(ids, positions, PackedAttention([8, 4], ids.device)), states)

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.model import completion_states, head
-from fastgrpo.policy.reference import make_reference, score
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Scoring, make_reference, score
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.step.grpo import GRPOUpdate
@@ -47,7 +47,9 @@ def make_update(model, beta=0.0, max_tokens=10_000):
     optimizer = MasterAdamW(model, learning_rate=3e-2)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu")
-    return GRPOUpdate(model, make_reference(model, beta), updater, Objective(beta=beta), temperature=1.0)
+    return GRPOUpdate(
+        Policy.of(model), make_reference(Policy.of(model), beta), updater, Objective(beta=beta), temperature=1.0
+    )
 
 
 def vowels(completions, **_):
@@ -131,12 +133,12 @@ def test_adapters_reload_in_place(tmp_path):
 
 def test_the_reference_is_the_policy_without_adapters():
     model, samples = with_adapters(), samples_of()
-    reference = make_reference(model, 0.1)
-    assert reference.model is model
-    expected = score(tiny.model(), samples, 0.9, 20)
-    for got, want in zip(reference.score(samples, 0.9, 20), expected, strict=True):
+    reference = make_reference(Policy.of(model), 0.1)
+    assert reference.policy.module is model
+    expected = score(Policy.of(tiny.model()), samples, Scoring(0.9, 20))
+    for got, want in zip(reference.score(samples, Scoring(0.9, 20))[0], expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
-    on = score(model, samples, 0.9, 20)
+    on = score(Policy.of(model), samples, Scoring(0.9, 20))
     assert (on[0] - expected[0]).abs().max() > 1e-2  # and they are on again
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert trainable and all(".lora_" in name for name in trainable)
@@ -153,7 +155,7 @@ def test_gradients_equal_those_of_the_merged_weights(checkpointing):
     plain = merged_exactly(model)
     batch = Batch.pack(samples_of(), "cpu")
     for policy in (model, plain):
-        completion_states(policy, batch).square().sum().backward()
+        Policy.of(policy).completion_states(batch).square().sum().backward()
     for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"):
         layer = model.base_model.get_submodule(name)
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -186,7 +188,7 @@ def test_rollouts_see_the_adapters():
 def test_the_heads_gradient_is_not_computed():
     """Only the products of the layers and two of the head's three: hidden [M, D] x [D, V], and dH."""
     model = with_adapters("llama", vocab_size=96)  # a size that nothing else has
-    weight, _ = head(model)
+    weight, _, _ = Policy.of(model).head
     assert not weight.requires_grad
     products = []
 

@@ -8,7 +8,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.model import completion_states, prepare
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -54,7 +55,7 @@ def make_samples():
 def test_states_and_gradients_are_those_of_each_sequence_alone(name, share_prompt, checkpointing):
     model = make_model(name, gradient_checkpointing=checkpointing, own_attention=True)
     samples = make_samples()
-    states = completion_states(model, Batch.pack(samples, "cpu", share_prompt))
+    states = Policy.of(model).completion_states(Batch.pack(samples, "cpu", share_prompt))
     mixed = torch.randn_like(states)
     (states * mixed).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -8,9 +8,17 @@ import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.policy.model import head
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.quantize import quantize
-from fastgrpo.policy.reference import AdaptersOff, FrozenCopy, QuantizedCopy, StreamedCopy, make_reference, score
+from fastgrpo.policy.reference import (
+    AdaptersOff,
+    FrozenCopy,
+    QuantizedCopy,
+    Scoring,
+    StreamedCopy,
+    make_reference,
+    score,
+)
 
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 # Relative error of a random weight, in the Frobenius norm: 8 bits with one scale a row of 32 to 64, 4 bits in blocks.
@@ -30,39 +38,45 @@ def quantization(request):
 
 def test_which_reference():
     model = tiny.model()
-    assert make_reference(model, 0.0) is None
-    assert type(make_reference(model, 0.1)) is FrozenCopy
-    assert type(make_reference(model, 0.1, device="cpu")) is StreamedCopy
+    assert make_reference(Policy.of(model), 0.0) is None
+    assert type(make_reference(Policy.of(model), 0.1)) is FrozenCopy
+    assert type(make_reference(Policy.of(model), 0.1, device="cpu")) is StreamedCopy
     pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
     from fastgrpo.policy.lora import add_lora
 
-    assert type(make_reference(add_lora(model), 0.1)) is AdaptersOff
+    assert type(make_reference(Policy.of(add_lora(model)), 0.1)) is AdaptersOff
 
 
 @pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
 def test_a_copy_stays_when_the_policy_moves(kind):
     model = tiny.model("smollm3-like")
-    reference = kind(model)
-    expected = score(model, samples_of(), 1.0, 10_000)
+    reference = kind(Policy(model))
+    expected = score(Policy.of(model), samples_of(), Scoring(1.0, 10_000))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    for got, want in zip(reference.score(samples_of(), 1.0, 10_000), expected, strict=True):
+    for got, want in zip(reference.score(samples_of(), Scoring(1.0, 10_000))[0], expected, strict=True):
         assert torch.equal(got, want)
-    assert not any(p.requires_grad for p in reference.model.parameters())
-    assert reference.model.lm_head.weight is reference.model.base_model.embed_tokens.weight  # tied stays tied
+    assert not any(p.requires_grad for p in reference.policy.module.parameters())
+    assert (
+        reference.policy.module.lm_head.weight is reference.policy.module.base_model.embed_tokens.weight
+    )  # tied stays tied
 
 
 @pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
 def test_sync_is_trls_formula(kind):
-    policy, reference = tiny.model(seed=1), kind(tiny.model(seed=2))
-    before = {name: p.clone() for name, p in reference.model.named_parameters()}
+    policy, reference = Policy(tiny.model(seed=1)), kind(Policy(tiny.model(seed=2)))
+    before = {name: p.clone() for name, p in reference.policy.module.named_parameters()}
     reference.sync(policy, 0.6)
-    for name, parameter in reference.model.named_parameters():
-        expected = before[name].mul(1.0 - 0.6).add(policy.get_parameter(name).data, alpha=0.6)
+    for name, parameter in reference.policy.module.named_parameters():
+        expected = before[name].mul(1.0 - 0.6).add(policy.module.get_parameter(name).data, alpha=0.6)
         torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-7)
     reference.sync(policy, 1.0)
-    for got, want in zip(reference.score(samples_of(), 1.0, 99), score(policy, samples_of(), 1.0, 99), strict=True):
+    for got, want in zip(
+        reference.score(samples_of(), Scoring(1.0, 99))[0],
+        score(Policy.of(policy), samples_of(), Scoring(1.0, 99)),
+        strict=True,
+    ):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -72,7 +86,7 @@ def test_the_trainer_syncs_every_so_many_steps(tmp_path, device):
         tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0, max_steps=4,
         learning_rate=1e-2, ref_device=device,
     )  # fmt: skip
-    reference = trainer.update.reference.model
+    reference = trainer.update.reference.policy.module
     start, weights = reference.lm_head.weight.clone(), reference.lm_head.weight
     trainer.step()
     assert torch.equal(weights, start) and not torch.equal(trainer.model.lm_head.weight, start)
@@ -84,7 +98,7 @@ def test_the_trainer_syncs_every_so_many_steps(tmp_path, device):
 def test_quantized_layers_are_near_and_the_head_is_exact(quantization, dtype):
     model, exact = wide().to(dtype), wide().to(dtype)
     quantized = quantize(model.requires_grad_(False), quantization, "cpu")
-    assert torch.equal(head(quantized)[0], head(exact)[0]) and head(quantized)[0].dtype == dtype
+    assert torch.equal(quantized.lm_head.weight, exact.lm_head.weight) and quantized.lm_head.weight.dtype == dtype
     assert torch.equal(quantized.base_model.embed_tokens.weight, exact.base_model.embed_tokens.weight)
     for name in ("layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"):
         ours, theirs = quantized.base_model.get_submodule(name), exact.base_model.get_submodule(name)
@@ -110,21 +124,21 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
         max_completion_length=6, num_generations=4, learning_rate=1e-3, logging_steps=1, device="cpu",
     )  # fmt: skip
     trainer = GRPOTrainer(wide(vocab_size=258), share_of_a, args, PROMPTS, processing_class=tiny.tokenizer())
-    reference, samples = trainer.update.reference, None
-    exact = FrozenCopy(trainer.model)
-    update = trainer.update.__class__.set_logps
+    reference, samples = trainer.reference, None
+    exact = FrozenCopy(trainer.policy)
+    score_all = reference.score
 
-    def keep(kept):
+    def keep(scored, scoring):
         nonlocal samples
-        samples = samples or [sample for group in kept for sample in group]
-        update(trainer.update, kept)
+        samples = samples or scored
+        return score_all(scored, scoring)
 
-    trainer.update.set_logps = keep
+    reference.score = keep
     trainer.train()
     errors = [row.get("ref/kl_error") for row in lines(tmp_path / "run" / "metrics.jsonl")]
     assert errors[0] > 0 and errors[1:] == [None]
     assert reference.exact is None
-    quantized, truth = (torch.cat(r.score(samples, 1.0, 10_000)) for r in (reference, exact))
+    quantized, truth = (torch.cat(r.score(samples, Scoring(1.0, 10_000))[0]) for r in (reference, exact))
     d = (quantized - truth).double()
     assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
 
@@ -135,9 +149,9 @@ def test_int8_errs_less_than_nf4():
     errors = {}
     for name in PACKAGES:
         reference = QuantizedCopy(wide(), name)
-        reference.score(samples_of(), 1.0, 10_000)
+        reference.score(samples_of(), Scoring(1.0, 10_000))[0]
         errors[name] = reference.metrics["ref/kl_error"]
-        reference.score(samples_of(), 1.0, 10_000)
+        reference.score(samples_of(), Scoring(1.0, 10_000))[0]
         assert reference.metrics == {}
     assert 0 < errors["int8"] < 0.1 * errors["nf4"]
 

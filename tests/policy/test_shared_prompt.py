@@ -12,9 +12,10 @@ from fastgrpo.loss.losses import linear_logprob
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy import varlen
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.model import cast, completion_states, head
+from fastgrpo.policy.load import cast
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.padded import PaddedAttention
-from fastgrpo.policy.reference import make_reference, score
+from fastgrpo.policy.reference import Scoring, make_reference, score
 from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
@@ -61,13 +62,13 @@ def test_log_probs_and_gradients(architecture, checkpointing, kernel, monkeypatc
     monkeypatch.setattr(varlen, "kernel_for", lambda query: PaddedAttention(kernel))
     model = make_model(architecture, gradient_checkpointing=checkpointing)
     samples = flat(make_groups())
-    weight, bias = head(model)
+    weight, bias, _ = Policy.of(model).head
     mixed = torch.randn(sum(len(sample.completion_ids) for sample in samples), dtype=torch.float64)
     results = []
     for share_prompt in (True, False):
         batch = Batch.pack(samples, "cpu", share_prompt)
         assert bool(batch.branches) == share_prompt
-        logps = linear_logprob(completion_states(model, batch), weight, batch.targets, bias=bias)
+        logps = linear_logprob(Policy.of(model).completion_states(batch), weight, batch.targets, bias=bias)
         assert logps.dtype == torch.float64
         (logps * mixed).sum().backward()
         results.append((logps.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}))
@@ -84,7 +85,7 @@ def test_log_probs_against_transformers():
     """The packing of both kinds could be wrong in the same way: here is each sequence alone through its own forward."""
     model = make_model("qwen2")
     samples = flat(make_groups())
-    for sample, logps in zip(samples, score(model, samples, 1.0, 10_000), strict=True):
+    for sample, logps in zip(samples, score(Policy.of(model), samples, Scoring(1.0, 10_000)), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0]
         every = logits.log_softmax(-1)[len(sample.prompt_ids) - 1 : -1]
@@ -95,7 +96,7 @@ def test_log_probs_against_transformers():
 def make_update(share_prompt, max_tokens=10_000, checkpointing=False, **settings):
     objective = Objective(beta=0.1)
     model = make_model("llama", gradient_checkpointing=checkpointing)
-    reference = make_reference(model, objective.beta)
+    reference = make_reference(Policy.of(model), objective.beta)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
@@ -104,7 +105,7 @@ def make_update(share_prompt, max_tokens=10_000, checkpointing=False, **settings
     updater = Updater(
         optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu", share_prompt=share_prompt
     )
-    return GRPOUpdate(model, reference, updater, objective, temperature=0.9, **settings)
+    return GRPOUpdate(Policy.of(model), reference, updater, objective, temperature=0.9, **settings)
 
 
 @pytest.mark.parametrize("max_tokens, checkpointing", [(10_000, False), (10_000, True), (30, False), (12, False)])
@@ -118,7 +119,7 @@ def test_updates_with_old_and_reference_log_probs(max_tokens, checkpointing):
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
     for name, parameter in expected.model.named_parameters():
-        torch.testing.assert_close(update.model.get_parameter(name), parameter, atol=1e-9, rtol=1e-9, msg=name)
+        torch.testing.assert_close(update.policy.module.get_parameter(name), parameter, atol=1e-9, rtol=1e-9, msg=name)
 
 
 class TokenCount:
@@ -136,7 +137,7 @@ class TokenCount:
 def test_tokens_through_the_layers(share_prompt):
     """P + sum(C_i - 1) a group, for the policy, the old log-probs and the reference; or a prompt a sample."""
     update = make_update(share_prompt, updates_per_rollout=2)
-    policy, reference = TokenCount(update.model), TokenCount(update.reference.model)
+    policy, reference = TokenCount(update.policy.module), TokenCount(update.reference.policy.module)
     groups = make_groups()
     update(groups)
 
@@ -150,7 +151,7 @@ def test_tokens_through_the_layers(share_prompt):
 
 def test_samples_that_left_take_their_branches_along():
     update = make_update(True)
-    policy = TokenCount(update.model)
+    policy = TokenCount(update.policy.module)
     update.teaches = lambda sample: len(sample.completion_ids) > 3
     update(make_groups())
     assert policy.tokens == (9 + 3 + 6) + (3 + 4) + (1 + 7) + (14 + 5)
@@ -159,10 +160,10 @@ def test_samples_that_left_take_their_branches_along():
 def test_a_sliding_window_holds_prompt_and_branch():
     model = tiny.model("mistral", sliding_window=8)
     samples = [Sample([5, 6, 7, 8], [9] * n, 0.0) for n in (5, 3)]
-    assert completion_states(model, Batch.pack(samples, "cpu")).isfinite().all()
+    assert Policy.of(model).completion_states(Batch.pack(samples, "cpu")).isfinite().all()
     samples.append(Sample([5, 6, 7, 8], [9] * 6, 0.0))
     with pytest.raises(ValueError, match=r"9 tokens exceeds the sliding window of 8"):
-        completion_states(model, Batch.pack(samples, "cpu"))
+        Policy.of(model).completion_states(Batch.pack(samples, "cpu"))
 
 
 def test_the_flag_reaches_every_pass(tmp_path):
@@ -171,7 +172,7 @@ def test_the_flag_reaches_every_pass(tmp_path):
     for share_prompt in (True, False):
         path = tmp_path / str(share_prompt)
         trainer = make_trainer(path, beta=0.1, num_iterations=2, share_prompt=share_prompt, rows=[{"prompt": "a" * 9}])
-        counts = [TokenCount(trainer.update.model), TokenCount(trainer.update.reference.model)]
+        counts = [TokenCount(trainer.model), TokenCount(trainer.update.reference.policy.module)]
         groups = [flat(make_groups())[:4]]
         metrics.append(trainer.update(groups))
         tokens.append([count.tokens for count in counts])
@@ -186,10 +187,12 @@ def test_the_flag_reaches_every_pass(tmp_path):
 def test_on_cuda_in_bf16(architecture):
     """Against the same weights in fp64 on the CPU: sharing is no less exact than a prompt a sample."""
     model = tiny.model(architecture, hidden_size=64)
-    exact = score(tiny.model(architecture, hidden_size=64).double(), flat(make_groups()), 1.0, 10_000)
+    exact = score(
+        Policy.of(tiny.model(architecture, hidden_size=64).double()), flat(make_groups()), Scoring(1.0, 10_000)
+    )
     model = cast(model.to("cuda"), torch.bfloat16)
     errors = []
     for share_prompt in (True, False):
-        logps = score(model, flat(make_groups()), 1.0, 10_000, share_prompt)
+        logps = score(Policy.of(model), flat(make_groups()), Scoring(1.0, 10_000, share_prompt))
         errors.append(torch.cat([a.cpu() - b for a, b in zip(logps, exact, strict=True)]).abs().mean())
     assert errors[0] < 1.5 * errors[1] + 1e-3

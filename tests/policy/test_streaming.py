@@ -10,7 +10,8 @@ import tiny
 import torch
 from runs import samples_of
 
-from fastgrpo.policy.reference import FrozenCopy, StreamedCopy, frozen_copy, score
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import FrozenCopy, Scoring, StreamedCopy, frozen_copy, score
 from fastgrpo.policy.streaming import LayerStream, PackedWeights
 
 NAMES = ["qwen2", "qwen3", "llama", "smollm3-like"]
@@ -22,8 +23,8 @@ def test_streamed_equals_resident(name, layers):
     model = tiny.model(name, num_hidden_layers=layers)
     resident, streamed = FrozenCopy(model), StreamedCopy(model)
     for max_tokens in (10_000, 12):  # one pass, and several
-        expected = resident.score(samples_of(), 0.9, max_tokens)
-        for got, want in zip(streamed.score(samples_of(), 0.9, max_tokens), expected, strict=True):
+        expected = resident.score(samples_of(), Scoring(0.9, max_tokens))[0]
+        for got, want in zip(streamed.score(samples_of(), Scoring(0.9, max_tokens))[0], expected, strict=True):
             assert torch.equal(got, want)
 
 
@@ -34,13 +35,13 @@ def storage(tensor):
 def test_a_layer_runs_from_one_of_two_buffers_which_take_turns():
     reference = StreamedCopy(tiny.model(num_hidden_layers=5))
     stream, seen = reference.stream, []
-    layers = reference.model.base_model.layers
+    layers = reference.policy.module.base_model.layers
     for layer in layers:
         layer.register_forward_hook(lambda layer, *_: seen.append({storage(p) for p in layer.parameters()}))
     with reference.ready():
         buffers = {storage(buffer) for buffer in stream.buffers}
-        score(reference.model, samples_of(), 1.0, 12)
-        assert storage(reference.model.lm_head.weight) not in {storage(stream.rest.host)} | buffers
+        score(Policy.of(reference.policy.module), samples_of(), Scoring(1.0, 12))
+        assert storage(reference.policy.module.lm_head.weight) not in {storage(stream.rest.host)} | buffers
     assert len(seen) > 10 and len(buffers) == 2
     assert all(len(one) == 1 and one <= buffers for one in seen)
     assert all(one != following for one, following in pairwise(seen))
@@ -52,14 +53,16 @@ def test_a_layer_runs_from_one_of_two_buffers_which_take_turns():
 def test_a_pass_that_fails_leaves_the_weights_whole():
     model = tiny.model()
     reference = StreamedCopy(model)
-    expected = reference.score(samples_of(), 1.0, 10_000)
-    hook = reference.model.base_model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    expected = reference.score(samples_of(), Scoring(1.0, 10_000))[0]
+    hook = reference.policy.module.base_model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        reference.score(samples_of(), 1.0, 10_000)
+        reference.score(samples_of(), Scoring(1.0, 10_000))[0]
     hook.remove()
     for name, parameter in model.named_parameters():
-        assert torch.equal(reference.model.get_parameter(name), parameter)
-    assert all(torch.equal(a, b) for a, b in zip(reference.score(samples_of(), 1.0, 10_000), expected, strict=True))
+        assert torch.equal(reference.policy.module.get_parameter(name), parameter)
+    assert all(
+        torch.equal(a, b) for a, b in zip(reference.score(samples_of(), Scoring(1.0, 10_000))[0], expected, strict=True)
+    )
 
 
 def test_layers_out_of_order_are_an_error():
@@ -84,7 +87,7 @@ def test_packing_keeps_every_dtype():
 def test_on_a_gpu_two_layers_are_there_at_most_and_afterwards_none():
     model = tiny.model(num_hidden_layers=12, hidden_size=512, intermediate_size=2048).cuda().bfloat16()
     resident, streamed = FrozenCopy(model), StreamedCopy(model)
-    expected = resident.score(samples_of(), 0.9, 12)
+    expected = resident.score(samples_of(), Scoring(0.9, 12))[0]
     layer, rest = (len(weights.host) for weights in (streamed.stream.layers[0], streamed.stream.rest))
     assert streamed.stream.layers[0].host.is_pinned()
     del resident
@@ -92,7 +95,7 @@ def test_on_a_gpu_two_layers_are_there_at_most_and_afterwards_none():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
-        got = streamed.score(samples_of(), 0.9, 12)
+        got = streamed.score(samples_of(), Scoring(0.9, 12))[0]
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert torch.cuda.max_memory_allocated() - before < 2 * layer + rest + 2**23
     del got

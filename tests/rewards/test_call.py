@@ -1,20 +1,31 @@
 """Reward functions: how they are called, found, weighted and checked."""
 
 import asyncio
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from fastgrpo.data.records import Prompt
-from fastgrpo.rewards.call import Rewards, load_reward
+from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.rewards.call import Rewards, load_reward, reward_matrix
 
 PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]
 
 
-def call(rewards, **changes):
-    arguments = {"trainer_state": "state", "log_metric": None, "log_extra": None, **changes}
-    return rewards(PROMPTS, ["c0", "c1"], [[3], [4, 5]], **arguments)
+COMPLETIONS = [
+    Completion(prompt, Rollout(ids, torch.zeros(len(ids)), "stop"), content)
+    for prompt, ids, content in zip(PROMPTS, ([3], [4, 5]), ("c0", "c1"), strict=True)
+]
+
+
+def judge(rewards, completions=COMPLETIONS, **arguments):
+    return rewards(completions, "state", **arguments)
+
+
+def call(rewards, **arguments):
+    """Only the rewards, [S, F]."""
+    return reward_matrix(judge(rewards, **arguments).completions)
 
 
 def test_called_as_trl_calls_them():
@@ -25,6 +36,7 @@ def test_called_as_trl_calls_them():
         return [1, 0.5]
 
     assert call(Rewards([reward])).tolist() == [[1.0], [0.5]]
+    assert callable(seen.pop("log_metric")) and callable(seen.pop("log_extra"))
     assert seen == {
         "prompts": ["p0", "p1"],
         "completions": ["c0", "c1"],
@@ -32,9 +44,34 @@ def test_called_as_trl_calls_them():
         "hint": [None, 7],
         "completion_ids": [[3], [4, 5]],
         "trainer_state": "state",
-        "log_metric": None,
-        "log_extra": None,
     }
+
+
+def test_what_functions_log_travels_with_the_completions():
+    def reward(completions, log_metric, log_extra, **_):
+        log_metric("length", 2)
+        log_metric("length", torch.tensor(4.0))
+        log_extra("mark", torch.tensor([1, 2]))
+        return [1.0, None]
+
+    judged = judge(Rewards([reward]))
+    assert judged.logged == {"length": [2.0, 4.0]} and not judged.errors
+    assert [completion.extras for completion in judged.completions] == [{"mark": 1}, {"mark": 2}]
+    assert judged.completions[0].rewards == {"reward": 1.0} and math.isnan(judged.completions[1].rewards["reward"])
+    assert not COMPLETIONS[0].rewards  # the records that were judged stay as they were
+
+
+@pytest.mark.parametrize(
+    "values, match",
+    [([1], r"takes one value a completion: 2, got 1"), ([{1}, {2}], "takes what JSON can hold")],
+)
+def test_a_column_that_cannot_be_written_is_refused(values, match):
+    def reward(log_extra, **_):
+        log_extra("mark", values)
+        return [1.0, 1.0]
+
+    with pytest.raises(ValueError, match=match):
+        judge(Rewards([reward]))
 
 
 def test_weights_and_rewards_that_were_not_given():
@@ -113,7 +150,8 @@ def test_what_fails_while_it_is_read_is_named_or_skipped(result, match):
     with pytest.raises(ValueError, match=match):
         call(Rewards([reward]))
     skipping = Rewards([reward], on_error="skip")
-    assert call(skipping).isnan().all() and skipping.errors == {"reward": 2}
+    judged = judge(skipping)
+    assert reward_matrix(judged.completions).isnan().all() and judged.errors == {"reward": 2}
 
 
 def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():
@@ -123,8 +161,8 @@ def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():
         seen.append((completions, columns["answer"]))
         return [0.0, 0.0]
 
-    prompts = [Prompt([1], "p", {"completions": "theirs", "answer": "x"})] * 2
-    Rewards([reward])(prompts, ["c0", "c1"], [[3], [4]], trainer_state=None, log_metric=None, log_extra=None)
+    prompt = Prompt([1], "p", {"completions": "theirs", "answer": "x"})
+    judge(Rewards([reward]), [dataclasses.replace(completion, prompt=prompt) for completion in COMPLETIONS])
     assert seen == [(["c0", "c1"], ["x", "x"])]
 
 
@@ -175,8 +213,9 @@ def test_errors_are_skipped_and_counted():
 
     rewards = Rewards([good, odd, down, short], on_error="skip")
     for _ in range(2):  # the counts are of the last call
-        per_function = call(rewards)
-        assert rewards.errors == {"odd": 1, "down": 2, "short": 2}
+        judged = judge(rewards)
+        assert judged.errors == {"odd": 1, "down": 2, "short": 2}
+    per_function = reward_matrix(judged.completions)
     assert per_function[:, 0].tolist() == [1.0, 2.0] and per_function[1, 1] == 3.0
     assert per_function.isnan().sum(0).tolist() == [0, 1, 2, 2]
     assert rewards.total(per_function).tolist() == [1.0, 5.0]

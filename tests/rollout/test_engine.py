@@ -5,8 +5,8 @@ import tiny
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.model import fp32_logits, head
-from fastgrpo.policy.reference import score
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
@@ -73,7 +73,7 @@ def test_sampled_logps_equal_a_teacher_forced_forward(backend, temperature):
     rollouts = backend(model, max_num_seqs=13).generate(PROMPTS, 6, sampling)
     assert len({len(rollout.ids) for rollout in rollouts}) > 3  # rows left at different times
     samples = [Sample(PROMPTS[i // 6], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
-    for logps, rollout in zip(score(model, samples, temperature, max_tokens=100), rollouts, strict=True):
+    for logps, rollout in zip(score(Policy.of(model), samples, Scoring(temperature, 100)), rollouts, strict=True):
         assert rollout.logps.dtype == torch.float32
         torch.testing.assert_close(logps, rollout.logps, atol=1e-5, rtol=0)
 
@@ -378,9 +378,9 @@ def test_refused_prompts(backend, prompts, match):
 def test_head_gives_fp32_logits_of_a_bf16_model():
     model = tiny.model().bfloat16()
     states = torch.randn(5, 32, dtype=torch.bfloat16)
-    logits = fp32_logits(model, states)
+    logits = Policy.of(model).logits(states)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, states.float() @ head(model)[0].float().T)
+    torch.testing.assert_close(logits, states.float() @ Policy.of(model).head.weight.float().T)
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ import tiny
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.model import cast
-from fastgrpo.policy.reference import score
+from fastgrpo.policy.load import cast
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.providers import NAMES, _obstacle
 from fastgrpo.rollout.sampling import SamplingParams
@@ -53,8 +54,8 @@ def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
     model, prompts = model_and_prompts()
     rollouts = RolloutEngine(model, attention=attention).generate(prompts, 8, SamplingParams(max_tokens=80, seed=1))
     samples = [Sample(prompts[i // 8], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
-    together = torch.cat(score(model, samples, 1.0, 10**6))
-    alone = torch.cat(score(model, samples, 1.0, 1, share_prompt=False))
+    together = torch.cat(score(Policy.of(model), samples, Scoring(1.0, 10**6)))
+    alone = torch.cat(score(Policy.of(model), samples, Scoring(1.0, 1, share_prompt=False)))
     drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
     bound = (together - alone).abs()
     gap = (drawn - together).abs()
@@ -67,7 +68,9 @@ def test_fp32_logps_equal_a_teacher_forced_forward():
     rollouts = RolloutEngine(model).generate(prompts, 4, SamplingParams(max_tokens=40, seed=1))
     samples = [Sample(prompts[i // 4], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
     drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
-    torch.testing.assert_close(drawn, torch.cat(score(model, samples, 1.0, 10**6)), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        drawn, torch.cat(score(Policy.of(model), samples, Scoring(1.0, 10**6))), atol=2e-5, rtol=0
+    )
 
 
 def test_graphs_follow_weights_filters_and_geometry():

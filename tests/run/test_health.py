@@ -1,5 +1,6 @@
 """Warnings, once each, and updates that are skipped because they are not finite."""
 
+import dataclasses
 import json
 from itertools import chain
 from types import SimpleNamespace
@@ -171,9 +172,10 @@ def make_trainer(tmp_path, spoilt_steps, **settings):
     trainer = GRPOTrainer(str(tiny.save(tmp_path / "model")), rising, args, [{"prompt": "ab"}, {"prompt": "c"}])
     loss = trainer.update.loss
 
-    def spoilt(part, batch, meter):
-        value = loss(part, batch, meter)
-        return value * torch.nan if trainer.state.global_step + 1 in spoilt_steps else value
+    def spoilt(*arguments):
+        out = loss(*arguments)
+        bad = trainer.state.global_step + 1 in spoilt_steps
+        return dataclasses.replace(out, loss=out.loss * torch.nan) if bad else out
 
     trainer.update.loss = spoilt
     return trainer
@@ -196,10 +198,10 @@ def test_some_updates_of_a_step_are_skipped(tmp_path):
     trainer = make_trainer(tmp_path, {1}, num_iterations=3)
     spoilt, calls = trainer.update.loss, []
 
-    def second_only(part, batch, meter):
+    def second_only(*arguments):
         calls.append(1)
         trainer.state.global_step = 0 if len(calls) == 2 else 7
-        value = spoilt(part, batch, meter)
+        value = spoilt(*arguments)
         trainer.state.global_step = 0
         return value
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 from runs import lines, make_trainer
 
-from fastgrpo.policy.model import head
+from fastgrpo.policy.model import Policy
 from fastgrpo.run import profiling
 from fastgrpo.run.log import METRICS
 from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, stage_table, update_flops
@@ -77,9 +77,9 @@ def test_mfu_is_of_the_update(monkeypatch):
 def test_flops_of_an_update():
     model = tiny.model()  # D 32, F 64, 4 query and 2 key heads of 8, 2 layers, V 64
     weights = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64)
-    assert update_flops(model.base_model, head(model)[0]) == (6 * weights, 6 * 64 * 32)
+    assert update_flops(model.base_model, Policy.of(model).head.weight) == (6 * weights, 6 * 64 * 32)
     model.requires_grad_(False)
-    assert update_flops(model.base_model, head(model)[0]) == (4 * weights, 4 * 64 * 32)
+    assert update_flops(model.base_model, Policy.of(model).head.weight) == (4 * weights, 4 * 64 * 32)
 
 
 def test_flops_are_those_that_torch_counts():
@@ -93,7 +93,7 @@ def test_flops_are_those_that_torch_counts():
     counted = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if "mm" in str(op) and "bmm" not in str(op)
     )
-    body, row = update_flops(model.base_model, head(model)[0])
+    body, row = update_flops(model.base_model, Policy.of(model).head.weight)
     assert counted == 10 * (body + row)
 
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.overlong import make_soft_overlong_punishment
 from fastgrpo.rollout.backend import first_finished
 from fastgrpo.rollout.engine import RolloutEngine
@@ -50,8 +50,13 @@ def stepped(trainer):
     return values, kept[0]
 
 
-def rows_of(groups, trainer):
-    return [int(trainer.tokenizer.decode(group[0].prompt_ids)) for group in groups]
+def rows_of(experience, trainer):
+    """The number of the row of each group that the step trained on."""
+    return [int(trainer.tokenizer.decode(experience.completions[group[0]].prompt.ids)) for group in experience.trained]
+
+
+def rollouts(experience):
+    return [completion.rollout for completion in experience.completions]
 
 
 def lines(run, name="metrics.jsonl"):
@@ -65,22 +70,22 @@ def untimed(run):
 def test_groups_without_spread_are_replaced(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1001" + "01" + "1" + "1" * 7)
     values, experience = stepped(trainer)
-    assert rows_of(experience.groups, trainer) == [0, 3, 5, 6]
+    assert rows_of(experience, trainer) == [0, 3, 5, 6]
     assert values["dynamic_sampling/num_gen_batches"] == 3
     assert values["dynamic_sampling/dropped_groups"] == 3 and values["dynamic_sampling/filled_groups"] == 0
     # All that was drawn is measured, and has passed.
     assert values["frac_informative"] == pytest.approx(4 / 7) == 1 - values["frac_reward_zero_std"]
     assert values["reward"] == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
     assert values["accuracy"] == pytest.approx(4 / 7 / 2)
-    lengths = [len(rollout.ids) for rollout in experience.rollouts]
+    lengths = [len(rollout.ids) for rollout in rollouts(experience)]
     assert len(lengths) == 28 and values["completions/mean_length"] == sum(lengths) / 28
-    assert trainer.num_tokens == values["num_tokens"] == sum(lengths) + 2 * 28
+    assert trainer.state.num_tokens == values["num_tokens"] == sum(lengths) + 2 * 28
     assert trainer.source.drawn == 7 and trainer.state.epoch == 7 / 14
     samples = lines(tmp_path / "run", "samples.jsonl")
     assert [row["group"] for row in samples] == [i // 4 for i in range(28)]
     assert [row["group"] for row in samples if row["advantage"]] == [i for i in (0, 3, 5, 6) for _ in range(4)]
     values, experience = stepped(trainer)
-    assert rows_of(experience.groups, trainer) == [7, 8, 9, 10] and trainer.state.epoch == 11 / 14
+    assert rows_of(experience, trainer) == [7, 8, 9, 10] and trainer.state.epoch == 11 / 14
     assert values["dynamic_sampling/num_gen_batches"] == 1 and values["dynamic_sampling/dropped_groups"] == 0
 
 
@@ -88,33 +93,35 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "0100" + "000" + "0" * 7, max_num_gen_batches=2)
     before = [p.clone() for p in trainer.model.parameters()]
     values, experience = stepped(trainer)
-    assert rows_of(experience.groups, trainer) == [0, 1, 2, 3]
+    assert rows_of(experience, trainer) == [0, 1, 2, 3]
     assert values["dynamic_sampling/num_gen_batches"] == 2
     assert values["dynamic_sampling/dropped_groups"] == 3 and values["dynamic_sampling/filled_groups"] == 3
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     before = [p.clone() for p in trainer.model.parameters()]
     values, experience = stepped(trainer)
-    assert rows_of(experience.groups, trainer) == [7, 8, 9, 10] and values["dynamic_sampling/filled_groups"] == 4
+    assert rows_of(experience, trainer) == [7, 8, 9, 10] and values["dynamic_sampling/filled_groups"] == 4
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_dropped_groups_do_not_count_in_the_normalizer_and_those_that_fill_up_do(folder, tmp_path, loss_type):
     trainer = make_trainer(folder, tmp_path, "1001" + "0000", max_num_gen_batches=2, loss_type=loss_type)
+    updated, update = [], trainer.update
+    trainer.update = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     _, experience = stepped(trainer)
-    trained = [sample for group in experience.groups for sample in group]
-    assert len(trained) == 16 and len(experience.samples) == 24
+    trained = updated[0].samples
+    assert len(trained) == 16 and len(experience.completions) == 24
     tokens = sum(len(sample.completion_ids) for sample in trained)
     for sample in trained:
         expected = 1 / tokens if loss_type == "dapo" else 1 / 16 / len(sample.completion_ids)
         torch.testing.assert_close(sample.weights, torch.full_like(sample.weights, expected))
-    assert [sample.weights is None for sample in experience.samples] == [False] * 16 + [True] * 8
+    assert experience.trained == [list(range(i, i + 4)) for i in range(0, 16, 4)]
 
 
 def test_those_that_train_together_are_scaled_together(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1001" + "11" + "1" * 8, scale_rewards="batch")
     _, experience = stepped(trainer)
-    advantages = torch.tensor([sample.advantage for group in experience.groups for sample in group])
+    advantages = torch.tensor([experience.completions[i].advantage for group in experience.trained for i in group])
     rewards = torch.tensor([0.0, 1.0] * 8)
     torch.testing.assert_close(advantages, (rewards - 0.5) / (rewards.std() + 1e-4), atol=1e-6, rtol=0)
 
@@ -135,7 +142,7 @@ def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path, backend):
         max_num_gen_batches=3,
     )  # fmt: skip
     _, experience = stepped(trainer)
-    drawn = [tuple(rollout.ids) for rollout in experience.rollouts]  # three times the same four prompts
+    drawn = [tuple(rollout.ids) for rollout in rollouts(experience)]  # three times the same four prompts
     assert len(drawn) == 48 and len(set(drawn)) == 48
 
 
@@ -150,7 +157,9 @@ def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1110" + "0" * 10, reward, max_num_gen_batches=3)
     values, experience = stepped(trainer)
     assert values["dynamic_sampling/num_gen_batches"] == 3 and values["custom/batch"] == (16 + 4 + 4) / 3
-    assert experience.extras == {"mark": [*range(16), *[None] * 8]}
+    assert [completion.extras for completion in experience.completions] == [
+        {"mark": mark} for mark in [*range(16), *[None] * 8]
+    ]
     assert values["reward"] == pytest.approx((3 * 0.5 + 0.25) / 4)
     nothing = make_trainer(folder, tmp_path / "b", "1" * 8, lambda completions, **_: [None] * len(completions))
     with pytest.raises(ValueError, match="all rewards are None"):
@@ -234,10 +243,10 @@ def test_oversampling_keeps_as_many_groups_as_asked_for(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1" * 20, dynamic_sampling=False, oversampling_factor=1.6)
     trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
-    assert len(experience.groups) == 4 and len(experience.samples) == 16  # of 6.4, rounded up
+    assert len(experience.trained) == 4 and len(experience.completions) == 16  # of 6.4, rounded up
     assert values["oversampling/aborted_groups"] == 3 and trainer.source.drawn == 7
     assert trainer.state.epoch == 7 / 20
-    finished = sum(len(rollout.ids) + 2 for rollout in experience.rollouts)
+    finished = sum(len(rollout.ids) + 2 for rollout in rollouts(experience))
     assert values["num_tokens"] == finished + values["oversampling/aborted_tokens"]
     assert values["oversampling/aborted_tokens"] >= 12
     assert not any(name.startswith("dynamic_sampling/") for name in values)
@@ -268,7 +277,7 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
     )  # fmt: skip
     trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
-    punished = [-max(len(rollout.ids) - 2, 0) / 4 for rollout in experience.rollouts]
+    punished = [-max(len(rollout.ids) - 2, 0) / 4 for rollout in rollouts(experience)]
     assert len(set(punished)) > 2 and -1 in punished
     assert values["rewards/soft_overlong_punishment/mean"] == pytest.approx(sum(punished) / 16)
     assert values["reward"] == pytest.approx(sum(2 * 0.5 * (i != 1) + p for i, p in enumerate(punished)) / 16)
@@ -290,7 +299,8 @@ def test_a_completion_that_nothing_judges_is_not_punished_either(folder, tmp_pat
         soft_punish_cache=4, dynamic_sampling=False,
     )  # fmt: skip
     _, experience = stepped(half)
-    assert experience.per_function[::2].isnan().all() and not experience.per_function[1::2].isnan().any()
+    per_function = reward_matrix(experience.completions)
+    assert per_function[::2].isnan().all() and not per_function[1::2].isnan().any()
 
 
 def test_groups_whose_completions_are_all_masked_teach_nothing(folder, tmp_path):
@@ -301,7 +311,7 @@ def test_groups_whose_completions_are_all_masked_teach_nothing(folder, tmp_path)
     values, experience = stepped(trainer)
     assert values["completions/clipped_ratio"] == 1 and values["frac_informative"] == 1
     assert values["dynamic_sampling/num_gen_batches"] == 3 and values["dynamic_sampling/filled_groups"] == 4
-    assert rows_of(experience.groups, trainer) == [0, 1, 2, 3]
+    assert rows_of(experience, trainer) == [0, 1, 2, 3]
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
@@ -311,12 +321,14 @@ def test_all_of_it_at_once(folder, tmp_path):
         updates_per_rollout=2, num_iterations=2, beta=0.05,
     )  # fmt: skip
     trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 6)))
+    updated, update = [], trainer.update
+    trainer.update = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     values, experience = stepped(trainer)
-    masked = [sample for group in experience.groups for sample in group if sample.masked]
-    truncated = [rollout for rollout in experience.rollouts if rollout.truncated]
-    assert 0 < len(masked) <= len(truncated) == len(experience.samples) * values["completions/clipped_ratio"]
+    masked = [sample for sample in updated[0].samples if sample.masked]
+    truncated = [rollout for rollout in rollouts(experience) if rollout.truncated]
+    assert 0 < len(masked) <= len(truncated) == len(experience.completions) * values["completions/clipped_ratio"]
     assert all(not sample.weights.any() for sample in masked)
-    assert len(experience.groups) == 4 and values["grad_norm"] > 0
+    assert len(experience.trained) == 4 and values["grad_norm"] > 0
     assert sum(values[f"time/{stage}"] for stage in STAGES) == pytest.approx(values["step_time"], rel=0.03)
 
 

@@ -1,5 +1,6 @@
 """No needless pass: the matrix products of an update, counted, against the list of those that it needs."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.model import head
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
@@ -43,12 +44,17 @@ def policy(checkpointing=False):
                       gradient_checkpointing=checkpointing)  # fmt: skip
 
 
-def counted(model, groups, beta=0.0, max_tokens=10_000, with_entropy=True, **settings):
-    """The products of one rollout's updates, and the (tokens, completion tokens) of each batch that was packed."""
+def make_update(model, beta=0.0, max_tokens=10_000, **settings):
     optimizer = MasterAdamW(model, learning_rate=1e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu")
-    update = GRPOUpdate(model, make_reference(model, beta), updater, Objective(beta=beta), temperature=1.0, **settings)
+    policy = Policy(model)
+    return GRPOUpdate(policy, make_reference(policy, beta), updater, Objective(beta=beta), temperature=1.0, **settings)
+
+
+def counted(model, groups, with_entropy=True, **settings):
+    """The products of one rollout's updates."""
+    update = make_update(model, **settings)
     with Products() as products:
         update(groups, with_entropy)
     return products
@@ -67,7 +73,7 @@ def needed(model, samples, passes):
     counts = Counter()
     for layer in layers:
         counts[tuple(sorted((tokens, *layer.weight.shape)))] += passes
-    counts[tuple(sorted((rows, *head(model)[0].shape)))] += passes
+    counts[tuple(sorted((rows, *Policy.of(model).head.weight.shape)))] += passes
     return counts
 
 
@@ -91,19 +97,18 @@ def test_groups_without_advantage_are_not_computed():
 
 def test_their_tokens_count_in_the_normalizer():
     """A group of no advantage beside another one leaves its loss as small as if it were computed."""
-    samples = samples_of()
-    for sample in samples[3:]:
-        sample.advantage = 0.0
-    counted(policy(), [samples[:3], samples[3:]])
+    samples = [dataclasses.replace(s, advantage=s.advantage * (i < 3)) for i, s in enumerate(samples_of())]
+    updated = make_update(policy())([samples[:3], samples[3:]])
     tokens = sum(len(sample.completion_ids) for sample in samples)
-    assert samples[0].weights.tolist() == pytest.approx([1 / tokens] * len(samples[0].weights))
+    weights = updated.samples[0].weights
+    assert weights.tolist() == pytest.approx([1 / tokens] * len(weights))
 
 
 def test_checkpointing_runs_the_layers_once_more_and_the_head_does_not():
     model, samples = policy(checkpointing=True), teaching(samples_of())
     tokens, rows = sizes(samples)
     expected = needed(model, samples, 4)
-    expected[tuple(sorted((rows, *head(model)[0].shape)))] -= 1
+    expected[tuple(sorted((rows, *Policy.of(model).head.weight.shape)))] -= 1
     for layer in model.base_model.layers:  # its last product is no one's input again
         expected[tuple(sorted((tokens, *layer.mlp.down_proj.weight.shape)))] -= 1
     assert counted(model, [samples]).counts == expected

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 
+from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.step.supervised import sft
@@ -14,7 +15,7 @@ def test_it_learns_the_completions_and_reports_their_likelihood():
     model = tiny.model("llama")
     losses = []
     sft(
-        model, examples, steps=80, batch_size=8, learning_rate=1e-2, max_tokens=20,
+        Policy(model), examples, steps=80, batch_size=8, learning_rate=1e-2,
         on_step=lambda step, loss: losses.append(loss),
     )  # fmt: skip
     assert len(losses) == 80 and losses[0] > 2 and losses[-1] < 0.05
@@ -26,7 +27,7 @@ def test_it_learns_the_completions_and_reports_their_likelihood():
 
 def test_no_examples():
     with pytest.raises(ValueError, match="at least one example"):
-        sft(tiny.model(), [], steps=1, batch_size=1, learning_rate=1e-3)
+        sft(Policy(tiny.model()), [], steps=1, batch_size=1, learning_rate=1e-3)
 
 
 def test_updates_that_are_never_finite_end_it():
@@ -34,4 +35,4 @@ def test_updates_that_are_never_finite_end_it():
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
     with pytest.raises(ValueError, match="10 updates in a row were not finite"):
-        sft(model, [([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)
+        sft(Policy(model), [([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)

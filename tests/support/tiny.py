@@ -16,7 +16,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from fastgrpo.policy.model import prepare
+from fastgrpo.policy.load import prepare
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
@@ -58,7 +58,7 @@ def model(name="qwen2", seed=0, gradient_checkpointing=False, **changes):
         for parameter in policy.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(4)
-    return prepare(policy, gradient_checkpointing)
+    return prepare(policy, gradient_checkpointing).module
 
 
 def tokenizer(chat=False):

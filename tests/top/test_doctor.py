@@ -9,6 +9,7 @@ import torch
 from fastgrpo import doctor
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.policy.lora import add_lora
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -32,7 +33,7 @@ def test_the_plan_is_what_training_holds(tmp_path, architecture, dtype):
     planned = {part.name: part.bytes for part in parts}
     model = tiny.model(architecture, vocab_size=258).to(dtype)
     assert planned["policy"] == size(model.parameters())
-    assert planned["reference"] == size(make_reference(model, config.beta).model.parameters())
+    assert planned["reference"] == size(make_reference(Policy.of(model), config.beta).policy.module.parameters())
     optimizer = MasterAdamW(model, learning_rate=1.0)
     sum(parameter.float().sum() for parameter in model.parameters()).backward()
     assert planned["gradients"] == size(master.grad for master in optimizer.masters)

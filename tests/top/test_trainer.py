@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.reference import make_reference, score
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Scoring, make_reference, score
 from fastgrpo.run.log import METRICS
-from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
@@ -37,7 +38,7 @@ def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
 def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     """One GRPO update without the optimizer's step: gradients by name, and the metrics."""
     model = tiny.model("llama").double()
-    reference = make_reference(model, beta)
+    reference = make_reference(Policy.of(model), beta)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
@@ -45,7 +46,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     updater = Updater(optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens, device="cpu")
     objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
-    update = GRPOUpdate(model, reference, updater, objective, temperature=0.9)
+    update = GRPOUpdate(Policy.of(model), reference, updater, objective, temperature=0.9)
     if drop:
         update.teaches = lambda sample: True
     gradients = {}
@@ -56,8 +57,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
 
     step, optimizer.step = optimizer.step, keep
     samples = samples_of(seed=seed)
-    metrics = update([samples[:3], samples[3:]])
-    return gradients, metrics
+    return gradients, update([samples[:3], samples[3:]]).metrics
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
@@ -85,29 +85,36 @@ def make_update(objective, **settings):
     optimizer = MasterAdamW(model, learning_rate=3e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000, device="cpu")
-    return GRPOUpdate(model, make_reference(model, objective.beta), updater, objective, temperature=1.0, **settings)
+    return GRPOUpdate(
+        Policy.of(model),
+        make_reference(Policy.of(model), objective.beta),
+        updater,
+        objective,
+        temperature=1.0,
+        **settings,
+    )
 
 
 def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
     update = make_update(Objective(), updates_per_rollout=2, num_iterations=3)
     samples = samples_of()
-    expected = score(update.model, samples, 1.0, 10_000)
+    expected = score(Policy.of(update.policy.module), samples, Scoring(1.0, 10_000))
     seen = []
     loss = update.loss
-    update.loss = lambda part, batch, meter: seen.append(batch.old_logps is None) or loss(part, batch, meter)
-    metrics = update([samples[:3], samples[3:]])
+    update.loss = lambda batch, *how: seen.append(batch.old_logps is None) or loss(batch, *how)
+    updated = update([samples[:3], samples[3:]])
     assert seen == [True, False, False, False, False, False]
-    for sample, logps in zip(samples, expected, strict=True):
+    for sample, logps in zip(updated.samples, expected, strict=True):
         if sample.advantage:
             torch.testing.assert_close(sample.old_logps, logps, atol=1e-5, rtol=0)
-    assert metrics["ratio/max"] > 1.01
+    assert updated.metrics["ratio/max"] > 1.01
 
 
 def test_without_passes_no_old_logps_are_made(monkeypatch):
     update = make_update(Objective())
     monkeypatch.setattr("fastgrpo.step.grpo.score", lambda model, samples, *_: pytest.fail("scored") if samples else [])
     samples = samples_of()
-    metrics = update([samples])
+    metrics = update([samples]).metrics
     assert all(sample.old_logps is None for sample in samples)
     assert metrics["ratio/mean"] == metrics["ratio/max"] == 1 and "kl" not in metrics
 
@@ -134,7 +141,7 @@ def test_no_spread_moves_nothing(tmp_path):
 def test_no_reference_in_memory_without_beta(tmp_path):
     assert make_trainer(tmp_path / "a").update.reference is None
     reference = make_trainer(tmp_path / "b", beta=0.1).update.reference
-    assert not any(p.requires_grad for p in reference.model.parameters())
+    assert not any(p.requires_grad for p in reference.policy.module.parameters())
 
 
 def test_what_a_run_leaves_behind(tmp_path):
@@ -232,21 +239,20 @@ def test_a_model_object_is_trained_in_place(tmp_path):
 
 def test_minibatches_are_balanced_and_as_many_as_asked_for():
     update = make_update(Objective(), updates_per_rollout=4)
-    sizes = []
-    update.updater.step = lambda samples, loss: sizes.append(len(samples)) or torch.zeros(())
+    sizes, step = [], update.updater.step
+    update.updater.step = lambda samples, loss: sizes.append(len(samples)) or step(samples, loss)
     update.teaches = lambda sample: True
-    update.set_logps = lambda kept: None
     update([[sample] for sample in samples_of(5)])
     assert sizes == [1, 1, 1, 2]
 
 
 def test_an_update_without_samples_moves_nothing():
     update = make_update(Objective())
-    before = [p.clone() for p in update.model.parameters()]
+    before = [p.clone() for p in update.policy.module.parameters()]
     samples = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of()]
-    metrics = update([samples])
+    metrics = update([samples]).metrics
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, update.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, update.policy.module.parameters(), strict=True))
 
 
 def test_no_verdict_at_all(tmp_path):
@@ -260,11 +266,10 @@ def advantages_of(trainer):
     """Those of one step, and the rewards they are made of."""
     seen = []
 
-    def update(groups, logged):
+    def update(groups, with_entropy):
         seen.extend(groups)
-        return {"accuracy": 0.0}
+        return Updated([sample for group in groups for sample in group], [], {})
 
-    update.norms = []
     trainer.update = update
     trainer.step()
     return torch.tensor([[sample.advantage for sample in group] for group in seen])

@@ -1,0 +1,44 @@
+"""Whether prompts fit the policy: every row is looked at before the first step, so that none ends a run midway."""
+
+from collections.abc import Iterable
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.data.prompts import shortened, to_prompt
+from fastgrpo.data.records import Prompt
+from fastgrpo.policy.model import Policy
+
+
+def check_prompts(
+    prompts: Iterable[Prompt], policy: Policy, max_tokens: int, limit: str = "max_completion_length"
+) -> None:
+    """Refuse prompts that the policy cannot hold.
+
+    Args:
+        prompts: The prompts.
+        policy: The policy.
+        max_tokens: The most tokens of a completion.
+        limit: The name of the setting that is `max_tokens`.
+
+    Raises:
+        ValueError: As `Policy.check_prompt`, naming the prompt by its beginning.
+    """
+    for prompt in prompts:
+        policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", limit)
+
+
+def check_rows(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int) -> None:
+    """Tokenize every row and check its prompt.
+
+    Args:
+        rows: Data rows.
+        tokenizer: The policy's tokenizer.
+        policy: The policy.
+        max_tokens: The most tokens of a completion.
+
+    Raises:
+        ValueError: As `to_prompt` and `check_prompts`.
+    """
+    for row in tqdm(rows, desc="check prompts", delay=2, leave=False):
+        check_prompts([to_prompt(row, tokenizer)], policy, max_tokens)

@@ -1,0 +1,32 @@
+"""Whether prompts fit the policy."""
+
+import pytest
+import tiny
+
+from fastgrpo.data.records import Prompt
+from fastgrpo.policy.fit import check_prompts, check_rows
+from fastgrpo.policy.model import Policy
+
+
+def test_prompts_that_the_model_cannot_hold():
+    policy = Policy(tiny.model(vocab_size=258))  # a context of 256
+
+    def prompt(*ids):
+        return Prompt(list(ids), [{"role": "user", "content": "a long\nstory " * 9}])
+
+    check_prompts([prompt(*range(250))], policy, 6)
+    with pytest.raises(ValueError, match=r"the prompt 'a long.*\.\.\.' has 251 tokens; .*=6 it exceeds .* of 256"):
+        check_prompts([prompt(5), prompt(*range(251))], policy, 6)
+    with pytest.raises(ValueError, match="has the token id 258, but the model has only 258 embeddings"):
+        check_prompts([prompt(258)], policy, 6)
+    with pytest.raises(ValueError, match="has no tokens"):
+        check_prompts([prompt()], policy, 6)
+
+
+def test_every_row_is_looked_at():
+    policy, tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()
+    check_rows([{"prompt": "ab"}, {"prompt": "c"}], tokenizer, policy, 200)
+    with pytest.raises(ValueError, match=r"the prompt 'cc.*max_completion_length=200 it exceeds"):
+        check_rows([{"prompt": "ab"}, {"prompt": "c" * 60}], tokenizer, policy, 200)
+    with pytest.raises(ValueError, match="no column 'prompt', only question"):
+        check_rows([{"prompt": "ab"}, {"question": "?"}], tokenizer, policy, 200)
