@@ -9,7 +9,6 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -25,7 +24,7 @@ def make_model(name, **how):
     torch.manual_seed(0)
     if name == "soft cap":  # low enough to bend scores of this size
         config = Gemma2Config(
-            **SHAPE, final_logit_softcapping=None, attn_logit_softcapping=0.5, sliding_window=256,
+            **SHAPE, final_logit_softcapping=2.0, attn_logit_softcapping=0.5, sliding_window=256,
             query_pre_attn_scalar=8,
         )  # fmt: skip
         model = Gemma2ForCausalLM(config)
@@ -53,9 +52,9 @@ def make_samples():
 @pytest.mark.parametrize("share_prompt", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_states_and_gradients_are_those_of_each_sequence_alone(name, share_prompt, checkpointing):
-    model = make_model(name, gradient_checkpointing=checkpointing, own_attention=True)
-    samples = make_samples()
-    states = Policy.of(model).completion_states(Batch.pack(samples, "cpu", share_prompt))
+    policy = make_model(name, gradient_checkpointing=checkpointing, own_attention=True)
+    model, samples = policy.module, make_samples()
+    states = policy.completion_states(Batch.pack(samples, "cpu", share_prompt))
     mixed = torch.randn_like(states)
     (states * mixed).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -76,7 +75,7 @@ def test_the_cap_and_the_window_count():
     """Else the tests above would pass with either left out."""
     ids = torch.tensor([make_samples()[0].prompt_ids])
     for name, knob in (("soft cap", "attn_logit_softcapping"), ("window", "sliding_window")):
-        model = make_model(name, own_attention=True)
+        model = make_model(name, own_attention=True).module
         with torch.no_grad():
             before = model.base_model(ids, use_cache=False).last_hidden_state
             for module in (model, *model.modules()):
@@ -88,11 +87,11 @@ def test_the_cap_and_the_window_count():
 
 
 def test_within_its_window_a_model_is_packed():
-    model = make_model("window")
-    assert not model.own_attention
+    policy = make_model("window")
+    assert not policy.own_attention
     assert not prepare(tiny.model(), own_attention=True).own_attention
     sampling = SamplingParams(max_tokens=3, seed=0)
-    engine = RolloutEngine(model)
+    engine = RolloutEngine(policy)
     assert len(engine.generate([[5, 6, 7]], 2, sampling)) == 2
     with pytest.raises(ValueError, match=r"7 tokens exceeds the sliding window of 6.*--rollout_backend hf"):
         engine.generate([[5, 6, 7], [5, 6, 7, 8]], 2, sampling)
@@ -109,7 +108,7 @@ def test_two_training_steps(tmp_path, name):
         max_completion_length=12, learning_rate=1e-2, lr_scheduler_type="constant", beta=0.1, device="cpu",
         gradient_checkpointing=False,
     )  # fmt: skip
-    model = make_model(name, own_attention=True)
+    model = make_model(name, own_attention=True).module
     before = [parameter.detach().clone() for parameter in model.parameters()]
     rows = [{"prompt": "hello "}, {"prompt": "abc"}]
     trainer = GRPOTrainer(model, reward, settings, rows, processing_class=tiny.tokenizer())

@@ -114,11 +114,11 @@ def test_updates_with_old_and_reference_log_probs(max_tokens, checkpointing):
     settings = {"updates_per_rollout": 2, "num_iterations": 2}
     update = make_update(True, max_tokens, checkpointing, **settings)
     expected = make_update(False, **settings)
-    metrics, expected_metrics = update(make_groups()), expected(make_groups())
+    metrics, expected_metrics = update(make_groups()).metrics, expected(make_groups()).metrics
     assert expected_metrics["kl"] > 1e-3 and expected_metrics["grad_norm"] > 1e-3
     for name, value in expected_metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-    for name, parameter in expected.model.named_parameters():
+    for name, parameter in expected.policy.module.named_parameters():
         torch.testing.assert_close(update.policy.module.get_parameter(name), parameter, atol=1e-9, rtol=1e-9, msg=name)
 
 
@@ -174,7 +174,7 @@ def test_the_flag_reaches_every_pass(tmp_path):
         trainer = make_trainer(path, beta=0.1, num_iterations=2, share_prompt=share_prompt, rows=[{"prompt": "a" * 9}])
         counts = [TokenCount(trainer.model), TokenCount(trainer.update.reference.policy.module)]
         groups = [flat(make_groups())[:4]]
-        metrics.append(trainer.update(groups))
+        metrics.append(trainer.update(groups).metrics)
         tokens.append([count.tokens for count in counts])
     assert tokens == [[2 * (9 + 10), 9 + 10], [2 * (4 * 9 + 10), 4 * 9 + 10]]
     for name, value in metrics[1].items():
@@ -190,7 +190,7 @@ def test_on_cuda_in_bf16(architecture):
     exact = score(
         Policy.of(tiny.model(architecture, hidden_size=64).double()), flat(make_groups()), Scoring(1.0, 10_000)
     )
-    model = cast(model.to("cuda"), torch.bfloat16)
+    cast(model.to("cuda"), torch.bfloat16)
     errors = []
     for share_prompt in (True, False):
         logps = score(Policy.of(model), flat(make_groups()), Scoring(1.0, 10_000, share_prompt))

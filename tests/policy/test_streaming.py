@@ -20,8 +20,8 @@ NAMES = ["qwen2", "qwen3", "llama", "smollm3-like"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_streamed_equals_resident(name, layers):
-    model = tiny.model(name, num_hidden_layers=layers)
-    resident, streamed = FrozenCopy(model), StreamedCopy(model)
+    policy = Policy(tiny.model(name, num_hidden_layers=layers))
+    resident, streamed = FrozenCopy(policy), StreamedCopy(policy)
     for max_tokens in (10_000, 12):  # one pass, and several
         expected = resident.score(samples_of(), Scoring(0.9, max_tokens))[0]
         for got, want in zip(streamed.score(samples_of(), Scoring(0.9, max_tokens))[0], expected, strict=True):
@@ -33,14 +33,14 @@ def storage(tensor):
 
 
 def test_a_layer_runs_from_one_of_two_buffers_which_take_turns():
-    reference = StreamedCopy(tiny.model(num_hidden_layers=5))
+    reference = StreamedCopy(Policy(tiny.model(num_hidden_layers=5)))
     stream, seen = reference.stream, []
     layers = reference.policy.module.base_model.layers
     for layer in layers:
         layer.register_forward_hook(lambda layer, *_: seen.append({storage(p) for p in layer.parameters()}))
     with reference.ready():
         buffers = {storage(buffer) for buffer in stream.buffers}
-        score(Policy.of(reference.policy.module), samples_of(), Scoring(1.0, 12))
+        score(reference.policy, samples_of(), Scoring(1.0, 12))
         assert storage(reference.policy.module.lm_head.weight) not in {storage(stream.rest.host)} | buffers
     assert len(seen) > 10 and len(buffers) == 2
     assert all(len(one) == 1 and one <= buffers for one in seen)
@@ -52,11 +52,11 @@ def test_a_layer_runs_from_one_of_two_buffers_which_take_turns():
 
 def test_a_pass_that_fails_leaves_the_weights_whole():
     model = tiny.model()
-    reference = StreamedCopy(model)
+    reference = StreamedCopy(Policy(model))
     expected = reference.score(samples_of(), Scoring(1.0, 10_000))[0]
     hook = reference.policy.module.base_model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        reference.score(samples_of(), Scoring(1.0, 10_000))[0]
+        reference.score(samples_of(), Scoring(1.0, 10_000))
     hook.remove()
     for name, parameter in model.named_parameters():
         assert torch.equal(reference.policy.module.get_parameter(name), parameter)
@@ -86,7 +86,7 @@ def test_packing_keeps_every_dtype():
 @pytest.mark.gpu
 def test_on_a_gpu_two_layers_are_there_at_most_and_afterwards_none():
     model = tiny.model(num_hidden_layers=12, hidden_size=512, intermediate_size=2048).cuda().bfloat16()
-    resident, streamed = FrozenCopy(model), StreamedCopy(model)
+    resident, streamed = FrozenCopy(Policy(model)), StreamedCopy(Policy(model))
     expected = resident.score(samples_of(), Scoring(0.9, 12))[0]
     layer, rest = (len(weights.host) for weights in (streamed.stream.layers[0], streamed.stream.rest))
     assert streamed.stream.layers[0].host.is_pinned()

@@ -235,11 +235,11 @@ def test_freed_lanes_take_the_next_group(monkeypatch, attention):
     prompts = PROMPTS * 6
     expected = RolloutEngine(model, attention=attention).generate(prompts, 2, sampling)
     engine, seen = RolloutEngine(model, max_num_seqs=8, attention=attention), []
-    seat = engine._seat
-    monkeypatch.setattr(engine, "_seat", lambda groups: seen.append(engine._live()) or seat(groups))
+    start = engine._start
+    monkeypatch.setattr(engine, "_start", lambda groups: seen.append(engine._live()) or start(groups))
     rollouts = engine.generate(prompts, 2, sampling)
     assert [rollout.ids for rollout in rollouts] == [rollout.ids for rollout in expected]
-    assert len(seen) > 3 and any(0 < live < 8 for live in seen)  # seated beside others that went on
+    assert len(seen) > 3 and any(0 < live < 8 for live in seen)  # started beside others that went on
     assert max(engine.live_lanes) <= 8
     for one, other in zip(rollouts, expected, strict=True):
         torch.testing.assert_close(one.logps, other.logps, atol=1e-5, rtol=0)

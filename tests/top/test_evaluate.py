@@ -12,6 +12,7 @@ from fastgrpo.evaluate import main, parse
 from fastgrpo.evaluation import heldout
 from fastgrpo.evaluation.estimators import wilson
 from fastgrpo.evaluation.heldout import comparison, draws_reported, evaluate
+from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import final_answer
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.gsm8k import correctness, format_reward
@@ -25,7 +26,7 @@ class Script:
     """An engine that says what it was told to: the greedy completions, then the draws."""
 
     def __init__(self, greedy, draws):
-        self.model, self.tokenizer = tiny.model(vocab_size=258), tiny.tokenizer()
+        self.policy, self.tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()
         self.texts, self.samplings = [greedy, draws], []
 
     def generate(self, prompts, num_generations, sampling, progress):

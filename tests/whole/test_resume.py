@@ -184,7 +184,7 @@ def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path)
         make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **MOVING).train()
     trainer = make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **MOVING)
     fresh = [parameter.clone() for parameter in trainer.update.reference.policy.module.parameters()]
-    restore(trainer, trainer.log.checkpoint)
+    restore(trainer.parts(), trainer.log.checkpoint, trainer.about())
     moved = trainer.update.reference.policy.module.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(fresh, moved, strict=True) if a.ndim == 2)
 

@@ -1,0 +1,94 @@
+"""Filters and the gradient: what the loss makes of tokens that top-k, top-p or min-p let through."""
+
+import dataclasses
+
+import pytest
+import tiny
+import torch
+from runs import lines, make_trainer
+
+from fastgrpo import Objective
+from fastgrpo.data.records import Completion, Prompt
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.step.experience import to_sample
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+PROMPT = Prompt([5, 9, 20], "p")
+FILTERS = [{"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 6, "top_p": 0.8}]
+
+
+def drawn(policy, filters):
+    """One completion of a single token for every token that the filters keep, with an advantage of its own."""
+    engine, sampling = RolloutEngine(policy), SamplingParams(max_tokens=1, seed=0, **filters)
+    rollouts = {rollout.ids[0]: rollout for rollout in engine.generate([PROMPT.ids], 256, sampling)}
+    advantages = torch.linspace(-1, 2, len(rollouts)).tolist()
+    return [Completion(PROMPT, r, "", advantage=a) for r, a in zip(rollouts.values(), advantages, strict=True)]
+
+
+def gradient(policy, completions, objective, corrected):
+    """The gradient of the loss, the expectation over the draws taken exactly: each token by its probability q."""
+    optimizer = MasterAdamW(policy.module, learning_rate=0.0)
+    updater = Updater(
+        optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=0.0,
+        max_tokens=10_000, device=policy.device,
+    )  # fmt: skip
+    update = GRPOUpdate(policy, None, updater, objective, temperature=1.0)
+    samples = [
+        dataclasses.replace(to_sample(completion, corrected), weights=completion.rollout.sampler_logps.exp())
+        for completion in completions
+    ]
+    policy.module.zero_grad()
+    out = update.loss(Batch.pack(samples, policy.device), step_tokens=1.0, with_entropy=False)
+    out.loss.backward()
+    return torch.cat([p.grad.flatten() for p in policy.module.parameters()]), out.metrics
+
+
+def expected_gradient(policy, completions):
+    """- sum over the kept tokens of p A grad log p, by autograd over full logits."""
+    policy.module.zero_grad()
+    logps = policy.module(torch.tensor([PROMPT.ids])).logits[0, -1].log_softmax(-1)
+    tokens = torch.tensor([completion.rollout.ids[0] for completion in completions])
+    advantages = torch.tensor([completion.advantage for completion in completions])
+    (-(logps.exp().detach() * logps)[tokens] * advantages).sum().backward()
+    return torch.cat([p.grad.flatten() for p in policy.module.parameters()]), logps.exp()[tokens].sum().item()
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_the_expected_gradient_is_that_of_the_policy_over_the_kept_tokens(filters, mode):
+    policy = Policy(tiny.model("llama"))
+    completions = drawn(policy, filters)
+    expected, mass = expected_gradient(policy, completions)
+    assert 1 < len(completions) < 64 and mass < 0.99
+    ours, metrics = gradient(policy, completions, Objective(importance_sampling_mode=mode), corrected=True)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
+    assert metrics["sampling/importance_sampling_ratio/mean"].item() == pytest.approx(mass, rel=1e-5)
+    # Without the correction each kept token counts by q = p / kept: the gradient is larger by that factor.
+    plain, _ = gradient(policy, completions, Objective(), corrected=False)
+    torch.testing.assert_close(plain * mass, expected, atol=1e-6, rtol=1e-4)
+
+
+def rising(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
+
+def test_a_run_with_the_correction_measures_it(tmp_path):
+    settings = {"top_k": 3, "importance_sampling_mode": "token_truncate"}
+    trainer = make_trainer(tmp_path, rising, max_steps=2, **settings)
+    trainer.train()
+    for row in lines(tmp_path / "run" / "metrics.jsonl"):
+        ratio = {name: row[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")}
+        assert 0 < ratio["min"] < ratio["mean"] < ratio["max"] <= 1
+        assert row["rollout/logp_gap"] < 1e-5  # the policy's own log-probs, not the sampler's
+
+
+def test_without_filters_and_off_by_default_nothing_is_weighed(tmp_path):
+    trainer = make_trainer(tmp_path, rising, max_steps=1, top_k=3)
+    trainer.train()
+    row = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert not any(name.startswith("sampling/") for name in row)
