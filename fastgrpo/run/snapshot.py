@@ -133,8 +133,9 @@ def restore(parts: Mapping[str, Part], path: Path, about: Mapping[str, Any]) -> 
     for name, part in parts.items():
         if name not in apart:
             part.load_state_dict(state[name])
-    if state.get("reference_measured") and "reference" in parts:  # as checkpoints of version 0.1.0 have it
-        parts["reference"].load_state_dict({"measured": True})
+    reference = parts.get("reference")
+    if reference and "measured" in reference.state_dict() and state.get("reference_measured"):
+        reference.load_state_dict({"measured": True})  # where older checkpoints, without a reference.pt, have it
     for file, names in FILES.items():
         if (path / file).exists():
             saved = torch.load(path / file, map_location="cpu", weights_only=True)

@@ -19,7 +19,7 @@ from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
 PROMPT = Prompt([5, 9, 20], "p")
-FILTERS = [{"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 6, "top_p": 0.8}]
+FILTERS = [{"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 6, "top_p": 0.8}]
 
 
 def drawn(policy, filters):
