@@ -3,8 +3,8 @@
     python -m benchmarks.report [folder of results] [page.md ...]
 
 prints a table for every benchmark and device, and puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` on every
-page that has these markers. Without arguments the pages are docs/benchmarks.md, which has the markers of all tables, and
-README.md. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures, time and memory against N and a step by
+page that has these markers. Without arguments the pages are README.md and docs/benchmarks.md, which has the markers of
+all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures, time and memory against N and a step by
 its stages, are written to <folder>/NAME.png.
 """
 
