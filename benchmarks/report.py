@@ -1,10 +1,11 @@
-"""results/<device>.jsonl -> Markdown tables and pictures (time and memory against N, a step by its stages) of each
-device's newest run.
+"""Make the benchmark tables and pictures from results/<device>.jsonl, of each device's newest run.
 
-    python -m benchmarks.report [folder of results] [README.md]
+    python -m benchmarks.report [folder of results] [page.md ...]
 
-prints a table for every benchmark and device, puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` of the
-README where those markers stand, and draws <folder>/NAME.png. NAME is <benchmark>-<device>, as in head-nvidia-h200.
+prints a table for every benchmark and device, and puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` on every
+page that has these markers. Without arguments the pages are README.md and docs/benchmarks.md, which has the markers of
+all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures, time and memory against N and a step by
+its stages, are written to <folder>/NAME.png.
 """
 
 import json
@@ -14,12 +15,20 @@ from pathlib import Path
 
 from benchmarks.compare import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 MINE = "fastgrpo"
 
 
-def newest(path):
-    """benchmark -> the rows of its last run in a results file; the rows of one run share their date."""
+def newest(path: Path) -> dict[str, list[dict]]:
+    """Read the results of the newest run of each benchmark. The results of one run share their date.
+
+    Args:
+        path: A results file, one JSON object a line.
+
+    Returns:
+        The name of a benchmark -> the results of its newest run.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     last = {}
     for row in rows:
@@ -27,17 +36,27 @@ def newest(path):
     return {name: [row for row in rows if row["benchmark"] == name and row["date"] == last[name]] for name in last}
 
 
-def table(rows, device):
-    """Markdown: what ran where, one line a variant and shape, and the variants that are missing with the reason."""
+def table(rows: list[dict], device: str) -> str:
+    """Write the results of one run as Markdown.
+
+    Args:
+        rows: The results of one benchmark, as `newest` returns them.
+        device: The name of the results file: cpu, or the GPU's name.
+
+    Returns:
+        A line that says what ran where and when, a table with a line for each variant and shape, and the variants that
+        could not run, with the reason.
+    """
     first, measured = rows[0], [row for row in rows if "missing" not in row]
     mine = {}
     for row in measured:
         if row["variant"].partition(",")[0] == MINE:
             mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
     cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
-    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # what nobody measured is no column
+    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # no column for what nobody measured
+    machine = f"{device} ({first['threads']} threads)" if device == "cpu" and "threads" in first else device
     lines = [
-        f"{device}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, {first['date'][:10]}. "
+        f"{machine}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, {first['date'][:10]}. "
         "Time: median (p20 to p80).",
         "",
         *_rows([[list(COLUMNS)[i] for i in used], ["---"] * len(used)]),
@@ -61,7 +80,7 @@ def _number(key, form):
     return lambda row, mine: "" if row.get(key) is None else format(row[key], form)
 
 
-# Header of a column -> its text for a row; mine: the milliseconds of ours in each case.
+# Header of a column -> its text for one result; `mine` has the milliseconds of our fastest variant in each case.
 COLUMNS = {
     "model": lambda row, mine: row.get("model", ""),
     "N x D x V": lambda row, mine: f"{row['n']} x {row['d']} x {row['v']}" if "v" in row else "",
@@ -81,15 +100,30 @@ COLUMNS = {
 }
 
 
-def fill(text, name, content):
-    """`text` with what stands between the markers of `name` replaced; as it was where there are none."""
+def fill(text: str, name: str, content: str) -> str:
+    """Replace what stands between the markers of a table.
+
+    Args:
+        text: A page.
+        name: The name in the markers.
+        content: What shall stand between them.
+
+    Returns:
+        The page with the new content, or the page as it was where it has no such markers.
+    """
     start, end = f"<!-- bench:{name} -->", "<!-- /bench -->"
     pattern = re.compile(f"({re.escape(start)}\n).*?({re.escape(end)})", re.DOTALL)
     return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
-def picture_of_sizes(rows, title, path):
-    """Time above, memory below, against N with all rows active: a column for each D x V, a line for each variant."""
+def picture_of_sizes(rows: list[dict], title: str, path: Path) -> None:
+    """Draw time (above) and memory (below) against N, a column for each D x V and a line for each variant.
+
+    Args:
+        rows: The results of one benchmark. Only those of the case "all rows" are drawn.
+        title: The headline.
+        path: The PNG file to write.
+    """
     plt = _pyplot()
     chosen = [row for row in rows if "missing" not in row and row["case"] == "all rows"]
     heads = sorted({(row["d"], row["v"]) for row in chosen})
@@ -115,8 +149,14 @@ def picture_of_sizes(rows, title, path):
     plt.close(figure)
 
 
-def picture_of_steps(rows, title, path):
-    """A bar a variant and model: the step's time, ours stacked by stage."""
+def picture_of_steps(rows: list[dict], title: str, path: Path) -> None:
+    """Draw the time of a step as a bar for each variant and model; the bars of fastgrpo are stacked by stage.
+
+    Args:
+        rows: The results of one benchmark; `stages_ms` holds the milliseconds of each stage.
+        title: The headline.
+        path: The PNG file to write.
+    """
     plt = _pyplot()
     chosen = [row for row in rows if "missing" not in row]
     figure, axis = plt.subplots(figsize=(9, 1.5 + 0.7 * len(chosen)), layout="constrained")
@@ -148,9 +188,14 @@ def _pyplot():
     return plt
 
 
-def main(folder=RESULTS, readme=README):
-    """Tables to stdout and into the README's markers, pictures into the folder."""
-    folder, readme = Path(folder), Path(readme)
+def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
+    """Print the tables, put them between the markers of the pages, and draw the pictures.
+
+    Args:
+        folder: The folder of the results files; the pictures go there too.
+        pages: Markdown files. Without any, they are docs/benchmarks.md and README.md.
+    """
+    folder, pages = Path(folder), [Path(page) for page in pages or PAGES]
     for path in sorted(folder.glob("*.jsonl")):
         for benchmark, rows in newest(path).items():
             name = f"{benchmark}-{path.stem}"
@@ -160,11 +205,17 @@ def main(folder=RESULTS, readme=README):
                 picture_of_sizes(rows, name, folder / f"{name}.png")
             if any("stages_ms" in row for row in rows):
                 picture_of_steps(rows, name, folder / f"{name}.png")
-            if readme.exists():
-                before = readme.read_text()
-                after = fill(before, name, markdown)
-                if after != before:
-                    readme.write_text(after)
+            if not any([_write_table(page, name, markdown) for page in pages]):
+                print(f"No page has this table: it goes between <!-- bench:{name} --> and <!-- /bench -->.\n")
+
+
+def _write_table(page, name, markdown):
+    """Put a table onto a page that has its markers, and return whether it has them."""
+    before = page.read_text() if page.exists() else ""
+    after = fill(before, name, markdown)
+    if after != before:
+        page.write_text(after)
+    return f"<!-- bench:{name} -->" in before
 
 
 if __name__ == "__main__":

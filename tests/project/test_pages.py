@@ -1,17 +1,188 @@
-"""The page about the loss: its Python runs, before and after agree, and so do padded and packed."""
+"""README, CONTRIBUTING and docs/: links, files, flags and commands exist, Python runs, figures are the code's."""
 
+import ast
+import dataclasses
 import re
+import shlex
 
 import pytest
 import tiny
 import torch
 from paths import ROOT
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fastgrpo
+from benchmarks import report
+from fastgrpo import Objective, chat, doctor, evaluate, train
+from fastgrpo.config import recipe
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run.log import METRICS
 
-PAGE = (ROOT / "docs" / "loss.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+def blocks(page, language="python"):
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def anchors(page):
+    """The headings of a page, as GitHub's links name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(page, name):
+    """The arguments of each `python -m fastgrpo.NAME ...` in the code blocks of a page."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    found = [line.partition(f"python -m fastgrpo.{name}") for line in lines]
+    return [shlex.split(rest, comments=True) for before, command, rest in found if command and not before]
+
+
+@every_page
+def test_links_and_pictures_exist(page):
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        linked = page.parent / path if path else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+@every_page
+def test_files_that_are_named_exist(page):
+    """Capitals in a name stand for something else: TASK, MODULE."""
+    named = re.findall(r"`((?:fastgrpo|kernels|tests|benchmarks|docs)/[\w/.-]+)`", page.read_text())
+    for name in named:
+        if not re.search(r"[A-Z]{3}", name):
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda path: path.name)
+def test_a_page_is_at_most_250_lines(page):
+    assert page.read_text().count("\n") <= 250
+
+
+@every_page
+def test_commands_parse(page):
+    """Of training, by its own parser; of the others, every flag is one that --help shows."""
+    for argv in commands(page, "train"):
+        train.parse([word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in argv])
+    for argv in commands(page, "doctor"):
+        train.parse(["--model_name_or_path" if word == "--model" else word for word in argv])
+
+
+def flags_of(command, capsys):
+    """Every flag that --help of a command names, short ones too."""
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    return set(re.findall(r"(?<![\w-])--?\w+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("command", [evaluate, chat], ids=["evaluate", "chat"])
+def test_flags_of_other_commands_exist(command, capsys):
+    used = [argv for page in PAGES for argv in commands(page, command.__name__.rpartition(".")[2])]
+    flags = {word for argv in used for word in argv if word.startswith("-")}
+    assert flags and flags <= flags_of(command, capsys)
+
+
+def test_flags_in_the_text_exist(capsys):
+    """In code spans that begin with a flag; those of `Objective` are flags of training too, or will be."""
+    known = {f"--{field.name}" for record in (GRPOConfig, Objective) for field in dataclasses.fields(record)}
+    known |= flags_of(evaluate, capsys) | flags_of(chat, capsys) | {"--config", "--debug", "--model"}
+    for page in PAGES:
+        for span in re.findall(r"`(--[^`\n]+)`", page.read_text()):
+            assert set(re.findall(r"--\w+", span)) <= known, (page.name, span)
+
+
+@every_page
+def test_python_is_python(page):
+    for block in blocks(page):
+        ast.parse(block)
+
+
+def run_small(block, path, replacements):
+    """Execute a block with a tiny model in the place of a real one. Returns its names."""
+    for theirs, ours in {"Qwen/Qwen2.5-0.5B": str(tiny.save(path / "m")), **replacements}.items():
+        assert theirs in block, theirs
+        block = block.replace(theirs, ours)
+    names = {}
+    exec(block, names)
+    return names
+
+
+def test_the_run_from_python(tmp_path, monkeypatch, without_curves):
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(ROOT / "docs" / "training.md")
+    short = {"max_steps=100": "max_steps=2, logging_steps=1", "num_generations=8": "num_generations=4"}
+    names = run_small(block, tmp_path, short | {"beta=0.04": "beta=0.04, max_completion_length=5"})
+    assert names["summary"]["steps"] == 2
+    folder = tmp_path / "runs" / "ten-words"
+    assert '"custom/words"' in (folder / "metrics.jsonl").read_text()
+    assert '"words"' in (folder / "samples.jsonl").read_text()
+
+
+def test_the_engine_alone(tmp_path, capsys):
+    (block,) = blocks(ROOT / "docs" / "rollouts.md")
+    run_small(block, tmp_path, {"max_tokens=64": "max_tokens=3"})
+    drawn = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if re.match(r"[01] (stop|length)", line)]
+    assert [number for number, _ in drawn].count("0") == [number for number, _ in drawn].count("1") == 4
+
+
+def test_metrics_that_are_named_exist():
+    text = (ROOT / "docs" / "runs.md").read_text().split("## Metrics")[1].split("## Checkpoints")[0]
+    named = set(re.findall(r"`([a-z_]+(?:/[\w{}]+)*)`", re.sub(r"`[^`]*(?:\.|--)[^`]*`", "", text)))
+    assert len(named) > 15 and named <= set(METRICS), named - set(METRICS)
+
+
+def test_what_is_not_measured_is_said_twice():
+    """Once in the README and once on the page about benchmarks; other pages are about what there is."""
+    for page in PAGES:
+        said = " ".join(page.read_text().split()).lower().count("not yet measured on a gpu")
+        assert said == (page.name in ("README.md", "benchmarks.md")), page.name
+
+
+def test_the_tables_of_benchmarks_are_those_of_the_results():
+    """`python -m benchmarks.report` would change nothing: each newest result is on the page, the loss in the README."""
+    shown = {"linear_grpo_loss-cpu": PAGES[0]}
+    for path in report.RESULTS.glob("*.jsonl"):
+        for benchmark, rows in report.newest(path).items():
+            name, table = f"{benchmark}-{path.stem}", report.table(rows, path.stem)
+            for page in {ROOT / "docs" / "benchmarks.md", shown.get(name, PAGES[0])}:
+                text = page.read_text()
+                assert report.fill(text, name, table) == text, f"{name} is stale in {page.name}"
+            assert f"<!-- bench:{name} -->" in (ROOT / "docs" / "benchmarks.md").read_text(), name
+    assert all(f"<!-- bench:{name} -->" in page.read_text() for name, page in shown.items())
+
+
+def planned(model, flags, capsys):
+    """Part -> size, as doctor prints them."""
+    command = next(argv for argv in commands(ROOT / "docs" / "memory.md", "doctor"))
+    argv = [str(model) if word == "MODEL" else word for word in command] + shlex.split(flags)
+    assert doctor.main(argv) == 0
+    lines = capsys.readouterr().out.partition("memory of ")[2].splitlines()[1:]
+    return dict(re.match(r" +(.+?) +([\d.]+ [KMG]iB)", line).groups() for line in lines)
+
+
+def test_the_memory_tables_are_what_doctor_prints(tmp_path, capsys):
+    """Of the shape of Qwen2.5-0.5B, under each of the settings."""
+    Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    _, parts, settings, *_ = re.split(r"\n(?=\|.*\|\n\|---)", (ROOT / "docs" / "memory.md").read_text())
+    cells = [re.findall(r"[^|]+", row) for row in parts.split("\n\n")[0].splitlines()[2:]]
+    plain = planned(tmp_path, "", capsys)
+    assert len(cells) == 9 and all(plain[part.strip()] == size.strip() for part, size, _ in cells)
+    for row in settings.split("\n\n")[0].splitlines()[2:]:
+        flags, reference, in_all = (cell.strip(" `") for cell in row.strip("|").split("|"))
+        found = planned(tmp_path, "" if flags == "as above" else flags, capsys)
+        assert (found["reference"], found["in all"]) == (reference, in_all), flags
+
+
+# docs/loss.md: before and after agree, and so do padded and packed.
 S, LENGTH = 3, 7
 
 
@@ -40,7 +211,7 @@ def run(block, names):
 
 
 def test_five_lines_replace_head_and_loss(names):
-    before, after, _ = BLOCKS
+    before, after, _ = blocks(ROOT / "docs" / "loss.md")
     assert before.strip().count("\n") == after.strip().count("\n") == 4
     expected = run(before, names)
     torch.testing.assert_close(run(after, names), expected)
@@ -49,7 +220,7 @@ def test_five_lines_replace_head_and_loss(names):
 
 
 def test_packed_equals_padded(names):
-    _, after, packed = BLOCKS
+    _, after, packed = blocks(ROOT / "docs" / "loss.md")
     expected = run(after, names)
     padded = names["out"]
     hidden = names["model"].model(names["input_ids"]).last_hidden_state
@@ -64,8 +235,3 @@ def test_packed_equals_padded(names):
     torch.testing.assert_close(run(packed, names), expected)
     torch.testing.assert_close(names["out"].loss, padded.loss)
     torch.testing.assert_close(names["out"].logps.view(S, LENGTH)[:, :-1], padded.logps)
-
-
-def test_links_exist():
-    for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
