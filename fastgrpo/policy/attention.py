@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from fastgrpo.policy.varlen import Segments, VarlenAttention
+from fastgrpo.policy.segments import Segments
+from fastgrpo.policy.varlen import VarlenAttention
 
 NAME = "fastgrpo"
 

@@ -100,9 +100,8 @@ class _Layout:
         for i in shared:
             prompt = len(groups[i][0].prompt_ids)
             rows[i] = [[ends[i], *self._put(sample.completion_ids[:-1], prompt)] for sample in groups[i]]
-        for i in set(range(len(groups))) - set(
-            shared
-        ):  # one sequence each: at most one sample of the group has inputs of its own
+        for i in set(range(len(groups))) - set(shared):
+            # The group is one sequence, because at most one of its samples has inputs of its own.
             longest = max((sample.completion_ids for sample in groups[i]), key=len)
             prompt = groups[i][0].prompt_ids
             inputs = self._put(prompt + longest[:-1], 0)[len(prompt) - 1 :]

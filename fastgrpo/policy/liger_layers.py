@@ -1,4 +1,4 @@
-"""liger-kernel's fused layers for a model: they launch fewer kernels and keep fewer activations for the backward pass."""
+"""liger-kernel's fused layers, which launch fewer kernels and keep fewer activations for the backward pass."""
 
 import logging
 from importlib.util import find_spec

@@ -71,7 +71,7 @@ def refuse_adapters(model: PreTrainedModel) -> None:
     """
     if has_adapters(model):
         raise ValueError(
-            "the model has adapters already; start from merged weights (a run with use_peft=True writes them to merged/)"
+            "the model has adapters already; start from merged weights (a run with use_peft leaves them in merged/)"
         )
 
 
@@ -125,8 +125,8 @@ def load_adapters(model: PreTrainedModel, path: str | Path) -> PreTrainedModel:
     theirs = {name.removeprefix("base_model.model."): value for name, value in weights.items()}
     if {name: value.shape for name, value in mine.items()} != {name: value.shape for name, value in theirs.items()}:
         raise ValueError(
-            f"{path} holds adapters of other modules or ranks than the policy's: use the lora_r and lora_target_modules "
-            "with which they were trained"
+            f"{path} holds adapters of other modules or ranks than the policy's: use the lora_r and "
+            "lora_target_modules with which they were trained"
         )
     set_peft_model_state_dict(model, weights)
     return model

@@ -1,112 +1,17 @@
 """Attention over packed sequences by kernels that want a batch of padded sequences.
 
-Sequences of similar length share a bucket and are padded to the longest of it, so that padding costs little: many short
-sequences are one call, and a long sequence stands nearly alone. A bucket is computed by PyTorch's FlashAttention for
-CPUs, or elsewhere by plain matrix products, some queries at a time. Neither keeps a score in memory beyond its call.
+The sequences are laid out in the buckets of `segments.py`. A bucket is computed by PyTorch's FlashAttention for CPUs,
+or elsewhere by plain matrix products, some queries at a time. Neither keeps a score in memory beyond its call.
 
 Shapes: N packed query tokens, M packed key tokens, S sequences of a bucket, T padded queries and U padded keys of each,
-H query heads, K key heads, d head width. A "place" is one of the S * T (or S * U) padded tokens of a bucket.
+H query heads, K key heads, d head width.
 """
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from fastgrpo.policy.varlen import Segments
+from fastgrpo.policy.segments import AttentionKernel, Segments
 
-WASTE = 1.25  # the scores that a bucket computes may be this many times those that count,
-SPARE = 2**17  # plus this many, because one more bucket costs about as much as so many scores
 SCORES_AT_ONCE = 2**26  # scores that plain matrix products hold at once: 256 MiB in fp32
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, padded to the longest of them.
-
-    Attributes:
-        size: S, the number of sequences.
-        queries: [S * T] int64. Index of the packed query at each place; a padded place repeats the sequence's last one.
-        keys: [S * U] int64. Index of the packed key at each place; a padded place repeats the sequence's last one.
-        unused: int64 places of the queries that are padding, or None if there are none.
-        bias: [S, 1, 1, U] fp32, -inf at keys that are padding and 0 elsewhere, or None if no query would see padding.
-    """
-
-    size: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    unused: torch.Tensor | None
-    bias: torch.Tensor | None
-
-    def bias_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Cast the bias to the dtype of the queries.
-
-        Args:
-            dtype: The dtype of the queries.
-
-        Returns:
-            [S, 1, 1, U], or None where the bucket has no bias.
-        """
-        return None if self.bias is None else self.bias.to(dtype)
-
-
-class Buckets:
-    """The layout of packed sequences in buckets of similar length.
-
-    `place_q` [N] and `place_k` [M] tell at which place of all buckets, one after another, each packed query and key
-    stands.
-
-    Args:
-        queries: Queries of each sequence, on the host.
-        keys: Keys of each sequence, on the host.
-        device: Where the packed tokens lie.
-        causal: Whether attention is causal. Then no query that counts sees a padded key, and no bias is made.
-    """
-
-    def __init__(self, queries: list[int], keys: list[int], device: torch.device | str, causal: bool) -> None:
-        queries, keys = torch.tensor(queries), torch.tensor(keys)
-        self.place_q = torch.empty(int(queries.sum()), dtype=torch.int64)
-        self.place_k = torch.empty(int(keys.sum()), dtype=torch.int64)
-        starts_q, starts_k = queries.cumsum(0) - queries, keys.cumsum(0) - keys
-        self.buckets, base_q, base_k = [], 0, 0
-        for chosen in self._similar(queries.tolist(), keys.tolist()):
-            rows_q, used_q = self._grid(starts_q[chosen], queries[chosen])
-            rows_k, used_k = self._grid(starts_k[chosen], keys[chosen])
-            self.place_q[rows_q[used_q]] = used_q.flatten().nonzero()[:, 0] + base_q
-            self.place_k[rows_k[used_k]] = used_k.flatten().nonzero()[:, 0] + base_k
-            base_q, base_k = base_q + rows_q.numel(), base_k + rows_k.numel()
-            unused = None if used_q.all() else (~used_q).flatten().nonzero()[:, 0].to(device)
-            bias = None
-            if not causal and not used_k.all():
-                bias = torch.zeros(used_k.shape).masked_fill_(~used_k, -torch.inf)[:, None, None].to(device)
-            bucket = Bucket(len(chosen), rows_q.flatten().to(device), rows_k.flatten().to(device), unused, bias)
-            self.buckets.append(bucket)
-        self.place_q, self.place_k = self.place_q.to(device), self.place_k.to(device)
-
-    @staticmethod
-    def _similar(queries, keys):
-        """Sort the sequences into buckets; returns the numbers of each bucket's sequences."""
-        buckets, width, height, scores = [], 0, 0, 0
-        for i in sorted(range(len(queries)), key=lambda i: (keys[i], queries[i])):
-            width, height, scores = max(width, queries[i]), max(height, keys[i]), scores + queries[i] * keys[i]
-            if not buckets or (len(buckets[-1]) + 1) * width * height > WASTE * scores + SPARE:
-                buckets.append([])
-                width, height, scores = queries[i], keys[i], queries[i] * keys[i]
-            buckets[-1].append(i)
-        return [torch.tensor(sorted(bucket)) for bucket in buckets]
-
-    @staticmethod
-    def _grid(starts, lengths):
-        """Return the index of the packed token at every place and whether the place is used, both [S, longest]."""
-        offsets = torch.arange(int(lengths.max()))
-        return starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1), offsets < lengths[:, None]
-
-    def __iter__(self) -> Iterator[Bucket]:
-        return iter(self.buckets)
 
 
 def lay_out(
@@ -145,8 +50,8 @@ def collect(parts: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, places)
 
 
-class PaddedAttention:
-    """An `AttentionKernel` (see varlen.py) that lays the sequences out in buckets and calls a kernel on each bucket.
+class PaddedAttention(AttentionKernel):
+    """Lays the sequences out in buckets and calls a kernel of padded sequences on each bucket.
 
     Args:
         name: The kernel of a bucket. "cpu" is PyTorch's FlashAttention for CPUs, "math" is plain matrix products.
@@ -159,19 +64,6 @@ class PaddedAttention:
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend within the sequences.
-
-        Args:
-            query: [N, H, d].
-            key: [M, K, d].
-            value: [M, K, d].
-            segments: The sequences, which cover all N queries and M keys.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            The output [N, H, d] in the dtype of the query, and the log-sum-exp of the scores [H, N] in fp32 (fp64 for
-            fp64 queries).
-        """
         heads, outs, lses = query.shape[1], [], []
         for bucket in segments.buckets:
             q = lay_out(query, bucket.queries, bucket.size, heads)
@@ -185,21 +77,6 @@ class PaddedAttention:
     def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  out: torch.Tensor, lse: torch.Tensor, segments: Segments,
                  scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients that pass through these keys, by the formulas of varlen.py.
-
-        Args:
-            grad: [N, H, d] gradient of the output.
-            query: [N, H, d].
-            key: [M, K, d].
-            value: [M, K, d].
-            out: [N, H, d] output of the whole softmax, over these keys and all others.
-            lse: [H, N] log-sum-exp of the whole softmax.
-            segments: The sequences, which cover all N queries and M keys.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            The gradients of query, key and value, in their shapes and dtypes.
-        """
         heads, gradients = query.shape[1], ([], [], [])
         for bucket in segments.buckets:
             dout = lay_out(grad, bucket.queries, bucket.size, heads, zero=bucket.unused)

@@ -9,125 +9,31 @@ The backward pass over either set needs only the merged output and log-sum-exp, 
 
     dv = P^T dout        dS = P * (dout v^T - D)        dq = scale dS k        dk = scale dS^T q
 
-This is why every kernel here returns its log-sum-exp, and why its backward pass takes the output and the log-sum-exp of
-the whole softmax.
+This is why every `AttentionKernel` returns its log-sum-exp, and why its backward pass takes the output and the
+log-sum-exp of the whole softmax.
 
-Shapes: N packed query tokens, M packed key tokens, H query heads, K key heads (H is a multiple of K), d head width,
-S sequences.
+Shapes: N packed query tokens, M packed key tokens, H query heads, K key heads (H is a multiple of K), d head width.
 """
 
 import logging
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from fastgrpo.policy.padded import Buckets, PaddedAttention
+from fastgrpo.policy.padded import PaddedAttention
+from fastgrpo.policy.segments import AttentionKernel, Segments
 
 logger = logging.getLogger(__name__)
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Segments:
-    """S sequences of packed queries, and the packed keys that each sequence attends to.
-
-    Args:
-        queries: Queries of each sequence, on the host; none is 0.
-        keys: Keys of each sequence, on the host; none is 0.
-        device: Where the packed tokens lie.
-        causal: Whether query i of a sequence sees only the keys 0 to i of that sequence.
-        rows: Where these queries stand among all packed tokens, side by side.
-        key_rows: Where these keys stand among all packed tokens, side by side.
-    """
-
-    def __init__(
-        self,
-        queries: list[int],
-        keys: list[int],
-        device: torch.device | str,
-        *,
-        causal: bool,
-        rows: slice = slice(None),
-        key_rows: slice = slice(None),
-    ) -> None:
-        assert len(queries) == len(keys) and min(queries) > 0 and min(keys) > 0
-        assert not causal or queries == keys
-        self.queries, self.keys, self.device, self.causal = queries, keys, device, causal
-        self.rows, self.key_rows = rows, key_rows
-        self.max_q, self.max_k = max(queries), max(keys)
-
-    def _bounds(self, lengths):
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
-
-    @cached_property
-    def cu_seqlens_q(self) -> torch.Tensor:
-        """Where each sequence's queries begin and the last ones end: [S+1] int32 on the device."""
-        return self._bounds(self.queries)
-
-    @cached_property
-    def cu_seqlens_k(self) -> torch.Tensor:
-        """Where each sequence's keys begin and the last ones end: [S+1] int32 on the device."""
-        return self.cu_seqlens_q if self.causal else self._bounds(self.keys)
-
-    @cached_property
-    def buckets(self) -> Buckets:
-        """The layout by sequence for kernels that cannot read packed tokens."""
-        return Buckets(self.queries, self.keys, self.device, self.causal)
-
-
-class AttentionKernel(Protocol):
-    """What computes attention over packed sequences.
-
-    Attributes:
-        name: What the log calls it.
-    """
-
-    name: str
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend within the sequences.
-
-        Args:
-            query: [N, H, d].
-            key: [M, K, d].
-            value: [M, K, d].
-            segments: The sequences, which cover all N queries and M keys.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            The output [N, H, d] in the dtype of the query, and the log-sum-exp of the scores [H, N] in fp32 (fp64 for
-            fp64 queries).
-        """
-
-    def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-                 lse: torch.Tensor, segments: Segments, scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients that pass through these keys, by the formulas at the top of this file.
-
-        Args:
-            grad: [N, H, d] gradient of the output.
-            query: [N, H, d].
-            key: [M, K, d].
-            value: [M, K, d].
-            out: [N, H, d] output of the whole softmax, over these keys and all others.
-            lse: [H, N] contiguous log-sum-exp of the whole softmax.
-            segments: The sequences, which cover all N queries and M keys.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            The gradients of query, key and value, in their shapes and dtypes.
-        """
-
-
 class VarlenAttention(torch.autograd.Function):
     """Attention of packed queries over the keys of one or several parts, as one softmax.
 
-    It takes the query [N, H, d], key and value [M, K, d], a list of `Segments`, one for each part, and the factor on the
+    It takes the query [N, H, d], key and value [M, K, d], the list of the parts' `Segments`, and the factor on the
     scores; it returns [N, H, d]. The first part covers all queries. Every further part adds keys to some of them.
     """
 
@@ -248,7 +154,7 @@ class TorchFlash(AttentionKernel):
         )  # fmt: skip
 
 
-def kernel_for(query: torch.Tensor) -> AttentionKernel:
+def kernel_for(query: torch.Tensor) -> AttentionKernel | type[AttentionKernel]:
     """Choose the kernel for queries of this device, dtype and head width, and log the choice once.
 
     Args:

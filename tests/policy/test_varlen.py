@@ -8,9 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from fastgrpo.policy import padded, varlen
+from fastgrpo.policy import padded, segments, varlen
 from fastgrpo.policy.padded import PaddedAttention
-from fastgrpo.policy.varlen import FlashAttn, Segments, TorchFlash, VarlenAttention, kernel_for
+from fastgrpo.policy.segments import Segments
+from fastgrpo.policy.varlen import FlashAttn, TorchFlash, VarlenAttention, kernel_for
 
 SCALE = 0.3
 CPU_KERNELS = [PaddedAttention("cpu"), PaddedAttention("math")]
@@ -48,18 +49,18 @@ def rectangles(queries, keys):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("spare", [0, 2**17])
 def test_a_part_against_softmax(kernel, heads, kv_heads, causal, spare, monkeypatch):
-    monkeypatch.setattr(padded, "SPARE", spare)
+    monkeypatch.setattr(segments, "SPARE", spare)
     queries, keys = (RAGGED, RAGGED) if causal else (RAGGED, [2, 9, 4, 4, 1, 6])
     query, key, value = inputs(sum(queries), heads, kv_heads, key_rows=sum(keys))
     visible = causal_mask(queries) if causal else rectangles(queries, keys)
     expected, expected_lse = softmax_attention(query, key, value, visible)
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (query, key, value), grad)
-    segments = Segments(queries, keys, "cpu", causal=causal)
+    part = Segments(queries, keys, "cpu", causal=causal)
     with torch.no_grad():
-        out, lse = kernel.forward(query, key, value, segments, SCALE)
-        mine = kernel.backward(grad, query, key, value, out, lse, segments, SCALE)
-    assert (len(segments.buckets.buckets) > 1) == (spare == 0)
+        out, lse = kernel.forward(query, key, value, part, SCALE)
+        mine = kernel.backward(grad, query, key, value, out, lse, part, SCALE)
+    assert (len(part.buckets.buckets) > 1) == (spare == 0)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(lse, expected_lse, atol=1e-12, rtol=1e-12)
     for ours, theirs in zip(mine, gradients, strict=True):
