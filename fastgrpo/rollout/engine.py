@@ -15,12 +15,13 @@ import torch
 from fastgrpo.data.records import Rollout
 from fastgrpo.policy.model import fp32_logits, hidden_states
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
+from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
-from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
+from fastgrpo.rollout.slots import Slots
 
 COMPACT_BELOW = 0.9  # live share of the lanes under which gaps are closed: a copy against wasted compute
 ADMIT_FROM = 0.25  # free share of the lanes from which waiting groups move in: a prefill costs several decode steps
@@ -206,7 +207,7 @@ class RolloutEngine(RolloutBackend):
         numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]
         rows = torch.tensor([lane for group in lanes for lane in group], device=device)
         seats = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
-        self.lanes.seat(rows, *(tensor.to(device) for tensor in seats))
+        self.lanes.start(rows, *(tensor.to(device) for tensor in seats))
         logits = fp32_logits(self.model, states[(lengths.cumsum(0) - 1).to(device)])
         self._draw(rows, logits.repeat_interleave(counts.to(device), 0, output_size=len(rows)))
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from fastgrpo.rollout import providers
+from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.providers import Flat, SharedPrefix, flash_attn, make_provider, products
-from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
+from fastgrpo.rollout.parts import flash_attn, products
+from fastgrpo.rollout.providers import Flat, SharedPrefix, make_provider
+from fastgrpo.rollout.slots import Slots
 
 PROMPTS, GROUPS = [3, 9, 1], [2, 3, 1]  # lengths, and lanes of each
 HEADS, WIDTH = 6, 8
@@ -116,7 +118,7 @@ def test_the_order_on_a_gpu(monkeypatch):
         ("triton", "cpu", torch.float32, 64, "'triton' needs a CUDA device; the model is on cpu; use --rollout_att"),
         ("varlen", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
         ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
-        ("flash_attn", "cuda", torch.bfloat16, 512, "heads of at most 256, a multiple of 8; the model's have 512"),
+        ("flash_attn", "cuda", torch.bfloat16, 512, "a multiple of 8 and at most 256; the model's have 512"),
         ("flash_attn", "cuda", torch.bfloat16, 64, "pip install fastgrpo"),
     ],
 )
