@@ -67,16 +67,6 @@ def test_against_a_plain_softmax(provider, kv_heads, ragged):
             torch.testing.assert_close(out[lane], expected)
 
 
-def test_lanes_move_with_their_keys():
-    provider = SharedPrefix(products, (0, 1, 2))
-    slots, *_ = lay_out(provider, 2)
-    cache = slots.caches[0]
-    cache.keys.copy_(torch.arange(7)[:, None, None, None].expand_as(cache.keys))
-    slots.move(torch.tensor([5, 6]), torch.tensor([2, 0]), 3)
-    assert (cache.keys[:, 0, :3, 0] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None]).all()
-    assert (cache.keys[:, 0, 3:, 0] == torch.arange(7)[:, None]).all()  # no place that holds nothing is copied
-
-
 def test_auto_takes_what_works_and_says_so_once(caplog):
     caplog.set_level(logging.INFO, logger="fastgrpo")
     providers._logged.clear()
