@@ -88,8 +88,8 @@ class PackedAttention:
         self.parts = [Segments(lengths, lengths, device, causal=True)]
         if branches:
             start, of_each = sum(prompts), [sum(own) for own in branches]
-            rows = slice(start, start + sum(of_each))
-            self.parts.append(Segments(of_each, prompts, device, causal=False, rows=rows, key_rows=slice(0, start)))
+            spans = {"query_span": slice(start, start + sum(of_each)), "key_span": slice(0, start)}
+            self.parts.append(Segments(of_each, prompts, device, causal=False, **spans))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float

@@ -15,13 +15,13 @@ SCORES_AT_ONCE = 2**26  # scores that plain matrix products hold at once: 256 Mi
 
 
 def lay_out(
-    tensor: torch.Tensor, rows: torch.Tensor, size: int, heads: int, zero: torch.Tensor | None = None
+    tensor: torch.Tensor, tokens: torch.Tensor, size: int, heads: int, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Copy packed tokens to their places in a bucket, and repeat each key head for the query heads that share it.
 
     Args:
         tensor: [N, K, d] packed queries, keys or values.
-        rows: [S * T] int64. Index of the packed token at each place.
+        tokens: [S * T] int64. Index of the packed token at each place.
         size: S, the sequences of the bucket.
         heads: H, a multiple of K.
         zero: int64 places that are set to 0, or None.
@@ -29,7 +29,7 @@ def lay_out(
     Returns:
         [S, H, T, d].
     """
-    out = tensor.index_select(0, rows)
+    out = tensor.index_select(0, tokens)
     if zero is not None:
         out.index_fill_(0, zero, 0)
     out = out.unflatten(0, (size, -1)).transpose(1, 2)
@@ -113,14 +113,14 @@ def _blocks(q, k):
     return [slice(start, start + step) for start in range(0, q.shape[2], step)]
 
 
-def _scores(q, k, rows, bias, causal, scale):
-    """Return the scores [S, H, rows, U] of a slice of the queries, -inf where a key is hidden from a query."""
-    scores = q[:, :, rows].mul(scale) @ k.transpose(-1, -2)
+def _scores(q, k, block, bias, causal, scale):
+    """Return the scores of a block of the queries to all U keys, -inf where a key is hidden from a query."""
+    scores = q[:, :, block].mul(scale) @ k.transpose(-1, -2)
     if bias is not None:
         scores += bias
     if causal:
-        places = torch.arange(k.shape[2], device=k.device)
-        scores.masked_fill_(places > places[rows, None], -torch.inf)
+        index = torch.arange(k.shape[2], device=k.device)
+        scores.masked_fill_(index > index[block, None], -torch.inf)
     return scores
 
 
@@ -133,10 +133,10 @@ def _math_forward(q, k, v, bias, causal, scale):
     """Return out in the dtype of q and lse, by matrix products in fp32 (fp64 for fp64 queries)."""
     dtype, (q, k, v) = q.dtype, _wide(q, k, v)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for rows in _blocks(q, k):
-        scores = _scores(q, k, rows, bias, causal, scale)
-        lse[:, :, rows] = scores.logsumexp(-1)
-        out[:, :, rows] = scores.softmax(-1) @ v
+    for block in _blocks(q, k):
+        scores = _scores(q, k, block, bias, causal, scale)
+        lse[:, :, block] = scores.logsumexp(-1)
+        out[:, :, block] = scores.softmax(-1) @ v
     return out.to(dtype), lse
 
 
@@ -145,12 +145,12 @@ def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
     dtype, (dout, q, k, v, out) = q.dtype, _wide(dout, q, k, v, out)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mean = (dout * out).sum(-1, keepdim=True)  # D
-    for rows in _blocks(q, k):
-        probs = (_scores(q, k, rows, bias, causal, scale) - lse[:, :, rows, None]).exp_()
-        dv += probs.transpose(-1, -2) @ dout[:, :, rows]
-        dscores = probs.mul_(dout[:, :, rows] @ v.transpose(-1, -2) - mean[:, :, rows])
-        dq[:, :, rows] = dscores @ k * scale
-        dk += dscores.transpose(-1, -2) @ q[:, :, rows] * scale
+    for block in _blocks(q, k):
+        probs = (_scores(q, k, block, bias, causal, scale) - lse[:, :, block, None]).exp_()
+        dv += probs.transpose(-1, -2) @ dout[:, :, block]
+        dscores = probs.mul_(dout[:, :, block] @ v.transpose(-1, -2) - mean[:, :, block])
+        dq[:, :, block] = dscores @ k * scale
+        dk += dscores.transpose(-1, -2) @ q[:, :, block] * scale
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 

@@ -113,8 +113,8 @@ class Segments:
         keys: Keys of each sequence, on the host; none is 0.
         device: Where the packed tokens lie.
         causal: Whether query i of a sequence sees only the keys 0 to i of that sequence.
-        rows: Where these queries stand among all packed tokens, side by side.
-        key_rows: Where these keys stand among all packed tokens, side by side.
+        query_span: Where these queries stand among all packed tokens, side by side.
+        key_span: Where these keys stand among all packed tokens, side by side.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Segments:
         device: torch.device | str,
         *,
         causal: bool,
-        rows: slice = slice(None),
-        key_rows: slice = slice(None),
+        query_span: slice = slice(None),
+        key_span: slice = slice(None),
     ) -> None:
         assert len(queries) == len(keys) and min(queries) > 0 and min(keys) > 0
         assert not causal or queries == keys
         self.queries, self.keys, self.device, self.causal = queries, keys, device, causal
-        self.rows, self.key_rows = rows, key_rows
+        self.query_span, self.key_span = query_span, key_span
         self.max_q, self.max_k = max(queries), max(keys)
 
     def _bounds(self, lengths):

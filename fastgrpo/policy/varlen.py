@@ -43,7 +43,7 @@ class VarlenAttention(torch.autograd.Function):
         out, lse = kernel.forward(query, key, value, parts[0], scale)
         for part in parts[1:]:
             more, more_lse = kernel.forward(*part_of(part, query, key, value), part, scale)
-            merge_(out[part.rows], lse[:, part.rows], more, more_lse)
+            merge_(out[part.query_span], lse[:, part.query_span], more, more_lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.kernel, ctx.parts, ctx.scale = kernel, parts, scale
         return out
@@ -55,12 +55,12 @@ class VarlenAttention(torch.autograd.Function):
         first, *others = ctx.parts
         dq, dk, dv = ctx.kernel.backward(grad, query, key, value, out, lse, first, ctx.scale)
         for part in others:
-            rows, key_rows = part.rows, part.key_rows
-            inputs = (grad[rows], *part_of(part, query, key, value), out[rows], lse[:, rows].contiguous())
+            span, key_span = part.query_span, part.key_span
+            inputs = (grad[span], *part_of(part, query, key, value), out[span], lse[:, span].contiguous())
             more_q, more_k, more_v = ctx.kernel.backward(*inputs, part, ctx.scale)
-            dq[rows] += more_q
-            dk[key_rows] += more_k
-            dv[key_rows] += more_v
+            dq[span] += more_q
+            dk[key_span] += more_k
+            dv[key_span] += more_v
         return dq, dk, dv, None, None
 
 
@@ -70,7 +70,7 @@ def part_of(
     """Select the queries, keys and values of one part.
 
     Args:
-        part: The part, whose queries and keys are counted by `rows` and `key_rows`.
+        part: The part, which tells where its queries and keys stand among all packed tokens.
         query: [N, H, d], all packed queries.
         key: [M, K, d], all packed keys.
         value: [M, K, d], all packed values.
@@ -78,7 +78,7 @@ def part_of(
     Returns:
         Views of query, key and value that hold the tokens of the part.
     """
-    return query[part.rows], key[part.key_rows], value[part.key_rows]
+    return query[part.query_span], key[part.key_span], value[part.key_span]
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Decode attention: every provider that runs here against a plain softmax over prompt and suffix; what is refused."""
+"""Providers: each that runs here against a plain softmax over prompt and completion; the choice; what is refused."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ HEADS, WIDTH = 6, 8
 
 
 def lay_out(provider, kv_heads, dtype=torch.float64):
-    """Prompts of random keys in the slots, lanes out of order, one of them free; what plain attention needs beside."""
+    """Slots with prompts of random keys, whose lanes are not in order and one is free; the owners and keys of lanes."""
     geometry = Geometry(7, 5, 4, 12, 3, provider.flat)
     slots = Slots(geometry, torch.device("cpu"), provider.memory_order)
     owners = [1, 0, -1, 2, 1, 0, 1]
@@ -49,7 +49,7 @@ def test_against_a_plain_softmax(provider, kv_heads, ragged):
     slots, owners, history = lay_out(provider, kv_heads)
     drawn = torch.tensor([1, 3, 1, 2, 1, 1, 4] if ragged else [1] * 7)
     for step in range(1, 5):
-        at = torch.minimum(drawn, torch.tensor(step)) - 1  # a lane that is full writes its last place again
+        at = torch.minimum(drawn, torch.tensor(step)) - 1  # a finished lane writes its last token again
         if provider.flat:
             at = at + torch.tensor([PROMPTS[owner] if owner >= 0 else 0 for owner in owners])
         query = torch.randn(HEADS, 7, WIDTH, dtype=torch.float64)
