@@ -1,24 +1,30 @@
-"""Attention over packed tokens, registered with transformers: one function, whatever the model.
+"""Attention over packed tokens, by one function that is registered with transformers and serves every model.
 
-transformers hands every layer's queries, keys and values to the function named by the config, and passes unknown
-keyword arguments through. Ours forwards them to the `context` of the call: `PackedAttention` for training, the
-rollout's own contexts for prefill and decode. No model is rewritten.
+transformers hands the queries, keys and values of each layer to the function that the model's config names, and passes
+unknown keyword arguments through. Our function forwards them to the `context` of the call, which is a
+`PackedAttention` in training and one of the two contexts of `rollout/contexts.py` in generation. No model is rewritten.
 
 Shapes: N packed tokens, H query heads, K key heads, d head width.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from transformers import AttentionInterface
+import torch
+from transformers import AttentionInterface, PreTrainedModel
 
-from fastgrpo.policy.varlen import Segments, VarlenAttention
+from fastgrpo.policy.segments import Segments
+from fastgrpo.policy.varlen import VarlenAttention
 
 NAME = "fastgrpo"
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, context=None, sliding_window=None,
                softcap=None, s_aux=None, **kwargs):  # fmt: skip
-    """transformers' attention signature: query [1, H, N, d], key and value [1, K, N, d] -> ([1, N, H, d], None)."""
+    """Attend as the context says; the arguments are those of transformers' attention functions.
+
+    The query is [1, H, N, d], key and value are [1, K, N, d]. The result is ([1, N, H, d], None).
+    """
     model = type(module).__name__
     if context is None:
         raise ValueError(f"{model}: the fastgrpo attention was called without a context; use Policy.states")
@@ -34,15 +40,24 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     return context.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
 
 
-# No mask function of this name is registered: then transformers makes no mask (and looks at no position, which would
-# wait for the device); the context knows what attends to what.
+# No mask function is registered under this name, so transformers makes no mask and does not read the positions, which
+# would wait for the device. The context knows which token attends to which.
 AttentionInterface.register(NAME, _attention)
 
 
 @contextmanager
-def attention_of(model, name=NAME):
-    """The model attends through the function of this name inside, and as before outside (its own `generate` keeps
-    working)."""
+def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
+    """Let the model attend through a registered function while the context manager is open.
+
+    Afterwards the model attends as before, so that its own `generate` keeps working.
+
+    Args:
+        model: The transformers model.
+        name: Name under which the attention function is registered with transformers.
+
+    Returns:
+        A context manager that yields nothing.
+    """
     config = model.config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -53,26 +68,43 @@ def attention_of(model, name=NAME):
 
 
 class PackedAttention:
-    """Causal attention within each of the sequences packed side by side, forward and backward, without padding.
+    """Causal attention within each sequence of a pack, forward and backward, without padding.
 
-    Some of them may be prompts that others share. Rows then stand in this order: the shared prompts; their branches
-    (the completions of the first prompt, those of the second, ...), which attend to their prompt and to themselves;
-    all other sequences. A branch costs its own tokens alone, and what it computes is what prompt and branch in one
-    sequence would, up to rounding: one softmax over the prompt's keys and its own.
+    Some of the sequences may be prompts that several completions share. The packed tokens then stand in this order:
+    first the shared prompts; then their branches (the completions of the first prompt, those of the second, and so on),
+    each of which attends to its prompt and to itself; then all other sequences. A branch costs its own tokens alone.
+    Its result is what prompt and branch in one sequence would give, up to rounding, because it is one softmax over the
+    keys of both.
+
+    Args:
+        lengths: Tokens of each sequence in the order above, on the host. They add up to N.
+        device: Where the packed tokens lie.
+        branches: The lengths of the branches of each shared prompt, in tokens.
     """
 
-    def __init__(self, lengths, device, branches=()):
-        """lengths: tokens of each sequence in the order above, on the host; they add up to N.
-        branches: of each shared prompt, the lengths of its branches."""
+    def __init__(self, lengths: list[int], device: torch.device | str, branches: Sequence[Sequence[int]] = ()) -> None:
         prompts = lengths[: len(branches)]
         self.longest = max([*lengths, *(p + max(own) for p, own in zip(prompts, branches, strict=True))])
         self.parts = [Segments(lengths, lengths, device, causal=True)]
         if branches:
             start, of_each = sum(prompts), [sum(own) for own in branches]
-            rows = slice(start, start + sum(of_each))
-            self.parts.append(Segments(of_each, prompts, device, causal=False, rows=rows, key_rows=slice(0, start)))
+            spans = {"query_span": slice(start, start + sum(of_each)), "key_span": slice(0, start)}
+            self.parts.append(Segments(of_each, prompts, device, causal=False, **spans))
 
-    def attend(self, layer, query, key, value, scaling):
-        """query [H, N, d], key and value [K, N, d] -> [N, H, d]."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attend in one layer of the model.
+
+        Args:
+            layer: Number of the layer; training needs no keys of earlier calls and ignores it.
+            query: [H, N, d].
+            key: [K, N, d].
+            value: [K, N, d].
+            scaling: Factor on the scores before the softmax.
+
+        Returns:
+            [N, H, d], in the dtype of the query.
+        """
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         return VarlenAttention.apply(query, key, value, self.parts, scaling)

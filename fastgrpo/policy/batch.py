@@ -1,24 +1,37 @@
-"""The records that cross stages, and the packing of sequences into one row of tokens.
+"""Packing: the samples of a micro-batch become one sequence of tokens without padding.
 
-Shapes: S sequences of a micro-batch, N packed tokens (prompts and completions), M completion tokens. Packed tensors
-are 1-D over tokens; padding does not exist here.
+Shapes: S samples of a micro-batch, N packed tokens (of prompts and completions), M completion tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from fastgrpo.data.records import Sample
+
 
 @dataclass(frozen=True)
 class Batch:
-    """A packed micro-batch on the device, in the order of rows that `PackedAttention` reads.
+    """A packed micro-batch on the device, with its tokens in the order that `PackedAttention` expects.
 
-    input_ids, position_ids: [N]. lengths: tokens of each sequence. branches: of each prompt that several samples share,
-    the lengths of their branches; both on the host. rows: [M], where among the N the hidden state stands that predicts
-    each completion token; the first tokens of samples that share a prompt hang on one state. targets, weights,
-    old_logps, ref_logps, sampler_logps, rollout_logps: [M]. advantages: [S]. cu_seqlens: [S+1] over the M, on the
-    host.
+    Attributes:
+        input_ids: [N] int64.
+        position_ids: [N] int64.
+        lengths: Tokens of each packed sequence, on the host; they add up to N.
+        branches: The lengths in tokens of the branches of each prompt that several samples share, on the host.
+        rows: [M] int64. Index among the N tokens of the hidden state that predicts each completion token. Samples that
+            share a prompt share the state that predicts their first tokens.
+        targets: [M] int64 completion tokens.
+        cu_seqlens: [S+1] int64 on the host. Where each sample begins among the M completion tokens, and where the last
+            one ends.
+        advantages: [S] fp32.
+        weights: [M] fp32 weights of the tokens in the objective, or None.
+        old_logps: [M] fp32 log-probs under the policy before the update, or None.
+        ref_logps: [M] fp32 log-probs under the reference, or None.
+        sampler_logps: [M] fp32 log-probs under the distribution that drew the tokens, or None.
+        rollout_logps: [M] fp32 log-probs under the policy, as the rollout measured them, or None.
     """
 
     input_ids: torch.Tensor
@@ -36,9 +49,17 @@ class Batch:
     rollout_logps: torch.Tensor | None
 
     @classmethod
-    def pack(cls, samples, device, share_prompt=True):
-        """Samples side by side; with `share_prompt`, one prompt for neighbours that have the same. A tensor that the
-        first sample lacks is None for the batch."""
+    def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":
+        """Pack samples side by side.
+
+        Args:
+            samples: The samples. A per-token tensor that the first sample lacks is None for the batch.
+            device: Where the batch goes.
+            share_prompt: Whether neighbours with the same prompt share one copy of it.
+
+        Returns:
+            The batch.
+        """
         layout = _Layout(prompt_groups(samples, share_prompt))
         counts = [len(sample.completion_ids) for sample in samples]
 
@@ -67,10 +88,10 @@ class Batch:
 
 
 class _Layout:
-    """Groups of samples with one prompt -> the token rows of a batch.
+    """The order of a batch's tokens, made from groups of samples that share a prompt.
 
-    The state at position p predicts the token at p + 1: the first completion token hangs on the last of the prompt, and
-    the last completion token predicts nothing, so it is no input.
+    The hidden state at position p predicts the token at p + 1. The first completion token is therefore predicted by the
+    state of the last prompt token, and the last completion token is no input, because it predicts nothing.
     """
 
     def __init__(self, groups):
@@ -82,7 +103,8 @@ class _Layout:
         for i in shared:
             prompt = len(groups[i][0].prompt_ids)
             rows[i] = [[ends[i], *self._put(sample.completion_ids[:-1], prompt)] for sample in groups[i]]
-        for i in set(range(len(groups))) - set(shared):  # one sequence: no more than one sample has inputs of its own
+        for i in set(range(len(groups))) - set(shared):
+            # The group is one sequence, because at most one of its samples has inputs of its own.
             longest = max((sample.completion_ids for sample in groups[i]), key=len)
             prompt = groups[i][0].prompt_ids
             inputs = self._put(prompt + longest[:-1], 0)[len(prompt) - 1 :]
@@ -90,7 +112,7 @@ class _Layout:
         self.rows = [row for i in range(len(groups)) for of_sample in rows[i] for row in of_sample]
 
     def _put(self, tokens, position):
-        """Append a sequence that starts at this position; returns its rows."""
+        """Append a sequence that starts at this position; returns the indices of its tokens in the pack."""
         rows = range(len(self.ids), len(self.ids) + len(tokens))
         self.ids += tokens
         self.positions += range(position, position + len(tokens))
@@ -99,8 +121,16 @@ class _Layout:
         return rows
 
 
-def prompt_groups(samples, share_prompt=True):
-    """Runs of neighbours with the same prompt; each sample alone where prompts are not shared."""
+def prompt_groups(samples: Sequence[Sample], share_prompt: bool = True) -> list[list[Sample]]:
+    """Split samples into runs of neighbours that have the same prompt.
+
+    Args:
+        samples: The samples, in order.
+        share_prompt: If False, each sample is a group of its own.
+
+    Returns:
+        The groups, in order.
+    """
     groups = []
     for sample in samples:
         if share_prompt and groups and groups[-1][0].prompt_ids == sample.prompt_ids:
@@ -110,11 +140,19 @@ def prompt_groups(samples, share_prompt=True):
     return groups
 
 
-def split_by_tokens(samples, max_tokens, share_prompt=True):
-    """Consecutive runs of samples with at most `max_tokens` inputs each; a longer sample stands alone.
+def split_by_tokens(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[Sample]]:
+    """Split samples into consecutive micro-batches of at most `max_tokens` inputs each.
 
-    Samples that share a prompt count it once and stay together, unless they are more than `max_tokens` by themselves:
-    then every run that some of them are in has the prompt.
+    Samples that share a prompt count it once and stay in one micro-batch, unless they exceed `max_tokens` by
+    themselves. Then they are split, and each micro-batch that holds some of them holds the prompt.
+
+    Args:
+        samples: The samples, in order.
+        max_tokens: Most input tokens of a micro-batch. A sample with more stands alone.
+        share_prompt: Whether neighbours with the same prompt share one copy of it.
+
+    Returns:
+        The samples of each micro-batch.
     """
     parts, tokens = [], max_tokens
     for group in prompt_groups(samples, share_prompt):

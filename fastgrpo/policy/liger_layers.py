@@ -1,35 +1,39 @@
-"""liger-kernel's fused layers in a model: fewer launches a layer, fewer activations kept for the backward pass."""
+"""liger-kernel's fused layers, which launch fewer kernels and keep fewer activations for the backward pass."""
 
 import logging
 from importlib.util import find_spec
 
 import torch
+from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 
-def apply_liger(model, wanted=None):
-    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's; the head stays ours.
+def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
+    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's; the head stays as it is.
+
+    The rotary embedding is replaced for the model's whole architecture, so that a copy made later, such as the
+    reference, computes the same.
 
     Args:
-        model: a causal LM, changed in place. The rotary embedding is replaced for its whole architecture: a copy made
-            later, like the reference, computes the same. wanted: None is on GPUs, where liger-kernel is installed and
-            knows the architecture.
+        model: A causal language model, changed in place.
+        wanted: Whether to replace them. None replaces them where the model is on a GPU and liger-kernel is installed
+            and knows the architecture.
 
     Returns:
-        whether it was done.
+        Whether they were replaced.
 
     Raises:
-        ValueError: it is wanted and cannot be had.
+        ValueError: They were asked for with True and cannot be had.
     """
     obstacle = _obstacle(model) if wanted is not False else "not wanted"
     if wanted and obstacle:
-        raise ValueError(f"use_liger_kernel=True {obstacle}")
+        raise ValueError(f"use_liger_kernel=True {obstacle}; leave use_liger_kernel unset to go without")
     if obstacle:
         return False
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    torch.cuda.set_device(model.device)  # its rotary embedding launches on the current device
+    torch.cuda.set_device(model.device)  # liger's rotary embedding launches on the current device
     _apply_liger_kernel_to_instance(
         model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
     )
@@ -38,7 +42,7 @@ def apply_liger(model, wanted=None):
 
 
 def _obstacle(model):
-    """Why it cannot be done here, or None."""
+    """Say why liger-kernel cannot serve this model, as a predicate of the setting, or return None if it can."""
     if model.device.type != "cuda":
         return f"needs a CUDA device; the model is on {model.device}"
     if find_spec("liger_kernel") is None:

@@ -1,33 +1,44 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) through peft, put into the policy's own modules.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), which peft puts into the policy's own modules.
 
-The policy stays the transformers model it was: hidden states, rollouts and gradient checkpointing see the adapters
-without knowing. The base is frozen, so neither its gradients nor the head's are computed, and the optimizer holds the
-adapters alone. The policy with its adapters off is the reference: no copy in memory.
+A linear layer with weight W computes W + alpha / r B A, and only A and B train. The policy stays the transformers model
+it was, so that hidden states, rollouts and gradient checkpointing include the adapters without code of their own. The
+base is frozen: neither its gradients nor the head's are computed, and the optimizer holds the adapters alone. The
+policy with its adapters switched off is the reference, which therefore needs no copy in memory.
 """
 
 import copy
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
-ADAPTER = ".lora_"  # in the names of its weights
+ADAPTER = ".lora_"  # a part of the name of every adapter weight
 
 
-def add_lora(model, *, r=16, alpha=32, target_modules=(), seed=0):
-    """Freeze a prepared policy and put fresh adapters into it, without dropout: the policy that trains is the one that
-    drew the samples. At the start they change nothing.
+def add_lora(
+    model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
+) -> PreTrainedModel:
+    """Freeze a prepared policy and put fresh adapters into it.
+
+    The adapters have no dropout, so that the policy that trains is the one that drew the samples. They start with
+    B = 0 and change nothing at first.
 
     Args:
-        r: rank. alpha: the update is scaled by alpha / r. target_modules: names of linear layers, "all-linear" for all
-            but the head, or none for peft's choice for the architecture. seed: of their initial weights.
+        model: The policy, changed in place.
+        r: Rank of the adapters.
+        alpha: Scale of the adapters, which add alpha / r B A to a weight.
+        target_modules: Names of the linear layers that get adapters; "all-linear" stands for all but the head, and no
+            name for peft's choice for the architecture.
+        seed: Seed of the initial weights.
 
     Returns:
-        the model, trained in place.
+        The same model, in evaluation mode.
 
     Raises:
-        ValueError: peft is not installed, no such modules, adapters are there already, or the head or the embedding
-            is among the targets.
+        ValueError: peft is not installed, the model has no such modules, it has adapters already, or the head or the
+            embedding is among the targets.
     """
     try:
         from peft import LoraConfig
@@ -49,22 +60,43 @@ def add_lora(model, *, r=16, alpha=32, target_modules=(), seed=0):
     return model.eval()
 
 
-def refuse_adapters(model):
-    """Raises ValueError for a model with adapters: what it is without them would pass for the reference."""
+def refuse_adapters(model: PreTrainedModel) -> None:
+    """Refuse a model that has adapters, because the model without them would be taken for the reference.
+
+    Args:
+        model: The transformers model.
+
+    Raises:
+        ValueError: The model has adapters.
+    """
     if has_adapters(model):
         raise ValueError(
-            "the model has adapters already; start from merged weights (a run with use_peft leaves merged/)"
+            "the model has adapters already; start from merged weights (a run with use_peft leaves them in merged/)"
         )
 
 
-def has_adapters(model):
-    """Whether `add_lora` has been here."""
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Tell whether a model has adapters, from `add_lora` or from a file.
+
+    Args:
+        model: The transformers model.
+
+    Returns:
+        Whether it has any.
+    """
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
 @contextmanager
-def adapters_off(model):
-    """Inside, the policy is what it was before training."""
+def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Switch the adapters off while the context manager is open: the policy is then what it was before training.
+
+    Args:
+        model: The policy, with adapters.
+
+    Returns:
+        A context manager that yields the model.
+    """
     model.disable_adapters()
     try:
         yield model
@@ -89,8 +121,17 @@ def read_adapters(path: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def merged(model):
-    """The policy as a plain model on the CPU, sharing nothing with it: W + alpha / r B A, each sum rounded once."""
+def merged(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a policy with adapters into a plain model on the CPU, whose weights are W + alpha / r B A.
+
+    Each sum is computed in fp32 and rounded once to the dtype of W.
+
+    Args:
+        model: The policy, with adapters; it stays as it is.
+
+    Returns:
+        A model without adapters that shares no memory with the policy.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
@@ -100,7 +141,7 @@ def merged(model):
         weight, delta = layer.get_base_layer().weight, layer.get_delta_weight("default")
         weights[id(weight)] = (weight.float() + delta.float()).to("cpu", weight.dtype)
     memo = {key: torch.nn.Parameter(value, requires_grad=False) for key, value in weights.items()}
-    plain = copy.deepcopy(model, memo).cpu()  # takes its parameters from the memo
+    plain = copy.deepcopy(model, memo).cpu()  # deepcopy takes the parameters from the memo
     for name in layers:
         plain.set_submodule(name, plain.get_submodule(name).get_base_layer())
     plain.delete_adapter("default")

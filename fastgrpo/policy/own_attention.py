@@ -1,16 +1,28 @@
-"""Models that packed attention cannot run, and their training by their own attention over padded sequences.
+"""Training of models that packed attention cannot run, by their own attention over padded sequences.
 
-Exact, as each token sees what it would see alone (but for rotary frequencies that follow the longest of a batch), and
-slower: padding is computed, and so is a prompt for each of its completions.
+The result is exact, because each token sees what it would see if its sequence stood alone. (Models whose rotary
+frequencies follow the longest sequence of a batch are the exception.) It is slower than packed attention: the padding
+is computed too, and so is a prompt for each of its completions.
 """
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fastgrpo.policy.batch import Batch
 
 
-def packing_obstacle(model):
-    """Why packed attention cannot compute what this model does, or None. A sliding window is looked at when a sequence
-    reaches beyond it."""
+def packing_obstacle(model: PreTrainedModel) -> str | None:
+    """Say why packed attention cannot compute what this model computes.
+
+    A sliding window is not an obstacle here: `PackedAttention` refuses a sequence that reaches beyond it.
+
+    Args:
+        model: The transformers model.
+
+    Returns:
+        A predicate whose subject is the model, such as "has attention sinks", or None if there is no obstacle.
+    """
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -27,23 +39,40 @@ def packing_obstacle(model):
     return None
 
 
-def narrow_window(config):
-    """The sliding window of some of the layers, where it is shorter than the context; or None."""
+def narrow_window(config: PretrainedConfig) -> int | None:
+    """Find the sliding window of a model, if some layers use one that is shorter than the context.
+
+    Args:
+        config: The model's config.
+
+    Returns:
+        The window in tokens, or None.
+    """
     window = getattr(config, "sliding_window", None)
     used = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     return window if used and window is not None and window < config.max_position_embeddings else None
 
 
-def padded_states(model, batch):
-    """Batch -> [N, D], by the model's own attention over S sequences that are padded on the right, where no token sees
-    it; each branch stands behind a copy of its prompt."""
+def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Compute the hidden states of a packed batch by the model's own attention over padded sequences.
+
+    Each branch of a shared prompt stands behind a copy of that prompt. The padding is on the right, where no token sees
+    it.
+
+    Args:
+        model: The transformers model, with D its hidden size.
+        batch: The batch, with N packed tokens.
+
+    Returns:
+        [N, D] final hidden states in the model's dtype.
+    """
     spans = torch.arange(len(batch.input_ids)).split(batch.lengths)
     prompts, rest = spans[: len(batch.branches)], iter(spans[len(batch.branches) :])
     rows = [torch.cat([prompt, next(rest)]) for prompt, own in zip(prompts, batch.branches, strict=True) for _ in own]
-    rows = pad_sequence([*rows, *rest], batch_first=True, padding_value=-1)  # [S, T], which packed token stands there
-    place = torch.empty(len(batch.input_ids), dtype=torch.int64)  # of the N among the S * T
-    place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # a prompt's: in any of its copies
+    rows = pad_sequence([*rows, *rest], batch_first=True, padding_value=-1)  # [S, T], the packed token at each place
+    place = torch.empty(len(batch.input_ids), dtype=torch.int64)  # where each of the N stands among the S * T
+    place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # a prompt's token is read from any of its copies
     ids = batch.input_ids[rows.clamp(min=0).to(batch.input_ids.device)]
-    # A mask that hides nothing: without any, transformers would look for sequences packed in a row.
+    # The mask hides nothing. Without one, transformers would look for several sequences packed into one.
     out = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return out.last_hidden_state.flatten(0, 1)[place.to(ids.device)]

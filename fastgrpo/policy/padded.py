@@ -1,109 +1,69 @@
-"""Attention kernels that know no packing, given packed sequences: laid out by sequence, padded within buckets.
+"""Attention over packed sequences by kernels that want a batch of padded sequences.
 
-Sequences of similar length share a bucket, so that what padding costs stays small: many short sequences are one call,
-and long ones stand nearly alone. The kernels of a bucket are PyTorch's FlashAttention for CPUs, and plain matrix
-products elsewhere, a few query rows at a time; neither keeps a score in memory beyond its call.
+The sequences are laid out in the buckets of `segments.py`. A bucket is computed by PyTorch's FlashAttention for CPUs,
+or elsewhere by plain matrix products, some queries at a time. Neither keeps a score in memory beyond its call.
 
-Shapes: S sequences of a bucket, T query places, U key places, H query heads, K key heads, d head width.
+Shapes: N packed query tokens, M packed key tokens, S sequences of a bucket, T padded queries and U padded keys of each,
+H query heads, K key heads, d head width.
 """
-
-from dataclasses import dataclass
 
 import torch
 
-WASTE = 1.25  # of the scores of a bucket: computed ones to those that count,
-SPARE = 2**17  # above this many, under which another bucket costs more than the padding
-SCORES_AT_ONCE = 2**26  # of plain matrix products: 256 MiB in fp32
+from fastgrpo.policy.segments import AttentionKernel, Segments
+
+SCORES_AT_ONCE = 2**26  # scores that plain matrix products hold at once: 256 MiB in fp32
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """queries [S * T], keys [S * U]: the packed row at each place, a repeated one where there is none. unused: the
-    places of queries that are padding, or None. bias: fp32 [S, 1, 1, U], -inf at keys that are padding, or None."""
+def lay_out(
+    tensor: torch.Tensor, tokens: torch.Tensor, size: int, heads: int, zero: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy packed tokens to their places in a bucket, and repeat each key head for the query heads that share it.
 
-    size: int
-    queries: torch.Tensor
-    keys: torch.Tensor
-    unused: torch.Tensor | None
-    bias: torch.Tensor | None
+    Args:
+        tensor: [N, K, d] packed queries, keys or values.
+        tokens: [S * T] int64. Index of the packed token at each place.
+        size: S, the sequences of the bucket.
+        heads: H, a multiple of K.
+        zero: int64 places that are set to 0, or None.
 
-    def bias_in(self, dtype):
-        return None if self.bias is None else self.bias.to(dtype)
-
-
-class Buckets:
-    """How packed sequences are laid out; `place_q` [N] and `place_k` [M]: where among all buckets' places a row is."""
-
-    def __init__(self, queries, keys, device, causal):
-        """queries, keys: rows of each sequence, on the host. causal: no query in use sees a key behind the end."""
-        queries, keys = torch.tensor(queries), torch.tensor(keys)
-        self.place_q = torch.empty(int(queries.sum()), dtype=torch.int64)
-        self.place_k = torch.empty(int(keys.sum()), dtype=torch.int64)
-        starts_q, starts_k = queries.cumsum(0) - queries, keys.cumsum(0) - keys
-        self.buckets, base_q, base_k = [], 0, 0
-        for chosen in self._similar(queries.tolist(), keys.tolist()):
-            rows_q, used_q = self._grid(starts_q[chosen], queries[chosen])
-            rows_k, used_k = self._grid(starts_k[chosen], keys[chosen])
-            self.place_q[rows_q[used_q]] = used_q.flatten().nonzero()[:, 0] + base_q
-            self.place_k[rows_k[used_k]] = used_k.flatten().nonzero()[:, 0] + base_k
-            base_q, base_k = base_q + rows_q.numel(), base_k + rows_k.numel()
-            unused = None if used_q.all() else (~used_q).flatten().nonzero()[:, 0].to(device)
-            bias = None
-            if not causal and not used_k.all():
-                bias = torch.zeros(used_k.shape).masked_fill_(~used_k, -torch.inf)[:, None, None].to(device)
-            bucket = Bucket(len(chosen), rows_q.flatten().to(device), rows_k.flatten().to(device), unused, bias)
-            self.buckets.append(bucket)
-        self.place_q, self.place_k = self.place_q.to(device), self.place_k.to(device)
-
-    @staticmethod
-    def _similar(queries, keys):
-        """Sequence numbers by bucket."""
-        buckets, width, height, scores = [], 0, 0, 0
-        for i in sorted(range(len(queries)), key=lambda i: (keys[i], queries[i])):
-            width, height, scores = max(width, queries[i]), max(height, keys[i]), scores + queries[i] * keys[i]
-            if not buckets or (len(buckets[-1]) + 1) * width * height > WASTE * scores + SPARE:
-                buckets.append([])
-                width, height, scores = queries[i], keys[i], queries[i] * keys[i]
-            buckets[-1].append(i)
-        return [torch.tensor(sorted(bucket)) for bucket in buckets]
-
-    @staticmethod
-    def _grid(starts, lengths):
-        """-> the packed row of every place, whether it is used: [S, longest]."""
-        offsets = torch.arange(int(lengths.max()))
-        return starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1), offsets < lengths[:, None]
-
-    def __iter__(self):
-        return iter(self.buckets)
-
-
-def lay_out(tensor, rows, size, heads, zero=None):
-    """[N, K, d] -> [S, heads, T, d]: rows at their places, and each key head as often as query heads share it.
-
-    zero: places to be 0.
+    Returns:
+        [S, H, T, d].
     """
-    out = tensor.index_select(0, rows)
+    out = tensor.index_select(0, tokens)
     if zero is not None:
         out.index_fill_(0, zero, 0)
     out = out.unflatten(0, (size, -1)).transpose(1, 2)
     return out if tensor.shape[1] == heads else out.repeat_interleave(heads // tensor.shape[1], 1)
 
 
-def collect(parts, places):
-    """Of every bucket [S, H, T, d] -> [N, H, d]."""
+def collect(parts: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
+    """Copy the results of all buckets back to the order of the packed tokens.
+
+    Args:
+        parts: The result of each bucket, [S, H, T, d].
+        places: [N] int64. Place of each packed token among those of all buckets, one after another.
+
+    Returns:
+        [N, H, d].
+    """
     flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, places)
 
 
-class PaddedAttention:
-    """The interface of the kernels in varlen.py over a kernel of padded sequences, "cpu" or "math"."""
+class PaddedAttention(AttentionKernel):
+    """Lays the sequences out in buckets and calls a kernel of padded sequences on each bucket.
 
-    def __init__(self, name):
+    Args:
+        name: The kernel of a bucket. "cpu" is PyTorch's FlashAttention for CPUs, "math" is plain matrix products.
+    """
+
+    def __init__(self, name: str) -> None:
         self.name = name
         self._forward, self._backward = KERNELS[name]
 
-    def forward(self, query, key, value, segments, scale):
-        """query [N, H, d], key and value [M, K, d] -> out [N, H, d], lse [H, N] in fp32 (fp64 from fp64)."""
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         heads, outs, lses = query.shape[1], [], []
         for bucket in segments.buckets:
             q = lay_out(query, bucket.queries, bucket.size, heads)
@@ -114,8 +74,9 @@ class PaddedAttention:
         places = segments.buckets.place_q
         return collect(outs, places), collect(lses, places)[..., 0].T.contiguous()
 
-    def backward(self, grad, query, key, value, out, lse, segments, scale):
-        """grad and out [N, H, d], lse [H, N] -> dq, dk, dv."""
+    def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 out: torch.Tensor, lse: torch.Tensor, segments: Segments,
+                 scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
         heads, gradients = query.shape[1], ([], [], [])
         for bucket in segments.buckets:
             dout = lay_out(grad, bucket.queries, bucket.size, heads, zero=bucket.unused)
@@ -130,61 +91,67 @@ class PaddedAttention:
         return tuple(map(collect, gradients, (places.place_q, places.place_k, places.place_k)))
 
 
-def cpu_forward(q, k, v, bias, causal, scale):
-    """q [S, H, T, d], k and v [S, H, U, d] -> out, lse [S, H, T]."""
+# The kernels of a bucket. Shapes: q, out and dout [S, H, T, d], k and v [S, H, U, d], lse [S, H, T], bias [S, 1, 1, U]
+# or None. The backward passes take out and lse of the whole softmax and return the gradients of q, k and v.
+
+
+def _cpu_forward(q, k, v, bias, causal, scale):
+    """Return out and lse, by PyTorch's FlashAttention for CPUs."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
 
 
-def cpu_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    """dout and out [S, H, T, d], lse [S, H, T] of the whole softmax -> dq, dk, dv."""
+def _cpu_backward(dout, q, k, v, out, lse, bias, causal, scale):
+    """Return the gradients, by PyTorch's FlashAttention for CPUs."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
 
 
 def _blocks(q, k):
-    """Slices of query places whose scores fit into memory."""
+    """Split the queries into slices whose scores are few enough to be held at once."""
     step = max(1, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * k.shape[2]))
     return [slice(start, start + step) for start in range(0, q.shape[2], step)]
 
 
-def _scores(q, k, rows, bias, causal, scale):
-    scores = q[:, :, rows].mul(scale) @ k.transpose(-1, -2)
+def _scores(q, k, block, bias, causal, scale):
+    """Return the scores of a block of the queries to all U keys, -inf where a key is hidden from a query."""
+    scores = q[:, :, block].mul(scale) @ k.transpose(-1, -2)
     if bias is not None:
         scores += bias
     if causal:
-        places = torch.arange(k.shape[2], device=k.device)
-        scores.masked_fill_(places > places[rows, None], -torch.inf)
+        index = torch.arange(k.shape[2], device=k.device)
+        scores.masked_fill_(index > index[block, None], -torch.inf)
     return scores
 
 
 def _wide(*tensors):
+    """Cast 16-bit tensors to fp32; fp32 and fp64 stay."""
     return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
 
 
-def math_forward(q, k, v, bias, causal, scale):
-    """As `cpu_forward`, by matrix products in fp32 (fp64 from fp64)."""
+def _math_forward(q, k, v, bias, causal, scale):
+    """Return out in the dtype of q and lse, by matrix products in fp32 (fp64 for fp64 queries)."""
     dtype, (q, k, v) = q.dtype, _wide(q, k, v)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for rows in _blocks(q, k):
-        scores = _scores(q, k, rows, bias, causal, scale)
-        lse[:, :, rows] = scores.logsumexp(-1)
-        out[:, :, rows] = scores.softmax(-1) @ v
+    for block in _blocks(q, k):
+        scores = _scores(q, k, block, bias, causal, scale)
+        lse[:, :, block] = scores.logsumexp(-1)
+        out[:, :, block] = scores.softmax(-1) @ v
     return out.to(dtype), lse
 
 
-def math_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    """The formulas of varlen.py."""
+def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
+    """Return the gradients by the formulas of varlen.py, as matrix products in fp32 (fp64 for fp64 queries)."""
     dtype, (dout, q, k, v, out) = q.dtype, _wide(dout, q, k, v, out)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    mean = (dout * out).sum(-1, keepdim=True)
-    for rows in _blocks(q, k):
-        probs = (_scores(q, k, rows, bias, causal, scale) - lse[:, :, rows, None]).exp_()
-        dv += probs.transpose(-1, -2) @ dout[:, :, rows]
-        dscores = probs.mul_(dout[:, :, rows] @ v.transpose(-1, -2) - mean[:, :, rows])
-        dq[:, :, rows] = dscores @ k * scale
-        dk += dscores.transpose(-1, -2) @ q[:, :, rows] * scale
+    mean = (dout * out).sum(-1, keepdim=True)  # D
+    for block in _blocks(q, k):
+        probs = (_scores(q, k, block, bias, causal, scale) - lse[:, :, block, None]).exp_()
+        dv += probs.transpose(-1, -2) @ dout[:, :, block]
+        dscores = probs.mul_(dout[:, :, block] @ v.transpose(-1, -2) - mean[:, :, block])
+        dq[:, :, block] = dscores @ k * scale
+        dk += dscores.transpose(-1, -2) @ q[:, :, block] * scale
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-KERNELS = {"cpu": (cpu_forward, cpu_backward), "math": (math_forward, math_backward)}
+KERNELS = {"cpu": (_cpu_forward, _cpu_backward), "math": (_math_forward, _math_backward)}

@@ -1,22 +1,28 @@
 """Quantized linear layers for a frozen model."""
 
 import torch
+from transformers import PreTrainedModel
 
-NF4_BLOCK = 64  # weights that share a scale
+NF4_BLOCK = 64  # how many weights share a scale
 
 
-def quantize(model, name, device):
-    """Quantize the linear layers of a frozen model that lies on the CPU, all but the head, and move it.
+def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> PreTrainedModel:
+    """Quantize all linear layers of a frozen model except the head, and move the model to a device.
+
+    The matrix products still run in the model's dtype.
 
     Args:
-        name: "int8", weights in 8 bits with one scale a row (torchao), or "nf4", 4-bit NormalFloat in blocks of 64
-            (bitsandbytes; QLoRA, arXiv 2305.14314).
+        model: The frozen model, on the CPU; changed in place.
+        name: "int8" stores weights in 8 bits with one scale for each output (torchao). "nf4" stores them in the 4-bit
+            NormalFloat of QLoRA (arXiv 2305.14314), in blocks of 64 with one scale each (bitsandbytes).
+        device: Where the model goes.
 
     Returns:
-        the model, on the device. Its products run in the model's dtype.
+        The same model, on the device.
 
     Raises:
-        ValueError: the package is not installed, or (nf4 on a CPU) a layer's inputs are no multiple of 64.
+        ValueError: The package is not installed, or the device is a CPU and nf4 is asked of a layer whose number of
+            inputs is not a multiple of 64.
     """
     device = torch.device(device)
     lm_head = model.get_output_embeddings()
@@ -25,7 +31,7 @@ def quantize(model, name, device):
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
         except ImportError:
             raise ValueError("ref_quantization=int8 needs torchao: pip install 'fastgrpo[quantization]'") from None
-        config = Int8WeightOnlyConfig(set_inductor_config=False)  # which would also turn TF32 on
+        config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's would also switch TF32 on
         quantize_(
             model, config, lambda module, _: isinstance(module, torch.nn.Linear) and module is not lm_head, device
         )
@@ -39,8 +45,8 @@ def quantize(model, name, device):
             weight = module.weight
             if device.type == "cpu" and module.in_features % NF4_BLOCK:
                 raise ValueError(
-                    f"{path} has {module.in_features} inputs: on a CPU bitsandbytes reads nf4 weights wrongly where "
-                    f"these are no multiple of {NF4_BLOCK}; use ref_quantization=int8, or a GPU"
+                    f"{path} has {module.in_features} inputs: on a CPU bitsandbytes reads nf4 weights wrongly unless "
+                    f"that is a multiple of {NF4_BLOCK}; use ref_quantization=int8, or a GPU"
                 )
             layer = Linear4bit(
                 module.in_features, module.out_features, bias=False, compute_dtype=weight.dtype, quant_type="nf4",
@@ -48,5 +54,5 @@ def quantize(model, name, device):
             )  # fmt: skip
             layer.weight = Params4bit(weight.data, requires_grad=False, quant_type="nf4", module=layer)
             layer.bias = module.bias
-            model.set_submodule(path, layer.to(device))  # the move quantizes
+            model.set_submodule(path, layer.to(device))  # moving the layer quantizes its weight
     return model.to(device)

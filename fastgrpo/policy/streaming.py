@@ -1,22 +1,29 @@
-"""A frozen model that rests in host memory and passes through the device layer by layer while it runs.
+"""A frozen model that rests in host memory and whose layers pass through the device one by one while it runs.
 
-Two buffers on the device take turns: while one layer computes in the first, the next one is copied into the second, on
-a stream of its own. On a CPU the same code copies from buffer to buffer; it serves tests.
+Two buffers on the device take turns: while one layer computes from the first buffer, the next layer is copied into the
+second one on a stream of its own. On a CPU the same code copies from buffer to buffer, which only serves tests.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ALIGNMENT = 256  # bytes, as the allocator of CUDA gives them
+ALIGNMENT = 256  # bytes: CUDA's allocator aligns tensors to as many
 
 
 class PackedWeights:
-    """Parameters side by side in one host buffer, pinned for a GPU, so that one copy moves them all."""
+    """Parameters that lie side by side in one host buffer, so that one copy moves them all.
 
-    def __init__(self, parameters, pin):
+    Args:
+        parameters: The parameters, on the CPU. From now on they are views of the buffer.
+        pin: Whether the buffer is pinned, as asynchronous copies to a GPU need.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], pin: bool) -> None:
         self.parameters, self.places, size = parameters, [], 0
         for parameter in parameters:
             length = parameter.numel() * parameter.element_size()
@@ -28,22 +35,41 @@ class PackedWeights:
         self.attach(self.host)
 
     @staticmethod
-    def view(buffer, parameter, place):
+    def view(buffer: torch.Tensor, parameter: torch.nn.Parameter, place: slice) -> torch.Tensor:
+        """View the bytes of one parameter in a buffer as that parameter.
+
+        Args:
+            buffer: uint8, one-dimensional.
+            parameter: The parameter, which gives dtype and shape.
+            place: The bytes of the parameter in the buffer.
+
+        Returns:
+            A view of the buffer.
+        """
         return buffer[place].view(parameter.dtype).view(parameter.shape)
 
-    def attach(self, buffer):
-        """The parameters' values are read from this buffer from now on."""
+    def attach(self, buffer: torch.Tensor) -> None:
+        """Make the parameters views of another buffer that holds the same bytes.
+
+        Args:
+            buffer: uint8, one-dimensional, at least as long as the host buffer, on any device.
+        """
         for parameter, place in zip(self.parameters, self.places, strict=True):
             parameter.data = self.view(buffer, parameter, place)
 
 
 class LayerStream:
-    """Runs `model` on `device`, with room there for what is no layer (embedding, norm, head) and for two layers, and
-    that only inside of `ready`.
+    """Runs a frozen model on a device that holds two of its layers at a time.
+
+    The device also holds the parameters outside the layers (embedding, norm, head). It holds all of this only while
+    `ready` is open.
+
+    Args:
+        model: The frozen model, with its parameters on the CPU and its buffers on the device.
+        device: Where the model computes.
     """
 
-    def __init__(self, model, device):
-        """model: frozen, its parameters on the CPU, its buffers on the device."""
+    def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.on_gpu = self.device.type == "cuda"
         modules = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -56,8 +82,12 @@ class LayerStream:
         self.buffers, self.turn, self.coming, self.arrived = None, 0, None, None
 
     @contextmanager
-    def ready(self):
-        """Inside, the model computes on the device; afterwards nothing of it is there."""
+    def ready(self) -> Iterator[None]:
+        """Let the model compute on the device while the context manager is open; afterwards the device is freed.
+
+        Returns:
+            A context manager that yields nothing.
+        """
         size = max(len(layer.host) for layer in self.layers)
         empty = partial(torch.empty, dtype=torch.uint8, device=self.device)
         self.buffers = [empty(size), empty(size)]
@@ -68,17 +98,17 @@ class LayerStream:
         try:
             yield
         finally:
-            if self.on_gpu:  # the buffers' memory may be given to others only when the last copy is done
+            if self.on_gpu:  # the last copy must be done before the buffers' memory can be given to other tensors
                 torch.cuda.current_stream(self.device).wait_stream(self.copies)
             for weights in (self.rest, *self.layers):
                 weights.attach(weights.host)
             self.buffers = self.coming = None
 
     def _fetch(self, i):
-        """Start to copy layer i into the buffer whose turn it is."""
+        """Start to copy layer i into the buffer that is not in use."""
         self.turn = 1 - self.turn
         host = self.layers[i].host
-        if self.on_gpu:  # until the layer that lies there has run
+        if self.on_gpu:  # the copy waits until the layer that lies in this buffer has run
             self.copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.copies) if self.on_gpu else nullcontext():
             self.buffers[self.turn][: len(host)].copy_(host, non_blocking=True)
@@ -86,9 +116,11 @@ class LayerStream:
         self.coming = i
 
     def _enter(self, i, *_):
-        """Before layer i runs: wait for it, and start on the next one (behind the last, the first)."""
+        """Wait for layer i, which is about to run, and start to copy the next one (after the last, the first)."""
         if self.coming != i:
-            raise RuntimeError(f"layer {i} runs, but layer {self.coming} was fetched: the layers must run in order")
+            raise RuntimeError(
+                f"layer {i} runs, but layer {self.coming} was fetched: the layers of a streamed model must run in order"
+            )
         if self.on_gpu:
             torch.cuda.current_stream(self.device).wait_event(self.arrived)
         self.layers[i].attach(self.buffers[self.turn])

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 from fastgrpo.data.records import Rollout
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
+from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
-from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
+from fastgrpo.rollout.slots import Slots
 
 COMPACT_BELOW = 0.9  # share of the lanes in use under which gaps are closed: a copy costs less than wasted compute
 ADMIT_FROM = 0.25  # free share of the lanes from which waiting groups start: a prefill costs several decode steps
@@ -275,8 +276,8 @@ class RolloutEngine(RolloutBackend):
         limits = torch.tensor([limit for r in requests for limit in r.limits])
         numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]
         rows = torch.tensor([lane for group in lanes for lane in group], device=device)
-        seats = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
-        self.lanes.seat(rows, *(tensor.to(device) for tensor in seats))
+        starts = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
+        self.lanes.start(rows, *(tensor.to(device) for tensor in starts))
         logits = self.policy.logits(states[(lengths.cumsum(0) - 1).to(device)])
         self._draw(rows, logits.repeat_interleave(counts.to(device), 0, output_size=len(rows)))
 

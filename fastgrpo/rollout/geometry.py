@@ -1,25 +1,36 @@
-"""How many completions fit: keys and values against the memory that is free.
+"""How many lanes and prompt slots fit into the memory that is free.
 
-Shapes: R lanes (completions in flight), C capacity of a lane in tokens, P prompts, T longest prompt, G most lanes of
-one prompt.
+Shapes: R lanes, C most tokens of a completion, P prompt slots, T most tokens of a prompt, G most lanes of one prompt.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-PROMPTS_A_GROUP = 2  # prompts kept for each full group of lanes: of some groups only a straggler is left
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # lanes of a CUDA graph
-NEAR = 0.8  # share of the lanes and prompts that would fit, from which what is there is kept
-ROUND = 16  # prompts are rounded up to this many tokens, so that a slightly longer one does not move everything
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# Prompt slots for each full group of lanes. One would not do: a group with one completion left still needs its prompt.
+PROMPTS_A_GROUP = 2
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # numbers of lanes of CUDA graphs
+NEAR = 0.8  # the present geometry is kept if it has at least this share of the lanes and prompt slots that would fit
+ROUND = 16  # T is rounded up to a multiple of this, so that a slightly longer prompt needs no new slots
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How much is kept: R lanes of C tokens, and P prompts of T tokens with at most G lanes each.
+    """The numbers and sizes of the slots that hold keys and values.
 
-    With flat slots each lane holds its prompt too, T + C tokens, and no prompt is kept apart.
+    Attributes:
+        lanes: R, the completions in flight at once.
+        capacity: C, most tokens of a completion.
+        prompts: P, the prompt slots. With flat slots, only the number of groups in flight at once.
+        longest_prompt: T, most tokens of a prompt.
+        group: G, most lanes of one prompt.
+        flat: Whether the slot of each lane holds a copy of its prompt before the completion, T + C tokens together. If
+            not, a prompt's keys and values lie once in a slot of their own, and a lane's slot holds C tokens.
     """
 
     lanes: int
@@ -30,16 +41,25 @@ class Geometry:
     flat: bool
 
     @property
-    def lane_tokens(self):
+    def lane_tokens(self) -> int:
+        """Tokens that the slot of a lane holds."""
         return self.capacity + self.longest_prompt * self.flat
 
     @property
-    def tokens(self):
-        """Keys and values are kept for this many tokens."""
+    def tokens(self) -> int:
+        """Tokens that all slots together hold."""
         return self.lanes * self.lane_tokens + self.prompts * self.longest_prompt * (not self.flat)
 
-    def holds(self, prompt_length, limits):
-        """Whether a group of len(limits) completions could be seated."""
+    def holds(self, prompt_length: int, limits: list[int]) -> bool:
+        """Tell whether a group fits if all lanes are free.
+
+        Args:
+            prompt_length: Tokens of the prompt.
+            limits: Most tokens of each completion of the group.
+
+        Returns:
+            Whether it fits.
+        """
         return (
             prompt_length <= self.longest_prompt
             and max(limits) <= self.capacity
@@ -47,15 +67,23 @@ class Geometry:
         )
 
 
-def fit(requests, max_num_seqs, token_bytes, budget, flat):
-    """The geometry for these requests: as many lanes as they fill, max_num_seqs allows and the budget holds.
+def fit(
+    requests: list[tuple[int, list[int]]], max_num_seqs: int, token_bytes: int, budget: int, flat: bool
+) -> Geometry:
+    """Choose the geometry with the most lanes that these requests fill and the limits allow.
 
     Args:
-        requests: (prompt length, limits of the completions) of each. token_bytes: of one token's keys and values.
-            budget: bytes.
+        requests: Tokens of the prompt of each request, and most tokens of each of its completions.
+        max_num_seqs: Most lanes.
+        token_bytes: Bytes of one token's keys and values in all layers.
+        budget: Most bytes of all slots.
+        flat: Whether a lane's slot holds a copy of its prompt.
+
+    Returns:
+        The geometry.
 
     Raises:
-        ValueError: not even one group fits; with the numbers.
+        ValueError: The budget does not hold one group.
     """
     group = max(len(limits) for _, limits in requests)
     capacity = max(max(limits) for _, limits in requests)
@@ -76,11 +104,24 @@ def fit(requests, max_num_seqs, token_bytes, budget, flat):
     )
 
 
-def settled(old, new, requests, token_bytes, budget):
-    """The geometry to go on with where `new` fits the requests and `old` is there: a change costs the graphs.
+def settled(
+    old: Geometry, new: Geometry, requests: list[tuple[int, list[int]]], token_bytes: int, budget: int
+) -> Geometry:
+    """Choose the geometry to go on with, given the present one and the one that fits the next requests best.
 
-    `old` where it is as large; else both at once, so that training and evaluation do not take turns; where the budget
-    does not hold both, `old` if it holds the requests and is not much smaller, else `new`.
+    A change of geometry costs the CUDA graphs. So the choice is the larger of the two in every size, if the budget
+    holds that: then training and evaluation, which alternate, share one geometry. Otherwise it is the present one if it
+    holds the requests and is not much smaller than the new one, and else the new one.
+
+    Args:
+        old: The present geometry.
+        new: The geometry that fits the requests best.
+        requests: Tokens of the prompt of each request, and most tokens of each of its completions.
+        token_bytes: Bytes of one token's keys and values in all layers.
+        budget: Most bytes of all slots.
+
+    Returns:
+        The geometry.
     """
     if old.flat != new.flat:
         return new
@@ -92,28 +133,60 @@ def settled(old, new, requests, token_bytes, budget):
     return old if near and all(old.holds(*request) for request in requests) else new
 
 
-def kv_token_bytes(config, dtype):
-    """Bytes of one token's keys and values in all layers of a model with this transformers config."""
+def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
+    """Count the bytes of one token's keys and values in all layers of a model.
+
+    Args:
+        config: The model's transformers config.
+        dtype: Dtype of keys and values.
+
+    Returns:
+        Bytes.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
 
 
-def head_dim(config):
-    """Width of a head of a model with this transformers config."""
+def head_dim(config: "PretrainedConfig") -> int:
+    """Read the width of an attention head.
+
+    Args:
+        config: The model's transformers config.
+
+    Returns:
+        The width.
+    """
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def kv_budget(device, utilization, reserved=0):
-    """Bytes that keys and values may take: this share of the device's memory that is free now and not reserved."""
+def kv_budget(device: torch.device, utilization: float, reserved: int = 0) -> int:
+    """Count the bytes that keys and values may take, a share of what is free now.
+
+    Args:
+        device: Where keys and values lie. For a CPU, the memory of the host counts.
+        utilization: The share, in (0, 1].
+        reserved: Bytes of the free memory that others will take.
+
+    Returns:
+        Bytes.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # What torch has cached and does not use is free too.
+        # Memory that torch has cached and does not use is free too.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
     return int(max(free - reserved, 0) * utilization)
 
 
-def bucket(lanes, geometry):
-    """Lanes of the CUDA graph that serves this many."""
+def bucket(lanes: int, geometry: Geometry) -> int:
+    """Choose the number of lanes of the CUDA graph that serves at least so many.
+
+    Args:
+        lanes: Lanes in use.
+        geometry: The geometry, whose number of lanes is the most.
+
+    Returns:
+        The smallest of `BUCKETS` that is large enough, or all lanes.
+    """
     return min(next((size for size in BUCKETS if size >= lanes), geometry.lanes), geometry.lanes)

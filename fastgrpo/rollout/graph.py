@@ -1,28 +1,39 @@
-"""CUDA graphs of the decode step: one launch for layers, head, draw and bookkeeping."""
+"""CUDA graphs of the decode step, which launch layers, head, draw and bookkeeping at once."""
+
+from collections.abc import Callable, Hashable
 
 import torch
 
 
 class Graphs:
-    """Runs a step as a graph of its key. Nothing is captured where `enabled` is False: steps run as they are."""
+    """Records steps as CUDA graphs, one for each key, and replays them.
 
-    def __init__(self, device, enabled):
+    Args:
+        device: The GPU.
+        enabled: If False, nothing is recorded and every step runs as it is.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device, self.enabled = device, enabled
         self.stream = torch.cuda.Stream(device) if enabled else None
         self.clear()
 
-    def clear(self):
-        """Forget all graphs: the tensors that they read and write are about to go."""
+    def clear(self) -> None:
+        """Forget all graphs, because the tensors that they read and write are about to be freed."""
         self.seen, self.graphs, self.pool = set(), {}, None
 
-    def run(self, key, step):
-        """Run `step`, a function without arguments that works in place on tensors that stay where they are.
+    def run(self, key: Hashable, step: Callable[[], None]) -> None:
+        """Run a step, or replay the graph that was recorded for its key.
 
-        The first run of a key is eager: kernels are compiled, libraries set up their workspaces. The second records
-        what it launches (which runs nothing) and replays it, as all later ones do.
+        The first run of a key is eager, because it compiles kernels and sets up the workspaces of libraries. The second
+        run records what the step launches, which computes nothing, and replays it. All later runs replay it.
+
+        Args:
+            key: What the launches of the step depend on, such as the number of lanes.
+            step: A function that works in place on tensors that stay where they are in memory.
 
         Raises:
-            ValueError: the step cannot be recorded, because it waits for the device.
+            ValueError: The step cannot be recorded, because it waits for the device.
         """
         if not self.enabled:
             step()
@@ -36,19 +47,20 @@ class Graphs:
             self.graphs[key].replay()
 
     def _record(self, step):
+        """Record what a step launches; returns the graph."""
         graph, run = torch.cuda.CUDAGraph(), {"stream": self.stream, "capture_error_mode": "thread_local"}
         try:
-            # The threads that write checkpoints may use CUDA meanwhile: only this one is watched.
+            # Threads that write checkpoints may use CUDA meanwhile, so only this thread's calls are watched.
             with (
                 torch.cuda.device(self.device),
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # a recording that fails leaves its own
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # restored after a recording that fails
                 torch.cuda.graph(graph, pool=self.pool, **run),
             ):
                 step()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            cause = error.__context__ or error  # where a recording fails, so does its end
+            cause = error.__context__ or error  # the end of a failed recording fails too and hides the cause
             raise ValueError(
                 "the model's decode step cannot be recorded as a CUDA graph; use --rollout_enforce_eager True "
                 f"({str(cause).splitlines()[0]})"

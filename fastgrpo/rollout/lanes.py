@@ -1,84 +1,133 @@
-"""What each completion in flight has drawn, on the device; the host looks every few steps.
+"""What the completion on each lane has drawn so far, on the device. The host looks at it every few steps.
 
-Shapes: R lanes (completions in flight), C most tokens of a completion.
+Shapes: R lanes, C most tokens of a completion, S lanes of a call.
 """
 
 import torch
 
 
 class Lanes:
-    """One lane a completion. A finished lane goes on computing until the host takes it, and changes nothing."""
+    """The state of R lanes, each of which holds one completion in flight.
 
-    def __init__(self, count, capacity, device):
+    A finished lane is still computed until the host takes its completion, but its state does not change any more.
+
+    Args:
+        count: R.
+        capacity: C.
+        device: Where the policy computes.
+    """
+
+    def __init__(self, count: int, capacity: int, device: torch.device) -> None:
         def zeros(*shape, dtype=torch.int64):
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.index = torch.arange(count, device=device)
-        self.token = zeros(count)  # the last one drawn: the next input
-        self.position = zeros(count)  # of that token
-        self.length = zeros(count) + 1  # tokens drawn
-        self.limit = zeros(count)
+        self.token = zeros(count)  # the token drawn last, which is the next input
+        self.position = zeros(count)  # the position of that token in prompt and completion
+        self.length = zeros(count) + 1  # how many tokens were drawn
+        self.limit = zeros(count)  # how many tokens are drawn at most
         self.finished = zeros(count, dtype=torch.bool) | True
-        # One place behind the end: a finished lane writes there.
+        # The last column is a spare one, into which a finished lane of C tokens writes.
         self.uniforms = zeros(count, capacity + 1, dtype=torch.float32)
         self.tokens = zeros(count, capacity + 1)
         self.logps = zeros(count, capacity + 1, dtype=torch.float32)
-        self.spoilt = False  # whether a log-prob was not finite, and so keys and values may not be
-        self.kept = None  # the mass that filters left at each draw: see `keep_mass`
+        self.spoilt = False  # whether a log-prob was not finite; then keys and values may not be finite either
+        self.kept = None  # the probability that the filters left at each draw; see `keep_mass`
 
-    def keep_mass(self):
-        """Record from now on what the filters keep."""
+    def keep_mass(self) -> None:
+        """Record from now on how much probability the filters leave at each draw."""
         if self.kept is None:
             self.kept = torch.zeros_like(self.logps)
 
-    def seat(self, rows, prompt_lengths, limits, uniforms):
-        """New completions on these lanes [S]: prompt_lengths, limits [S], uniforms [S, C]; nothing is drawn yet."""
-        self.position[rows] = prompt_lengths - 1
-        self.length[rows] = 0
-        self.limit[rows] = limits
-        self.finished[rows] = False
-        self.uniforms[rows, : uniforms.shape[1]] = uniforms
+    def start(
+        self, lanes: torch.Tensor, prompt_lengths: torch.Tensor, limits: torch.Tensor, uniforms: torch.Tensor
+    ) -> None:
+        """Start new completions, of which nothing is drawn yet.
 
-    def draws(self, rows):
-        """The uniform numbers [S] of the next draw. rows: a slice of the lanes, or [S] of them."""
-        return self.uniforms[self.index[rows], self.length[rows]]
-
-    def record(self, rows, drawn, logps, kept, stop_ids):
-        """Append what was drawn, each [S], where a lane is not finished; finish those that stopped or are full.
-
-        rows: a slice of the lanes, or [S] of them.
+        Args:
+            lanes: [S] int64 lanes that take the completions.
+            prompt_lengths: [S] int64 tokens of their prompts.
+            limits: [S] int64 most tokens of each completion.
+            uniforms: [S, at most C] fp32 random numbers in [0, 1), one for each token.
         """
-        live, at, index = ~self.finished[rows], self.length[rows], self.index[rows]
+        self.position[lanes] = prompt_lengths - 1
+        self.length[lanes] = 0
+        self.limit[lanes] = limits
+        self.finished[lanes] = False
+        self.uniforms[lanes, : uniforms.shape[1]] = uniforms
+
+    def draws(self, lanes: slice | torch.Tensor) -> torch.Tensor:
+        """Read the random numbers of the next draw.
+
+        Args:
+            lanes: A slice of the lanes, or [S] int64.
+
+        Returns:
+            [S] fp32 in [0, 1).
+        """
+        return self.uniforms[self.index[lanes], self.length[lanes]]
+
+    def record(
+        self,
+        lanes: slice | torch.Tensor,
+        drawn: torch.Tensor,
+        logps: torch.Tensor,
+        kept: torch.Tensor,
+        stop_ids: torch.Tensor,
+    ) -> None:
+        """Append a drawn token to each lane that is not finished, and finish the lanes that stopped or are full.
+
+        Args:
+            lanes: A slice of the lanes, or [S] int64.
+            drawn: [S] int64 tokens.
+            logps: [S] fp32 log-probs of the tokens.
+            kept: [S] fp32 probability that the filters left.
+            stop_ids: Tokens that end a completion, int64.
+        """
+        live, at, index = ~self.finished[lanes], self.length[lanes], self.index[lanes]
         self.tokens[index, at] = drawn
         self.logps[index, at] = logps
         if self.kept is not None:
             self.kept[index, at] = kept
         length = at + live
-        self.length[rows] = length
-        self.position[rows] += live
-        self.token[rows] = torch.where(live, drawn, self.token[rows])
-        self.finished[rows] |= (drawn[:, None] == stop_ids).any(-1) | (length >= self.limit[rows])
+        self.length[lanes] = length
+        self.position[lanes] += live
+        self.token[lanes] = torch.where(live, drawn, self.token[lanes])
+        self.finished[lanes] |= (drawn[:, None] == stop_ids).any(-1) | (length >= self.limit[lanes])
 
-    def move(self, sources, targets):
-        """The lanes at `sources` continue at `targets`."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Continue completions on other lanes.
+
+        Args:
+            sources: [S] int64 lanes that hold the completions.
+            targets: [S] int64 lanes that take them over, none of which is among the sources.
+        """
         for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept"):
             tensor = getattr(self, name)
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
-    def forgive(self):
-        """What was not finite is gone."""
+    def forgive(self) -> None:
+        """Reset the log-probs of all lanes, after some were not finite."""
         self.logps.zero_()
         self.spoilt = False
 
-    def take(self, rows):
-        """(ids, logps, kept or None) of each of these lanes, on the host."""
-        lengths = self.length[rows].tolist()
+    def take(self, lanes: torch.Tensor) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
+        """Copy completions to the host, and note whether a log-prob was not finite.
+
+        Args:
+            lanes: [S] int64 lanes that hold the completions.
+
+        Returns:
+            For each lane its token ids, their fp32 log-probs, and the fp32 probability that the filters left at each
+            draw, or None if it was not recorded.
+        """
+        lengths = self.length[lanes].tolist()
         longest = max(lengths)
-        tokens = self.tokens[rows, :longest].tolist()
-        logps = self.logps[rows, :longest].cpu()
+        tokens = self.tokens[lanes, :longest].tolist()
+        logps = self.logps[lanes, :longest].cpu()
         self.spoilt |= not logps.isfinite().all().item()
-        kept = None if self.kept is None else self.kept[rows, :longest].cpu()
+        kept = None if self.kept is None else self.kept[lanes, :longest].cpu()
         return [
             (ids[:n], logps[i, :n].clone(), None if kept is None else kept[i, :n].clone())
             for i, (ids, n) in enumerate(zip(tokens, lengths, strict=True))

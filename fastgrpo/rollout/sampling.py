@@ -1,6 +1,6 @@
-"""From logits to a token and its log-prob.
+"""Sampling: the draw of a token from logits, and its log-prob.
 
-Shapes: R rows, V vocabulary.
+Shapes: S completions of which the next token is drawn, V vocabulary.
 """
 
 import math
@@ -12,14 +12,19 @@ import torch
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw, under vLLM's names.
+    """How to draw completions, under vLLM's names.
 
-    temperature: 0 is greedy. top_p: smallest set of tokens that holds this much probability; 1 is off. top_k: 0 is
-    off. min_p: least probability relative to the likeliest token; 0 is off. max_tokens: of a completion.
-    stop_token_ids: ids that end one. seed: of the draws; None takes one from torch's global state.
+    Attributes:
+        temperature: Divides the logits. 0 draws the likeliest token (greedy).
+        top_p: Draw from the smallest set of likeliest tokens that holds this much probability; 1 is off.
+        top_k: Draw from this many likeliest tokens; 0 is off.
+        min_p: Draw from tokens with at least this share of the likeliest one's probability; 0 is off.
+        max_tokens: Most tokens of a completion.
+        stop_token_ids: Tokens that end a completion.
+        seed: Seed of the draws. None takes one from torch's global generator.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: A value is out of range.
     """
 
     temperature: float = 1.0
@@ -43,36 +48,61 @@ class SamplingParams:
                 raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
 
     @property
-    def filters(self):
-        """Whether a token may be cut: then the draws follow another distribution than the log-probs."""
+    def filters(self) -> bool:
+        """Whether filters may remove tokens; the draws then follow another distribution than the log-probs."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
-    def distribution(self):
-        """What decides the distribution of one token: the arguments of `sample`."""
+    def distribution(self) -> dict[str, float]:
+        """What decides the distribution of a token, as keyword arguments of `sample`."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-def uniforms(seed, request_id, count, length):
-    """The random numbers of a request, [count, length] fp32 in [0, 1): one for each token of each completion.
+def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tensor:
+    """Make the random numbers of a request, one for each token of each completion.
 
-    Philox (Salmon et al. 2011) is counter-based: keyed by (seed, request), the number of a completion's token depends
-    on nothing else, so neither the order of a batch nor the length limit changes a draw.
+    Philox (Salmon et al. 2011) is a counter-based generator. Keyed by seed and request, it gives each token of each
+    completion a number that depends on nothing else, so that neither the order of a batch nor the length limit changes
+    a draw.
+
+    Args:
+        seed: Any integer; it counts modulo 2**64.
+        request_id: Number of the request.
+        count: Completions of the request.
+        length: Tokens of each completion.
+
+    Returns:
+        [count, length] fp32 in [0, 1).
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, request_id], np.uint64)))
     return torch.from_numpy(generator.random((length, count), dtype=np.float32)).T
 
 
-def sample(logits, uniforms, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Draw one token a row, by the inverse of the cumulative distribution in vocabulary order.
+def sample(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw the next token of each completion, by the inverse of the cumulative distribution in vocabulary order.
+
+    The log-prob of a token is that under the full softmax at the temperature (at 1 when greedy), whatever the filters
+    removed, so that it can serve as the old policy's. The token was drawn with the probability exp(logp) / kept.
 
     Args:
-        logits: [R, V] fp32. uniforms: [R] fp32 in [0, 1), at most 1 - 2**-24. temperature: 0 is greedy.
+        logits: [S, V] fp32.
+        uniforms: [S] fp32 random numbers in [0, 1), at most 1 - 2**-24.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: See `SamplingParams`.
+        top_p: See `SamplingParams`.
+        min_p: See `SamplingParams`.
 
     Returns:
-        tokens [R] int64; logps [R] fp32: their log-probs under the full softmax at the temperature (at 1 when greedy),
-        whatever the filters cut, so that they can serve as the old policy's; kept [R] fp32: the probability that the
-        filters left (1 without any): the draw's own probability is exp(logp) / kept.
+        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32, the probability that the filters left (1
+        without filters).
     """
     if logits.is_cuda:
         from fastgrpo.kernels.sampling import sample as fused
@@ -81,22 +111,31 @@ def sample(logits, uniforms, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     greedy = temperature == 0
     all_logps = torch.log_softmax(logits if greedy or temperature == 1 else logits / temperature, dim=-1)
     if greedy:
-        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # the softmax would round near ties together
+        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # log-softmax would round near ties to one value
     else:
         filtered = filter_logps(all_logps, top_k=top_k, top_p=top_p, min_p=min_p)
         cumulative = filtered.exp().cumsum(-1)
         kept = cumulative[:, -1]
-        # Of u <= 1 - 2**-24 the product with the total rounds below the total: the token has probability.
+        # With u <= 1 - 2**-24 the product u * kept rounds below kept, so the token's probability is not 0.
         tokens = torch.searchsorted(cumulative, (uniforms * kept)[:, None], right=True)[:, 0]
-        tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # NaN logits: every comparison is false
+        tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # with NaN logits every comparison is false
     return tokens, all_logps.gather(-1, tokens[:, None])[:, 0], kept
 
 
-def filter_logps(all_logps, *, top_k=0, top_p=1.0, min_p=0.0):
-    """[R, V] log-probs, -inf where top-k, top-p or min-p cut, in this order, as transformers does.
+def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """Remove tokens by top-k, top-p and min-p, in this order, as transformers does.
 
-    Equal tokens stay or go together: top-k keeps those that tie with its last, and top-p those that tie with the one
-    that completes its mass.
+    Tokens of equal probability stay or go together: top-k keeps the tokens that tie with its last one, and top-p those
+    that tie with the one that completes its mass.
+
+    Args:
+        all_logps: [S, V] log-probs of the full softmax.
+        top_k: See `SamplingParams`.
+        top_p: See `SamplingParams`.
+        min_p: See `SamplingParams`.
+
+    Returns:
+        [S, V], -inf where a token is removed and as before elsewhere.
     """
     kept = all_logps
     if 0 < top_k < kept.shape[-1]:
@@ -105,7 +144,7 @@ def filter_logps(all_logps, *, top_k=0, top_p=1.0, min_p=0.0):
     if top_p < 1:
         ordered = kept.sort(dim=-1, descending=True).values
         probs = torch.softmax(ordered, dim=-1)
-        # A token stays while the mass of the likelier ones is below top_p: the likeliest always does.
+        # A token stays if the mass of the likelier ones is below top_p, so the likeliest token always stays.
         stays = probs.cumsum(-1) - probs < top_p
         threshold = ordered.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
         kept = kept.masked_fill(kept < threshold, -torch.inf)

@@ -1,7 +1,7 @@
-"""Keys and values of a running generation: each prompt's once, each completion's in a slot of its own.
+"""Slots: where the keys and values of prompts and lanes lie in memory.
 
-Shapes: R lanes (completions), C capacity of a lane in tokens, P prompts, T longest prompt, G most lanes of one prompt,
-N packed prompt tokens, K key heads, H query heads, d head width.
+Shapes: R lanes, C most tokens of a completion, P prompt slots, T most tokens of a prompt, G most lanes of one prompt,
+n lanes in use, K key heads, d head width.
 """
 
 from typing import NamedTuple
@@ -9,11 +9,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fastgrpo.policy.attention import PackedAttention
+from fastgrpo.rollout.geometry import Geometry
 
 
 class Cache(NamedTuple):
-    """One layer's: keys and values of the lanes [R, K, C, d], of the prompts [P, K, T, d]."""
+    """The slots of one layer. With flat slots the lanes hold C + T tokens and there are no prompt slots.
+
+    Attributes:
+        keys: [R, K, C, d] keys of the lanes.
+        values: [R, K, C, d] values of the lanes.
+        prompt_keys: [P, K, T, d] keys of the prompts.
+        prompt_values: [P, K, T, d] values of the prompts.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -22,21 +29,36 @@ class Cache(NamedTuple):
 
 
 class Slots:
-    """All layers' caches, and which lane belongs to which prompt.
+    """The slots of all layers, and which lane belongs to which prompt.
 
-    With a flat geometry the prompt stands at the head of each of its lanes, and no prompt is kept apart.
-    memory_order: which dimension of [slot, head, token] comes first in memory, which next: what the provider reads
-    fastest. The tensors are views [slot, head, token, d] of it.
+    With a flat geometry the slot of a lane begins with a copy of its prompt, and prompts have no slots of their own.
+
+    Args:
+        geometry: The numbers and sizes of the slots.
+        device: Where the policy computes.
+        memory_order: The dimensions of [slot, head, token] in the order in which they lie in memory, as the provider
+            reads them fastest. The tensors are views [slot, head, token, d].
     """
 
-    def __init__(self, geometry, device, memory_order=(0, 1, 2)):
+    def __init__(
+        self, geometry: Geometry, device: torch.device, memory_order: tuple[int, int, int] = (0, 1, 2)
+    ) -> None:
         self.geometry, self.memory_order = geometry, memory_order
         self.caches = {}
         self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
         self.members = torch.full((geometry.prompts, geometry.group), -1, dtype=torch.int32, device=device)
 
-    def cache(self, layer, key, value):
-        """The layer's, made when its first key [K, ., d] and value are seen."""
+    def cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Cache:
+        """Return the slots of a layer, which are made at the first call.
+
+        Args:
+            layer: Number of the layer.
+            key: [K, any number, d], which gives heads, width and dtype of the keys.
+            value: [K, any number, d], likewise for the values.
+
+        Returns:
+            The slots.
+        """
         if layer not in self.caches:
             g = self.geometry
             lanes, prompts = (g.lanes, g.lane_tokens), (0 if g.flat else g.prompts, g.longest_prompt)
@@ -44,13 +66,17 @@ class Slots:
         return self.caches[layer]
 
     def _zeros(self, count, tokens, like):
-        """[count, K, tokens, d]: zeros, because a masked place must not be NaN."""
+        """Make [count, K, tokens, d] zeros, because a masked key or value must not be NaN."""
         shape, order = (count, like.shape[0], tokens), self.memory_order
         zeros = like.new_zeros(*(shape[dim] for dim in order), like.shape[2])
         return zeros.permute(*(order.index(dim) for dim in range(3)), 3)
 
-    def arrange(self, prompt_of):
-        """prompt_of: [n] the prompt of each lane, -1 where it is free; on the host."""
+    def arrange(self, prompt_of: list[int]) -> None:
+        """Note which lanes belong to which prompt.
+
+        Args:
+            prompt_of: For each of the n lanes in use its prompt's slot, or -1 where the lane is free.
+        """
         if self.geometry.flat:
             return
         prompt_of = np.asarray(prompt_of, dtype=np.int64)
@@ -64,72 +90,23 @@ class Slots:
         self.members.copy_(torch.from_numpy(members), non_blocking=True)
 
     @torch.inference_mode()
-    def zero(self):
-        """Forget all keys and values: a masked place is multiplied by 0, and 0 times NaN is NaN."""
+    def zero(self) -> None:
+        """Reset all keys and values, after some were not finite: a masked value times 0 must not be NaN."""
         for cache in self.caches.values():
             for tensor in cache:
                 tensor.zero_()
 
     @torch.inference_mode()
-    def move(self, sources, targets, tokens):
-        """The lanes at `sources`, which hold at most so many tokens, continue at `targets`."""
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
+        """Copy the keys and values of some lanes to the slots of other lanes.
+
+        Args:
+            sources: int64 lanes that hold them.
+            targets: int64 lanes that take them over, none of which is among the sources.
+            tokens: Most tokens that a source holds.
+        """
         lanes = self.memory_order.index(0)
         for cache in self.caches.values():
             for tensor in (cache.keys, cache.values):
-                held = tensor[:, :, :tokens].permute(*self.memory_order, 3)  # as it lies in memory
+                held = tensor[:, :, :tokens].permute(*self.memory_order, 3)  # in the order of memory
                 held.index_copy_(lanes, targets, held.index_select(lanes, sources))
-
-
-class PrefillAttention(PackedAttention):
-    """Packed causal attention over new prompts that also hands their keys and values to the slots.
-
-    Prompt j goes to prompt slot `prompts[j]`, or, with flat slots, to each of the lanes `lanes[j]`. longest: most
-    tokens that any of their lanes will attend to, so that a model that cannot is refused before it draws.
-    """
-
-    def __init__(self, lengths, device, slots, prompts, lanes, longest):
-        super().__init__(lengths, device)
-        self.slots, self.longest = slots, longest
-        homes = lanes if slots.geometry.flat else [[prompt] for prompt in prompts]
-        starts = np.cumsum(lengths) - lengths
-        copies = [len(home) for home in homes]
-        sizes = np.repeat(lengths, copies)
-        at = np.concatenate([np.arange(size) for size in sizes])
-        # For each token to be stored: its slot, its place there, and where it stands among the N.
-        self.slot = torch.from_numpy(np.repeat(np.concatenate(homes), sizes)).to(device)
-        self.at = torch.from_numpy(at).to(device)
-        self.source = torch.from_numpy(np.repeat(np.repeat(starts, copies), sizes) + at).to(device)
-
-    def attend(self, layer, query, key, value, scaling):
-        cache = self.slots.cache(layer, key, value)
-        keys, values = cache[:2] if self.slots.geometry.flat else cache[2:]
-        keys[self.slot, :, self.at] = key.transpose(0, 1)[self.source]
-        values[self.slot, :, self.at] = value.transpose(0, 1)[self.source]
-        return super().attend(layer, query, key, value, scaling)
-
-
-class DecodeAttention:
-    """One new token on each of the first n lanes attends to its prompt and to what its lane holds.
-
-    token_index: [n] where in its lane each new token goes. provider: who computes it (see providers.py).
-    """
-
-    longest = 0  # `PrefillAttention` has looked
-
-    def __init__(self, slots, provider, token_index):
-        self.slots, self.provider = slots, provider
-        n, device, bounds = len(token_index), token_index.device, None
-        if device.type == "cpu":  # a GPU is not waited for
-            bounds = tuple(map(int, token_index.aminmax()))
-        if bounds and bounds[0] == bounds[1]:  # one block of memory
-            self.place = slice(n), slice(None), bounds[0]
-        else:
-            self.place = torch.arange(n, device=device), slice(None), token_index
-        provider.begin(slots, token_index, bounds)
-
-    def attend(self, layer, query, key, value, scaling):
-        """query [H, n, d], key and value [K, n, d] of the new tokens -> [n, H, d]."""
-        cache = self.slots.cache(layer, key, value)
-        cache.keys[self.place] = key.transpose(0, 1)
-        cache.values[self.place] = value.transpose(0, 1)
-        return self.provider.decode(query.transpose(0, 1), cache, scaling)

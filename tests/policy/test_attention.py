@@ -1,4 +1,4 @@
-"""Packed attention and the model's room: packed sequences equal sequences alone, forward and backward."""
+"""Packed attention: packed sequences equal sequences alone, forward and backward; unsupported models are refused."""
 
 import pytest
 import tiny

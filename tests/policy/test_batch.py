@@ -23,7 +23,7 @@ def test_packing_by_hand():
     assert batch.old_logps is None and batch.ref_logps is None
 
 
-def test_every_target_stands_one_place_after_its_row():
+def test_every_target_follows_the_token_whose_state_predicts_it():
     samples = [Sample([1] * p, list(range(100, 100 + c)), 0.0) for p, c in [(1, 1), (4, 7), (2, 3)]]
     batch = Batch.pack(samples, "cpu")
     whole = [s.prompt_ids + s.completion_ids for s in samples]
@@ -32,7 +32,7 @@ def test_every_target_stands_one_place_after_its_row():
 
 
 def test_a_shared_prompt_by_hand():
-    """Prompts first, then their branches, then what stands alone; rows in the order of the samples."""
+    """Shared prompts come first, then their branches, then other sequences; `rows` keeps the order of the samples."""
     samples = [
         Sample([50], [51, 52], 0.0),
         Sample([10, 11, 12], [13, 14], 0.0),

@@ -1,4 +1,4 @@
-"""Models that packed attention cannot run: trained by their own attention over padded sequences."""
+"""Models that packed attention cannot run train by their own attention over padded sequences."""
 
 import pytest
 import tiny
@@ -72,7 +72,7 @@ def test_states_and_gradients_are_those_of_each_sequence_alone(name, share_promp
 
 
 def test_the_cap_and_the_window_count():
-    """Else the tests above would pass with either left out."""
+    """Without the cap or the window the states differ, so the tests above would notice if either were left out."""
     ids = torch.tensor([make_samples()[0].prompt_ids])
     for name, knob in (("soft cap", "attn_logit_softcapping"), ("window", "sliding_window")):
         model = make_model(name, own_attention=True).module
@@ -95,7 +95,7 @@ def test_within_its_window_a_model_is_packed():
     assert len(engine.generate([[5, 6, 7]], 2, sampling)) == 2
     with pytest.raises(ValueError, match=r"7 tokens exceeds the sliding window of 6.*--rollout_backend hf"):
         engine.generate([[5, 6, 7], [5, 6, 7, 8]], 2, sampling)
-    assert len(engine.generate([[5, 6, 7]], 2, sampling)) == 2  # the refused ones have left
+    assert len(engine.generate([[5, 6, 7]], 2, sampling)) == 2  # the refused requests have left the engine
 
 
 @pytest.mark.parametrize("name", ["soft cap", "window"])

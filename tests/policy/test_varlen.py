@@ -8,17 +8,18 @@ from types import ModuleType
 import pytest
 import torch
 
-from fastgrpo.policy import padded, varlen
+from fastgrpo.policy import padded, segments, varlen
 from fastgrpo.policy.padded import PaddedAttention
-from fastgrpo.policy.varlen import FlashAttn, Segments, TorchFlash, VarlenAttention, kernel_for
+from fastgrpo.policy.segments import Segments
+from fastgrpo.policy.varlen import FlashAttn, TorchFlash, VarlenAttention, kernel_for
 
 SCALE = 0.3
 CPU_KERNELS = [PaddedAttention("cpu"), PaddedAttention("math")]
 RAGGED = [5, 1, 12, 3, 3, 7]
 
 
-def inputs(rows, heads=4, kv_heads=2, width=8, key_rows=None, dtype=torch.float64, device="cpu"):
-    shapes = [(rows, heads), *[(key_rows or rows, kv_heads)] * 2]
+def inputs(queries, heads=4, kv_heads=2, width=8, keys=None, dtype=torch.float64, device="cpu"):
+    shapes = [(queries, heads), *[(keys or queries, kv_heads)] * 2]
     return [torch.randn(*shape, width, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
 
 
@@ -48,18 +49,18 @@ def rectangles(queries, keys):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("spare", [0, 2**17])
 def test_a_part_against_softmax(kernel, heads, kv_heads, causal, spare, monkeypatch):
-    monkeypatch.setattr(padded, "SPARE", spare)
+    monkeypatch.setattr(segments, "SPARE", spare)
     queries, keys = (RAGGED, RAGGED) if causal else (RAGGED, [2, 9, 4, 4, 1, 6])
-    query, key, value = inputs(sum(queries), heads, kv_heads, key_rows=sum(keys))
+    query, key, value = inputs(sum(queries), heads, kv_heads, keys=sum(keys))
     visible = causal_mask(queries) if causal else rectangles(queries, keys)
     expected, expected_lse = softmax_attention(query, key, value, visible)
     grad = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, (query, key, value), grad)
-    segments = Segments(queries, keys, "cpu", causal=causal)
+    part = Segments(queries, keys, "cpu", causal=causal)
     with torch.no_grad():
-        out, lse = kernel.forward(query, key, value, segments, SCALE)
-        mine = kernel.backward(grad, query, key, value, out, lse, segments, SCALE)
-    assert (len(segments.buckets.buckets) > 1) == (spare == 0)
+        out, lse = kernel.forward(query, key, value, part, SCALE)
+        mine = kernel.backward(grad, query, key, value, out, lse, part, SCALE)
+    assert (len(part.buckets.buckets) > 1) == (spare == 0)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(lse, expected_lse, atol=1e-12, rtol=1e-12)
     for ours, theirs in zip(mine, gradients, strict=True):
@@ -67,11 +68,11 @@ def test_a_part_against_softmax(kernel, heads, kv_heads, causal, spare, monkeypa
 
 
 def prompts_and_branches():
-    """Two prompts of 4 and 6 rows; three and two branches; a sequence of its own. -> the parts, what sees what."""
+    """The parts of two shared prompts (4 and 6 tokens, 3 and 2 branches) and one more sequence, and their mask."""
     lengths, prompts, of_each = [4, 6, 3, 1, 5, 2, 2, 7], [4, 6], [9, 4]
     parts = [
         Segments(lengths, lengths, "cpu", causal=True),
-        Segments(of_each, prompts, "cpu", causal=False, rows=slice(10, 23), key_rows=slice(0, 10)),
+        Segments(of_each, prompts, "cpu", causal=False, query_span=slice(10, 23), key_span=slice(0, 10)),
     ]
     visible = causal_mask(lengths)
     visible[10:23, :10] = rectangles(of_each, prompts)
@@ -80,7 +81,7 @@ def prompts_and_branches():
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda kernel: kernel.name)
 def test_merged_parts_are_one_softmax(kernel, monkeypatch):
-    """The backward of each part takes the merged output and log-sum-exp: the function that CUDA runs too."""
+    """The backward of each part takes the merged output and log-sum-exp, in the function that also runs on CUDA."""
     monkeypatch.setattr(varlen, "kernel_for", lambda query: kernel)
     parts, visible = prompts_and_branches()
     tensors = inputs(len(visible))
@@ -102,7 +103,7 @@ def test_the_backward_of_a_part_needs_the_merged_softmax():
     grad = torch.randn_like(out)
     alone = kernel.backward(grad, query, key, value, out, lse, parts[0], SCALE)
     more, more_lse = kernel.forward(*varlen.part_of(parts[1], query, key, value), parts[1], SCALE)
-    varlen.merge_(out[parts[1].rows], lse[:, parts[1].rows], more, more_lse)
+    varlen.merge_(out[parts[1].query_span], lse[:, parts[1].query_span], more, more_lse)
     merged = kernel.backward(grad, query, key, value, out, lse, parts[0], SCALE)
     assert (alone[0] - merged[0]).abs().max() > 0.01
 
@@ -149,7 +150,7 @@ def cuda_case(dtype):
     lengths = [513, 200, 130, 1, 257, 64, 300]
     parts = [
         Segments(lengths, lengths, "cuda", causal=True),
-        Segments([131, 321], [513, 200], "cuda", causal=False, rows=slice(713, 1165), key_rows=slice(0, 713)),
+        Segments([131, 321], [513, 200], "cuda", causal=False, query_span=slice(713, 1165), key_span=slice(0, 713)),
     ]
     return parts, inputs(sum(lengths), 14, 2, 64, dtype=dtype, device="cuda")
 

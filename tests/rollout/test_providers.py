@@ -1,4 +1,4 @@
-"""Decode attention: every provider that runs here against a plain softmax over prompt and suffix; what is refused."""
+"""Providers: each that runs here against a plain softmax over prompt and completion; the choice; what is refused."""
 
 import logging
 import sys
@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from fastgrpo.rollout import providers
+from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.providers import Flat, SharedPrefix, flash_attn, make_provider, products
-from fastgrpo.rollout.slots import DecodeAttention, PrefillAttention, Slots
+from fastgrpo.rollout.parts import flash_attn, products
+from fastgrpo.rollout.providers import Flat, SharedPrefix, make_provider
+from fastgrpo.rollout.slots import Slots
 
 PROMPTS, GROUPS = [3, 9, 1], [2, 3, 1]  # lengths, and lanes of each
 HEADS, WIDTH = 6, 8
 
 
 def lay_out(provider, kv_heads, dtype=torch.float64):
-    """Prompts of random keys in the slots, lanes out of order, one of them free; what plain attention needs beside."""
+    """Slots with prompts of random keys, whose lanes are not in order and one is free; the owners and keys of lanes."""
     geometry = Geometry(7, 5, 4, 12, 3, provider.flat)
     slots = Slots(geometry, torch.device("cpu"), provider.memory_order)
     owners = [1, 0, -1, 2, 1, 0, 1]
@@ -47,7 +49,7 @@ def test_against_a_plain_softmax(provider, kv_heads, ragged):
     slots, owners, history = lay_out(provider, kv_heads)
     drawn = torch.tensor([1, 3, 1, 2, 1, 1, 4] if ragged else [1] * 7)
     for step in range(1, 5):
-        at = torch.minimum(drawn, torch.tensor(step)) - 1  # a lane that is full writes its last place again
+        at = torch.minimum(drawn, torch.tensor(step)) - 1  # a finished lane writes its last token again
         if provider.flat:
             at = at + torch.tensor([PROMPTS[owner] if owner >= 0 else 0 for owner in owners])
         query = torch.randn(HEADS, 7, WIDTH, dtype=torch.float64)
@@ -63,16 +65,6 @@ def test_against_a_plain_softmax(provider, kv_heads, ragged):
             scores = (query[:, lane, None] * repeated[0]).sum(-1) * 0.3
             expected = (scores.softmax(-1)[..., None] * repeated[1]).sum(1)
             torch.testing.assert_close(out[lane], expected)
-
-
-def test_lanes_move_with_their_keys():
-    provider = SharedPrefix(products, (0, 1, 2))
-    slots, *_ = lay_out(provider, 2)
-    cache = slots.caches[0]
-    cache.keys.copy_(torch.arange(7)[:, None, None, None].expand_as(cache.keys))
-    slots.move(torch.tensor([5, 6]), torch.tensor([2, 0]), 3)
-    assert (cache.keys[:, 0, :3, 0] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None]).all()
-    assert (cache.keys[:, 0, 3:, 0] == torch.arange(7)[:, None]).all()  # no place that holds nothing is copied
 
 
 def test_auto_takes_what_works_and_says_so_once(caplog):
@@ -116,7 +108,7 @@ def test_the_order_on_a_gpu(monkeypatch):
         ("triton", "cpu", torch.float32, 64, "'triton' needs a CUDA device; the model is on cpu; use --rollout_att"),
         ("varlen", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
         ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
-        ("flash_attn", "cuda", torch.bfloat16, 512, "heads of at most 256, a multiple of 8; the model's have 512"),
+        ("flash_attn", "cuda", torch.bfloat16, 512, "a multiple of 8 and at most 256; the model's have 512"),
         ("flash_attn", "cuda", torch.bfloat16, 64, "pip install fastgrpo"),
     ],
 )

@@ -1,0 +1,100 @@
+"""What the policy's attention does in generation: a context for the prefill of prompts and one for a decode step.
+
+A context is what `policy/attention.py` forwards the queries, keys and values of each layer to.
+
+Shapes: N packed prompt tokens, n lanes in use, K key heads, H query heads, d head width.
+"""
+
+import numpy as np
+import torch
+
+from fastgrpo.policy.attention import PackedAttention
+from fastgrpo.rollout.providers import Provider
+from fastgrpo.rollout.slots import Slots
+
+
+class PrefillAttention(PackedAttention):
+    """Packed causal attention over new prompts, which also stores their keys and values in slots.
+
+    Args:
+        lengths: Tokens of each new prompt, on the host. They add up to N.
+        device: Where the policy computes.
+        slots: The slots.
+        prompts: The prompt slot of each new prompt.
+        lanes: The lanes of each new prompt. With flat slots its keys and values go to each of these.
+        longest: Most tokens that any of these lanes will attend to. A model whose sliding window is shorter is refused
+            before it draws.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device | str,
+        slots: Slots,
+        prompts: list[int],
+        lanes: list[list[int]],
+        longest: int,
+    ) -> None:
+        super().__init__(lengths, device)
+        self.slots, self.longest = slots, longest
+        slots_of = lanes if slots.geometry.flat else [[prompt] for prompt in prompts]
+        starts = np.cumsum(lengths) - lengths
+        copies = [len(targets) for targets in slots_of]
+        sizes = np.repeat(lengths, copies)
+        at = np.concatenate([np.arange(size) for size in sizes])
+        # For each token that is stored: its slot, its index in the slot, and its index among the N packed tokens.
+        self.slot = torch.from_numpy(np.repeat(np.concatenate(slots_of), sizes)).to(device)
+        self.at = torch.from_numpy(at).to(device)
+        self.source = torch.from_numpy(np.repeat(np.repeat(starts, copies), sizes) + at).to(device)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        cache = self.slots.cache(layer, key, value)
+        keys, values = cache[:2] if self.slots.geometry.flat else cache[2:]
+        keys[self.slot, :, self.at] = key.transpose(0, 1)[self.source]
+        values[self.slot, :, self.at] = value.transpose(0, 1)[self.source]
+        return super().attend(layer, query, key, value, scaling)
+
+
+class DecodeAttention:
+    """Attention of one new token on each of the first n lanes, to its prompt and to the tokens of its lane.
+
+    Args:
+        slots: The slots.
+        provider: What computes the attention.
+        token_index: [n] int64 index of the new token in the slot of each lane.
+    """
+
+    longest = 0  # `PrefillAttention` has already refused sequences that are too long for a sliding window
+
+    def __init__(self, slots: Slots, provider: Provider, token_index: torch.Tensor) -> None:
+        self.slots, self.provider = slots, provider
+        n, device, bounds = len(token_index), token_index.device, None
+        if device.type == "cpu":  # on a GPU this would wait for the device
+            bounds = tuple(map(int, token_index.aminmax()))
+        if bounds and bounds[0] == bounds[1]:  # a slice, which is faster to write than single tokens
+            self.written = slice(n), slice(None), bounds[0]
+        else:
+            self.written = torch.arange(n, device=device), slice(None), token_index
+        provider.begin(slots, token_index, bounds)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store the keys and values of the new tokens in one layer, and attend.
+
+        Args:
+            layer: Number of the layer.
+            query: [H, n, d].
+            key: [K, n, d].
+            value: [K, n, d].
+            scaling: Factor on the scores before the softmax.
+
+        Returns:
+            [n, H, d], in the dtype of the query.
+        """
+        cache = self.slots.cache(layer, key, value)
+        cache.keys[self.written] = key.transpose(0, 1)
+        cache.values[self.written] = value.transpose(0, 1)
+        return self.provider.decode(query.transpose(0, 1), cache, scaling)

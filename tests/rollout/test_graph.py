@@ -1,0 +1,93 @@
+"""Graphs of the decode step: when a step runs, is recorded and is replayed. The GPU itself is in test_engine_gpu.py."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from fastgrpo.rollout.graph import Graphs
+
+
+class RecordedGraph:
+    """Stands in for `torch.cuda.CUDAGraph`: counts its replays."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def pool(self):
+        return "pool"
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """`torch.cuda` without a GPU; the memory pools and modes with which graphs were recorded."""
+    recordings = []
+
+    @contextmanager
+    def graph(graph, **how):
+        recordings.append(how)
+        yield
+
+    @contextmanager
+    def nothing(*args):
+        yield
+
+    for name, stand_in in (
+        ("CUDAGraph", RecordedGraph), ("graph", graph), ("device", nothing), ("stream", nothing),
+        ("Stream", lambda device: "stream"), ("current_stream", lambda device: "current"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return recordings
+
+
+def test_without_graphs_every_step_runs():
+    graphs, steps = Graphs(torch.device("cpu"), enabled=False), []
+    for _ in range(3):
+        graphs.run("key", lambda: steps.append(1))
+    assert len(steps) == 3 and not graphs.graphs
+
+
+def test_a_step_runs_once_is_recorded_and_then_replayed(cuda):
+    graphs, steps = Graphs(torch.device("cuda"), enabled=True), []
+    for _ in range(4):
+        graphs.run(8, lambda: steps.append(8))
+    assert steps == [8, 8]  # one run, and one recording
+    assert graphs.graphs[8].replays == 3
+    graphs.run(16, lambda: steps.append(16))
+    assert steps == [8, 8, 16] and 16 not in graphs.graphs  # another key is a graph of its own
+    graphs.run(16, lambda: steps.append(16))
+    assert [how["pool"] for how in cuda] == [None, "pool"]  # and shares the memory of the first
+    assert {how["capture_error_mode"] for how in cuda} == {"thread_local"}
+
+
+def test_forgotten_graphs_are_recorded_anew(cuda):
+    graphs, steps = Graphs(torch.device("cuda"), enabled=True), []
+    for _ in range(2):
+        graphs.run(8, lambda: steps.append(1))
+    graphs.clear()
+    graphs.run(8, lambda: steps.append(1))
+    assert len(steps) == 3 and not graphs.graphs and graphs.pool is None
+
+
+def test_a_step_that_cannot_be_recorded_names_the_cause_and_the_remedy(cuda):
+    def step():
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+    graphs.run(8, lambda: None)
+    with pytest.raises(ValueError, match=r"enforce_eager True \(operation not permitted when stream is capturing\)"):
+        graphs.run(8, step)
+    assert not graphs.graphs
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_step_that_waits(cuda):
+    def step():
+        raise torch.OutOfMemoryError("full")
+
+    graphs = Graphs(torch.device("cuda"), enabled=True)
+    graphs.run(8, lambda: None)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        graphs.run(8, step)

@@ -1,0 +1,58 @@
+"""Slots: their shapes and order in memory, which lanes belong to which prompt, and lanes that move."""
+
+import pytest
+import torch
+
+from fastgrpo.rollout.geometry import Geometry
+from fastgrpo.rollout.slots import Slots
+
+CPU = torch.device("cpu")
+ORDERS = [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
+
+
+def make_slots(memory_order=(0, 1, 2), flat=False):
+    """Seven lanes of 5 tokens, 4 prompts of 12, at most 3 lanes each; 2 key heads of 8 (values of 6) in one layer."""
+    slots = Slots(Geometry(7, 5, 4, 12, 3, flat), CPU, memory_order)
+    return slots, slots.cache(0, torch.empty(2, 1, 8), torch.empty(2, 1, 6, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("memory_order", ORDERS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_shapes_and_order_in_memory(memory_order, flat):
+    slots, cache = make_slots(memory_order, flat)
+    assert slots.cache(0, torch.empty(2, 1, 8), torch.empty(2, 1, 6)) is cache  # made once
+    assert cache.keys.shape == (7, 2, 17 if flat else 5, 8) and cache.prompt_keys.shape == (0 if flat else 4, 2, 12, 8)
+    assert cache.values.shape == (*cache.keys.shape[:3], 6) and cache.values.dtype == torch.bfloat16
+    for tensor in cache:
+        assert tensor.permute(*memory_order, 3).is_contiguous() and not tensor.any()
+
+
+def test_each_prompt_knows_its_lanes():
+    slots, _ = make_slots()
+    address = slots.members.data_ptr()
+    slots.arrange([1, 3, -1, 1, 3, 1])
+    assert slots.members.tolist() == [[-1] * 3, [0, 3, 5], [-1] * 3, [1, 4, -1]]
+    slots.arrange([-1, 0])
+    assert slots.members.tolist() == [[1, -1, -1], *[[-1] * 3] * 3]
+    slots.arrange([])
+    assert (slots.members == -1).all()
+    assert slots.members.data_ptr() == address  # a graph reads it there
+
+
+@pytest.mark.parametrize("memory_order", ORDERS)
+def test_lanes_move_with_their_keys(memory_order):
+    slots, cache = make_slots(memory_order)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.arange(7)[:, None, None, None].expand_as(tensor))
+    slots.move(torch.tensor([5, 6]), torch.tensor([2, 0]), 3)
+    for tensor in (cache.keys, cache.values):
+        assert (tensor[:, :, :3] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None, None, None]).all()
+        assert (tensor[:, :, 3:] == torch.arange(7)[:, None, None, None]).all()  # tokens that no lane holds stay
+
+
+def test_keys_and_values_are_reset_in_place():
+    slots, cache = make_slots()
+    for tensor in cache:
+        tensor.fill_(torch.nan)
+    slots.zero()
+    assert slots.caches[0] is cache and not any(tensor.any() for tensor in cache)
