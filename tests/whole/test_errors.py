@@ -355,7 +355,7 @@ CASES = {
     "disk full": (
         spoilt(lambda c: c.patch("transformers.PreTrainedModel.save_pretrained", raising(FULL))),
         "checkpoint-1 could not be written to .*run: .*No space left on device: 'run/checkpoint-1/model.safetensors'; "
-        "there is no earlier one; mend this, then go on with .*--resume_from_checkpoint auto",
+        r"there is no earlier one\. Fix the cause, then continue with .*--resume_from_checkpoint auto",
     ),
     "GPU memory": (
         spoilt(lambda c: c.patch("fastgrpo.trainer.GRPOTrainer.step", raising(
