@@ -55,12 +55,12 @@ def test_many_draws():
 
 @pytest.mark.parametrize("call", [lambda: pass_at_k(4, 1, 5), lambda: maj_at_k(["a"], [True], 0)])
 def test_k_is_from_1_to_the_draws(call):
-    with pytest.raises(ValueError, match="k must be from 1 to the number of draws"):
+    with pytest.raises(ValueError, match="k must be from 1 to the number of completions"):
         call()
 
 
 def test_more_draws_than_can_be_counted():
-    with pytest.raises(ValueError, match="at most 1000 draws"):
+    with pytest.raises(ValueError, match="at most 1000 completions of a problem, got 1001"):
         pass_at_k(1001, 1, 500)
 
 
