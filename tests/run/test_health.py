@@ -212,7 +212,7 @@ def test_some_updates_of_a_step_are_skipped(tmp_path):
 
 
 def test_ten_in_a_row_end_the_run(tmp_path):
-    trainer = make_trainer(tmp_path, range(3, 100), max_steps=50)
+    trainer = make_trainer(tmp_path, range(3, 100), max_steps=50, save_steps=5)
     with pytest.raises(ValueError, match=r"10 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10"):
         trainer.train()
     assert trainer.state.global_step == 12
@@ -223,7 +223,7 @@ def test_ten_in_a_row_end_the_run_with_minibatches_that_teach_nothing(tmp_path):
     def flat_for_b(prompts, completions, **_):
         return [float(i) if "b" in prompt else 0.0 for i, prompt in enumerate(prompts)]
 
-    trainer = make_trainer(tmp_path, range(1, 100), max_steps=50, updates_per_rollout=2)
+    trainer = make_trainer(tmp_path, range(1, 100), max_steps=50, updates_per_rollout=2, save_steps=50)
     trainer.rewards = Rewards([flat_for_b])
     trainer.make_experience.rewards = trainer.rewards
     with pytest.raises(ValueError, match="10 updates in a row"):
