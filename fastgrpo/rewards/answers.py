@@ -15,9 +15,9 @@ from fractions import Fraction
 logger = logging.getLogger(__name__)
 
 # The text of a model is untrusted input: a number of a million digits or a tower of powers must not stall a step.
-MAX_NUMBER_LENGTH = 64
-MAX_EXPRESSION_LENGTH = 200
-MAX_POWERS = 2
+MAX_NUMBER_LENGTH = 64  # characters
+MAX_EXPRESSION_LENGTH = 200  # characters
+MAX_POWERS = 2  # signs ^ in an expression
 MATH_VERIFY_TIMEOUT = 2  # seconds
 
 _MARKER = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>", re.IGNORECASE)
@@ -216,7 +216,7 @@ def _last_number(text: str) -> Fraction | None:
     number = _last_match(_NUMBER, text)
     if number is None or len(number[0]) > MAX_NUMBER_LENGTH:
         return None
-    before = text[max(0, number.start() - 40) : number.start()]  # an operator and its surroundings are shorter
+    before = text[max(0, number.start() - 40) : number.start()]  # an operator and the spaces around it are shorter
     if _OPERAND_BEFORE.search(before) or _OPERAND_AFTER.match(text, number.end()):
         return None
     whole, numerator, denominator = (

@@ -215,7 +215,7 @@ class Checkpointer:
         self.greater = not (metric or "").endswith("loss")
         if config.greater_is_better is not None:
             self.greater = config.greater_is_better
-        self.best = None  # {"metric", "value", "step"}
+        self.best = None  # {"metric", "value", "step"} of the best checkpoint so far
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing = None
 

@@ -141,7 +141,7 @@ class Watch:
     def __init__(self, args: GRPOConfig, checkpoints: Checkpointer) -> None:
         self.args, self.checkpoints = args, checkpoints
         self.streaks, self.told = Counter(), set()
-        self.skipped = 0  # updates in a row
+        self.skipped = 0  # how many updates in a row have been skipped up to now
 
     def observe(self, values: dict[str, float], norms: list[float]) -> list[str]:
         """Look at one step and return the warnings that it completes.
