@@ -316,7 +316,7 @@ CASES = {
     ),
     "weights for other rewards": (lambda c: [*c.argv(), "--reward_weights", "1", "2"], "2 entries for 1 reward"),
     "unknown schedule": (flags(lr_scheduler_type="cosin"), "lr_scheduler_type 'cosin' cannot be used.*cosine"),
-    "schedule of a metric": (flags(lr_scheduler_type="reduce_lr_on_plateau"), "choose another, such as cosine"),
+    "schedule of a metric": (flags(lr_scheduler_type="reduce_lr_on_plateau"), "choose another schedule, such as cosine"),
     "GPU that is not there": (
         spoilt(lambda c: c.patch("torch.cuda.is_available", lambda: False), device="cuda"),
         "device='cuda' was asked for, but torch sees no CUDA device; use --device cpu",
