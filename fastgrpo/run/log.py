@@ -105,8 +105,15 @@ METRICS = {
 }
 
 
-def check_metric(name):
-    """Raises ValueError for a name that is no metric (the nearest is named). None is welcome."""
+def check_metric(name: str | None) -> None:
+    """Check that a name is the name of a metric.
+
+    Args:
+        name: The name to check. None passes.
+
+    Raises:
+        ValueError: There is no such metric. The error names the one that is most similar.
+    """
     patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
     if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
         near = difflib.get_close_matches(name, METRICS, n=1)
