@@ -1,37 +1,62 @@
-"""Estimates from n draws of each problem, and their 95% intervals.
+"""Estimates of pass@k and maj@k from n completions of each problem, and 95% confidence intervals of means.
 
-pass@k is the probability that at least one of k draws is right (Chen et al., arXiv 2107.03374): of all k-subsets of the
-n draws, the share that holds a right one. maj@k is the probability that the vote of k draws is right: of all k-subsets,
-the share whose most frequent answer is right; answers that tie share the win evenly, and a draw without an answer has
-no vote. Both are exact means over the subsets, so unbiased for any k <= n.
+pass@k is the probability that at least one of k completions is right (Chen et al., arXiv 2107.03374). Its estimate is
+the share of all k-subsets of the n completions that hold a right one:
 
-Intervals take problems as drawn from a population: Wilson's for a share that is 0 or 1 of every problem, as of one
-completion each (where all are alike, resamples would be too); the percentile bootstrap over problems (2,000 resamples
-from a fixed seed) for every other mean.
+    pass@k = 1 - C(n - right, k) / C(n, k)
+
+maj@k is the probability that a majority vote among k completions is right. Its estimate is the share of all k-subsets
+whose most frequent answer is right. Answers that tie share the win evenly, and a completion without an answer has no
+vote. Both estimates are exact means over the subsets, so they are unbiased for every k <= n.
+
+The intervals regard the problems as a sample from a population. Wilson's interval serves means of values that are 0 or
+1 for every problem, because the bootstrap would give it no width where all problems agree. The percentile bootstrap
+over the problems, with 2,000 resamples from a fixed seed, serves every other mean.
 """
 
 import math
 from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-Z = 1.959963984540054  # two-sided 95% of the normal distribution
+Z = 1.959963984540054  # quantile of the normal distribution for a two-sided 95% interval
 RESAMPLES = 2000
-MAX_DRAWS = 1000  # beyond, numbers of subsets leave the range of a float
+MAX_DRAWS = 1000  # with more, the numbers of subsets exceed the range of a float
 
 
-def pass_at_k(n, right, k):
-    """The share of k-subsets of n draws that hold one of the `right` right ones."""
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Estimate pass@k of one problem: the share of k-subsets of its completions that hold a right one.
+
+    Args:
+        n: The number of completions.
+        right: How many of them are right.
+        k: The size of the subsets, from 1 to n.
+
+    Returns:
+        The estimate, from 0 to 1.
+
+    Raises:
+        ValueError: k is not from 1 to n, or n is above `MAX_DRAWS`.
+    """
     _check(n, k)
     return 1 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def maj_at_k(answers, right, k):
-    """The share of k-subsets of the draws whose most frequent answer is right.
+def maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> float:
+    """Estimate maj@k of one problem: the share of k-subsets of its completions whose most frequent answer is right.
 
     Args:
-        answers: n hashables, None for no answer. right: n booleans. Where the draws of one answer differ in being
-            right, the answer counts by their share.
+        answers: The answer of each of the n completions, None for a completion without one.
+        right: Whether each completion is right. Where completions with one answer differ in this, the answer counts as
+            right by the share of them that are.
+        k: The size of the subsets, from 1 to n.
+
+    Returns:
+        The estimate, from 0 to 1.
+
+    Raises:
+        ValueError: k is not from 1 to n, or n is above `MAX_DRAWS`.
     """
     n = len(answers)
     _check(n, k)
@@ -49,9 +74,17 @@ def maj_at_k(answers, right, k):
 
 
 def _ways(others, silent, top, rest):
-    """Ways to choose `rest` draws of the other answers, none of them more than `top` times; those in which t answers
-    tie at `top` count 1 / (t + 1)."""
-    ways = np.zeros((rest + 1, rest // top + 1))  # by draws chosen, by answers that tie
+    """Count the ways to choose `rest` completions among those with other answers, no answer more than `top` times.
+
+    A way in which t other answers also occur `top` times, and so tie with the winner, counts 1 / (t + 1).
+
+    Args:
+        others: How many other answers have each number of completions.
+        silent: The number of completions without an answer.
+        top: How often the winning answer was chosen.
+        rest: How many completions are left to choose.
+    """
+    ways = np.zeros((rest + 1, rest // top + 1))  # indices: completions chosen, answers that tie
     ways[: min(silent, rest) + 1, 0] = [math.comb(silent, i) for i in range(min(silent, rest) + 1)]
     for size, answers in others.items():
         for _ in range(answers):
@@ -66,21 +99,36 @@ def _ways(others, silent, top, rest):
 
 def _check(n, k):
     if not 1 <= k <= n:
-        raise ValueError(f"k must be from 1 to the number of draws, {n}, got {k}")
+        raise ValueError(f"k must be from 1 to the number of completions, {n}, got {k}")
     if n > MAX_DRAWS:
-        raise ValueError(f"at most {MAX_DRAWS} draws of a problem can be counted, got {n}")
+        raise ValueError(f"pass@k and maj@k take at most {MAX_DRAWS} completions of a problem, got {n}")
 
 
-def wilson(successes, n):
-    """Wilson's 95% interval of a share, (low, high)."""
+def wilson(successes: float, n: int) -> tuple[float, float]:
+    """Compute Wilson's 95% score interval of a share (E. B. Wilson, JASA 22, 1927).
+
+    Args:
+        successes: How many of the observations are 1.
+        n: The number of observations.
+
+    Returns:
+        The lower and the upper end of the interval, within 0 to 1.
+    """
     share, z2 = successes / n, Z * Z
     center = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = Z / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
     return max(0.0, center - half), min(1.0, center + half)
 
 
-def bootstrap(values):
-    """Percentile bootstrap of the mean over problems, (low, high). values: one a problem; NaN ones are left out."""
+def bootstrap(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Compute the 95% percentile bootstrap interval of a mean over problems.
+
+    Args:
+        values: One value for each problem. NaN marks a problem without a value, which is left out.
+
+    Returns:
+        The lower and the upper end of the interval.
+    """
     values = np.asarray(values, dtype=np.float64)
     values = values[~np.isnan(values)]
     counts = np.random.default_rng(0).multinomial(len(values), np.full(len(values), 1 / len(values)), RESAMPLES)

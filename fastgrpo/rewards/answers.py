@@ -1,9 +1,9 @@
 r"""Read the final answer of a text and compare two answers by value.
 
-An answer is the content of the last marker of a text, whichever its kind: ``#### 42``, ``<answer>42</answer>`` or
-``\boxed{42}``. A text without a marker is read whole. Of what is read, the last number is the value, as an exact
-fraction; where that number is only a part of an expression (``2\sqrt{2}``, ``5 + 3``), there is no value, and
-math-verify, where installed, decides.
+The answer of a text is what its last marker holds. A marker is ``#### 42``, ``<answer>42</answer>`` or
+``\boxed{42}``. Without a marker the whole text is the answer. The value of an answer is the last number in it, as an
+exact fraction. Where that number is only a part of an expression (``2\sqrt{2}``, ``5 + 3``), the answer has no value,
+and math-verify decides where it is installed.
 """
 
 import logging
@@ -14,10 +14,10 @@ from fractions import Fraction
 
 logger = logging.getLogger(__name__)
 
-# A model's text is hostile input: a value of a million digits, or a tower of powers, must not stall a training step.
-MAX_NUMBER_LENGTH = 64
-MAX_EXPRESSION_LENGTH = 200
-MAX_POWERS = 2
+# The text of a model is untrusted input: a number of a million digits or a tower of powers must not stall a step.
+MAX_NUMBER_LENGTH = 64  # characters
+MAX_EXPRESSION_LENGTH = 200  # characters
+MAX_POWERS = 2  # signs ^ in an expression
 MATH_VERIFY_TIMEOUT = 2  # seconds
 
 _MARKER = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>", re.IGNORECASE)
@@ -26,19 +26,19 @@ _CURRENCY = "$€£¥₹"
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|(?<![\w.)])\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9A-Za-z]))?"
 _NUMBER = re.compile(
-    # A sign after an operand or a word is an operator or a hyphen: 10-3, 5 -3, COVID-19.
+    # After an operand or a word, a sign is an operator or a hyphen: 10-3, 5 -3, COVID-19.
     rf"(?:(?<![\w)}}\]%+-])(?<![0-9)}}%] )(?P<sign>[-+]))?"
     rf"(?:[{_CURRENCY}] ?(?P<inner_sign>[-+])?)?"
     rf"(?:(?P<whole>{_INTEGER})(?: and)? +(?=[0-9,]+/[0-9]))?"
     rf"(?P<numerator>{_DECIMAL})(?: ?/ ?(?P<denominator>{_DECIMAL}))?"
 )
 
-# What stands next to a number and makes it an operand of a larger expression. A hyphen does not: 5-10 is a range.
+# What makes a number next to it an operand of a larger expression. A hyphen does not, because 5-10 may be a range.
 _FUNCTION = r"\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm|log|ln|exp|sin|cos|tan|binom|choose|bmod)(?![A-Za-z])"
 _OPERATOR = r"[+*/×÷·]"
 _OPERAND_BEFORE = re.compile(
     rf"(?:[{{^_√]|{_FUNCTION}|[0-9)]\*\*|[0-9][eE][-+]?|[0-9)}}\]%] *{_OPERATOR} *"
-    # After a word, "is *42*" is emphasis and "is +3" a sign: only "x+3", "x + 3" are sums.
+    # After a word, "is *42*" is emphasis and "is +3" has a sign. Only "x+3" and "x + 3" are sums.
     rf"|[A-Za-z](?:{_OPERATOR} *| {_OPERATOR} +))[ ({_CURRENCY}]*$"
 )
 _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
@@ -51,23 +51,23 @@ _REWRITES = [
         (r"[\u00a0\u2009\u202f~]|\\[;: ]|\\q?quad(?![A-Za-z])", " "),
         (r"\{,\}", ","),
         (rf"\\([%{_CURRENCY}])", r"\1"),
-        # Degrees and square or cubic units: their exponent is no part of the value.
+        # The exponents in degrees and in square or cubic units are no part of the value.
         (r"\^\{?\\circ\}?|°", ""),
         (r"(?:\\(?:text|mathrm)\{[^{}0-9]*\}|(?<![A-Za-z])(?:[ckm]?m|in|ft|yd|mi)) ?\^\{?[23]\}?", " "),
         (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|underline)\{([^{}]*)\}", r" \1 "),
-        # The space parts the whole of a mixed number from its fraction.
+        # A space separates the whole part of a mixed number from its fraction.
         (r"(?<=[0-9])\s*(?=\\[dtc]?frac|[¼-¾⅐-⅞])", " "),
         ("[¼-¾⅐-⅞]", lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
         (rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}", r"\1/\2"),
         (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\1/\2"),
-        # Where an answer begins with it, a sign apart from its number is a sign still.
+        # At the start of an answer, a sign that is separated from its number by spaces is still its sign.
         (r"\A\s*([-+])\s+", r"\1"),
     )
 ]
 
-# An alarm cannot stop one long operation on integers, so what grows without bound (powers of powers, factorials,
-# functions) is never handed to math-verify. Variables and powers of sums go there only under an alarm: simplifying
-# them may not end.
+# math-verify's time-out cannot interrupt a single long operation on integers, so expressions that may grow without
+# bound (powers of powers, factorials, functions) are never handed to it. Variables and powers of sums are handed to it
+# only where the time-out works, because simplifying them may not end.
 _POWER = r"\^(?:[0-9]|\{-?[0-9]\})(?!\s*\^)"
 _BOUNDED_EXPRESSION = re.compile(
     r"(?:\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm)(?![A-Za-z])|\\[()\[\]]|\*(?!\*)|[0-9\s.,+\-/=()\[\]{}×÷·π]"
@@ -76,14 +76,17 @@ _BOUNDED_EXPRESSION = re.compile(
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """Return the text that the model wrote, of a plain or a conversational completion.
+    """Return the text that the model wrote in a plain or a conversational completion.
 
     Args:
-        completion: a string, or messages such as ``[{"role": "assistant", "content": "..."}]``. Only the assistant's
-            are taken, joined by newlines. A content is a string, a list of parts (their texts are taken) or None.
+        completion: A string, or messages such as ``[{"role": "assistant", "content": "..."}]``. The content of a
+            message is a string, a list of parts with a text each, or None.
+
+    Returns:
+        The string, or the texts of the assistant's messages joined by newlines.
 
     Raises:
-        TypeError: the completion is neither a string nor a list.
+        TypeError: The completion is neither a string nor a list.
 
     Example:
         >>> completion_text([{"role": "assistant", "content": "42"}])
@@ -101,9 +104,15 @@ def completion_text(completion: str | list[dict]) -> str:
 
 
 def extract_answer(text: str) -> str:
-    r"""Return the content of the last marker of a text, or the text itself where it has no marker.
+    r"""Return what the last marker of a text holds, or the text itself where it has no marker.
 
-    A tag or a brace left open reaches to the end of the text, ``####`` to the end of its line.
+    A tag or a brace that is left open reaches to the end of the text, and ``####`` to the end of its line.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The answer as it stands in the text.
 
     Example:
         >>> extract_answer(r"#### 41, no, \boxed{\frac{1}{2}} indeed")
@@ -129,9 +138,15 @@ def read_number(text: str) -> Fraction | None:
     r"""Return the value of the final answer of a text, or None where it has none that can be read.
 
     Thousands separators, signs, decimals, currency, scientific notation, fractions and mixed numbers are read, plain
-    or in LaTeX; a percent sign and a unit are dropped. A number that is part of an expression, divided by zero or too
-    long gives None. So does a last marker without a number, whatever number stands before it: to guess there would
-    reward a text that gave its answer up.
+    or in LaTeX. A percent sign and a unit are dropped.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The exact value. None where the number is part of an expression, is divided by zero or is too long, and where
+        the last marker holds no number, even if a number stands before it: reading that one would reward a text that
+        withdraws its answer.
 
     Examples:
         >>> read_number("She pays $3.50 a day. #### -$1,234.50")
@@ -143,10 +158,14 @@ def read_number(text: str) -> Fraction | None:
 
 
 def final_answer(text: str) -> Fraction | str | None:
-    r"""Return what a text votes for: the value of its final answer, or what stands at its last marker.
+    r"""Return what a text votes for in a majority vote.
+
+    Args:
+        text: Any text.
 
     Returns:
-        a number; a string without spaces where the answer is an expression or a word; None for no answer.
+        The value of the final answer. Where it has none, what the last marker holds, as a string without spaces. None
+        where there is no answer.
 
     Example:
         >>> [final_answer(text) for text in ("so 7/14", r"\boxed{x + 1}", "I do not know")]
@@ -159,13 +178,18 @@ def final_answer(text: str) -> Fraction | str | None:
 
 
 def answers_match(text: str, reference: str) -> bool | None:
-    r"""Say whether the final answers of a text and of its reference have the same value.
+    r"""Tell whether the final answers of a text and of its reference have the same value.
 
     Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
-    math-verify decides; where it is not installed or fails, the answer does not match.
+    math-verify decides. Where it is not installed or fails, an expression does not match a number.
+
+    Args:
+        text: The text to judge.
+        reference: The text with the right answer.
 
     Returns:
-        None where the reference gives nothing to compare with: no digit, or an expression and no math-verify for it.
+        Whether they match. None where the reference gives nothing to compare with: it has no digit, or it is an
+        expression that math-verify cannot judge here.
 
     Example:
         >>> answers_match("<answer>75%</answer>", "#### 75")
@@ -182,7 +206,7 @@ def answers_match(text: str, reference: str) -> bool | None:
 
 
 def _normalize(text: str) -> str:
-    """Rewrite LaTeX and Unicode spellings of numbers to plain ones."""
+    """Rewrite the spellings of numbers in LaTeX and Unicode as plain ones."""
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
@@ -192,7 +216,7 @@ def _last_number(text: str) -> Fraction | None:
     number = _last_match(_NUMBER, text)
     if number is None or len(number[0]) > MAX_NUMBER_LENGTH:
         return None
-    before = text[max(0, number.start() - 40) : number.start()]  # an operator and its surroundings are shorter
+    before = text[max(0, number.start() - 40) : number.start()]  # an operator and the spaces around it are shorter
     if _OPERAND_BEFORE.search(before) or _OPERAND_AFTER.match(text, number.end()):
         return None
     whole, numerator, denominator = (
@@ -210,25 +234,25 @@ def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
 
 
 def _math_verify(answer: str, expected: str) -> bool | None:
-    """Ask math-verify; None where it is not installed or the expected answer is none that it can be asked about."""
+    """Ask math-verify. Returns None where it is not installed or cannot judge the expected answer."""
     try:
         from math_verify import LatexExtractionConfig, parse, verify
-        from math_verify.errors import TimeoutException  # not an Exception: it must be named to be caught
+        from math_verify.errors import TimeoutException  # no subclass of Exception, so it must be caught by name
     except ImportError:
         return None
-    # A percent sign is dropped here as well (math-verify would divide by 100), and 5,000 it would take for a list.
+    # math-verify would divide a percentage by 100, and take 5,000 for a list: both are rewritten here.
     answer, expected = (
         re.sub(rf"[%{_CURRENCY}]|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))", "", expression).strip()
         for expression in (answer, expected)
     )
-    # math-verify's time-out is a signal, which Python allows in the main thread only.
+    # math-verify's time-out is an alarm signal, which Python allows in the main thread only.
     timeout = MATH_VERIFY_TIMEOUT if threading.current_thread() is threading.main_thread() else None
     if not _is_bounded(expected, timeout):
         return None
     if not _is_bounded(answer, timeout):
         return False
     try:
-        # LaTeX only: the reader of plain expressions ends in sympy's parse_expr, which evaluates Python.
+        # Only LaTeX is parsed, because the parser of plain expressions ends in sympy's parse_expr, which runs Python.
         gold, target = (
             parse(f"${expression}$", [LatexExtractionConfig()], "no_fallback", parsing_timeout=timeout)
             for expression in (expected, answer)

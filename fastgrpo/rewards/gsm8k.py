@@ -1,33 +1,35 @@
-"""The reward functions of GSM8K: a correct value, the asked format, and a completion that ends in time.
+"""The reward functions of GSM8K: a correct value, the requested format, and a completion that ends in time.
 
-Each is called as TRL calls its own: ``reward(prompts, completions, completion_ids=..., trainer_state=..., **columns)``
-with one item of every argument per completion, and returns one reward per completion.
+Each is called as TRL calls reward functions: ``reward(prompts, completions, completion_ids=..., trainer_state=...,
+**columns)``. Every argument but the trainer state has one item per completion, and so has the list that is returned.
 """
 
 import re
+from typing import Any
 
 from fastgrpo.rewards.answers import answers_match, completion_text, read_number
 
 FORMAT_STEP = 0.1
-SOFT_LIMIT = 0.8  # of the completion limit: where length_reward begins to fall
+SOFT_LIMIT = 0.8  # length_reward begins to fall at this share of the completion limit
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
 
-def correctness(prompts: list, completions: list, answer: list, **columns) -> list[float | None]:
-    r"""Reward 1.0 for the reference's value, 0.0 for another or none that can be read.
+def correctness(prompts: list, completions: list, answer: list, **columns: list) -> list[float | None]:
+    r"""Give 1.0 for the value of the reference, and 0.0 for another value or for none that can be read.
 
     Args:
-        prompts: not used.
-        completions: strings, or lists of messages.
-        answer: the data set's own column: a text such as ``... #### 42``, or a bare answer or number.
-        columns: not used.
+        prompts: Not used.
+        completions: Strings, or lists of messages.
+        answer: The references, from the data set's column of this name. Each is a text such as ``... #### 42``, or
+            only the answer.
+        columns: Not used.
 
     Returns:
-        1.0 or 0.0 a completion; None, which leaves the row out, where its reference holds no number.
+        One reward per completion. None, which leaves the completion unjudged, where its reference holds no number.
 
     Raises:
-        ValueError: there are not as many references as completions.
+        ValueError: There are not as many references as completions.
 
     Example:
         >>> correctness(["6 x 7?"] * 2, ["<answer>42</answer>", "#### 41"], answer=["6 x 7 = 42\n#### 42"] * 2)
@@ -40,20 +42,20 @@ def correctness(prompts: list, completions: list, answer: list, **columns) -> li
     return [None if verdict is None else float(verdict) for verdict in verdicts]
 
 
-def format_reward(prompts: list, completions: list, **columns) -> list[float]:
-    """Reward 0.1 for each tag of ``<think>...</think><answer>...</answer>`` and 0.1 for a number in the answer.
+def format_reward(prompts: list, completions: list, **columns: list) -> list[float]:
+    """Give 0.1 for each tag of ``<think>...</think><answer>...</answer>``, and 0.1 for a number in the answer.
 
-    A tag counts where it appears exactly once, on its side of its partner: an opening tag with no closing tag before
-    it, a closing tag with an opening tag before it. The number counts where the last ``<answer>``, closed or not,
-    holds one that ``read_number`` reads.
+    A tag counts where it appears exactly once and on the right side of its partner: an opening tag with no closing tag
+    before it, a closing tag with an opening tag before it. The number counts where the last ``<answer>``, closed or
+    not, holds a number that ``read_number`` reads.
 
     Args:
-        prompts: not used.
-        completions: strings, or lists of messages.
-        columns: not used.
+        prompts: Not used.
+        completions: Strings, or lists of messages.
+        columns: Not used.
 
     Returns:
-        From 0.0 to 0.5 a completion.
+        One reward from 0.0 to 0.5 per completion.
 
     Example:
         >>> format_reward(["6 x 7?"] * 2, ["<think>6 x 7</think><answer>42</answer>", "42"])
@@ -62,7 +64,7 @@ def format_reward(prompts: list, completions: list, **columns) -> list[float]:
     return [_format_steps(completion_text(completion)) * FORMAT_STEP for completion in completions]
 
 
-format_reward.full_mark = 5 * FORMAT_STEP  # evaluation counts the completions that get it: the format rate
+format_reward.full_mark = 5 * FORMAT_STEP  # the format rate of an evaluation is the share of completions that get this
 
 
 def _format_steps(text: str) -> int:
@@ -77,25 +79,25 @@ def _format_steps(text: str) -> int:
 
 
 def length_reward(
-    prompts: list, completions: list, *, completion_ids: list[list[int]], trainer_state, **columns
+    prompts: list, completions: list, *, completion_ids: list[list[int]], trainer_state: Any, **columns: list
 ) -> list[float]:
-    """Punish a completion that comes near the completion limit, where it would be cut off.
+    """Punish a completion that comes near the limit at which it would be truncated.
 
-    The reward is 0.0 up to ``SOFT_LIMIT`` of the limit and falls linearly to -1.0 at the limit, so that it never pays
-    to say less than a solution needs (the soft overlong punishment of DAPO, https://arxiv.org/abs/2503.14476).
+    The reward is 0.0 up to ``SOFT_LIMIT`` of the limit and falls linearly to -1.0 at the limit, so a short completion
+    never gets more than one of ordinary length (the soft overlong punishment of DAPO, arXiv 2503.14476, equation 13).
 
     Args:
-        prompts: not used.
-        completions: not used.
-        completion_ids: the tokens of every completion.
-        trainer_state: its ``max_completion_length`` is the limit, in tokens.
-        columns: not used.
+        prompts: Not used.
+        completions: Not used.
+        completion_ids: The token ids of each completion.
+        trainer_state: Its attribute ``max_completion_length`` is the limit in tokens.
+        columns: Not used.
 
     Returns:
-        From -1.0 to 0.0 a completion.
+        One reward from -1.0 to 0.0 per completion.
 
     Raises:
-        ValueError: the trainer state has no positive limit.
+        ValueError: The trainer state has no positive limit.
 
     Example:
         >>> from types import SimpleNamespace

@@ -1,12 +1,26 @@
-"""Soft overlong punishment: length as a reward (DAPO, arXiv 2503.14476, eq. 13)."""
+"""Soft overlong punishment: a reward for the length of a completion (DAPO, arXiv 2503.14476, equation 13)."""
+
+from collections.abc import Callable
+
+from fastgrpo.config.settings import GRPOConfig
 
 
-def make_soft_overlong_punishment(max_completion_length, soft_punish_cache):
-    """A reward function of the tokens L of a completion: 0 up to max_completion_length - soft_punish_cache, from there
-    linearly down to -1 at max_completion_length, which is the L of a truncated one.
+def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """Make the reward function that punishes completions which come near the length limit.
+
+    With L the tokens of a completion:
+
+        reward = -min(max(L - (max_completion_length - soft_punish_cache), 0) / soft_punish_cache, 1)
+
+    So the reward is 0 for short completions and -1 for truncated ones, whose L is max_completion_length.
 
     Args:
-        max_completion_length, soft_punish_cache: tokens; the second is positive and no more than the first.
+        max_completion_length: The limit at which a completion is truncated, in tokens.
+        soft_punish_cache: The length of the range below the limit in which the reward falls from 0 to -1, in tokens.
+            It is positive and at most `max_completion_length`.
+
+    Returns:
+        A reward function that reads `completion_ids`. It is named soft_overlong_punishment.
     """
     free = max_completion_length - soft_punish_cache
 
@@ -16,8 +30,15 @@ def make_soft_overlong_punishment(max_completion_length, soft_punish_cache):
     return soft_overlong_punishment
 
 
-def shaping(config):
-    """The reward functions that a `GRPOConfig` adds to a person's own."""
+def shaping(config: GRPOConfig) -> list[Callable[..., list[float]]]:
+    """Make the reward functions that the settings add to those that a person passes.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The soft overlong punishment where soft_punish_cache is set, and nothing elsewhere.
+    """
     if not config.soft_punish_cache:
         return []
     return [make_soft_overlong_punishment(config.max_completion_length, config.soft_punish_cache)]

@@ -1,7 +1,8 @@
-"""Checkpoints: folders that are whole or not there at all, written by a thread while training goes on.
+"""Checkpoints: folders that are either complete or absent, written by a thread while training continues.
 
-A checkpoint is written beside its place, synced, listed in manifest.json with the SHA-256 of every file, synced again,
-and renamed: a process may be killed at any moment, and the last good one is there. What is in it: `snapshot.py`.
+A checkpoint is first written to a temporary folder and synced. Then manifest.json, which lists every file with its
+SHA-256, is written and synced, and the folder is renamed to checkpoint-STEP. So a process may be killed at any moment
+and the last good checkpoint is still there. `snapshot.py` says what a checkpoint contains.
 """
 
 import hashlib
@@ -9,49 +10,84 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.folder import remove
 
+if TYPE_CHECKING:  # transformers takes seconds to import
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 MANIFEST = "manifest.json"
-CHUNK = 1 << 24  # bytes hashed at a time: large, because each chunk has to win the interpreter's lock anew
+CHUNK = 1 << 24  # bytes hashed at a time; chunks are large because each one has to acquire the interpreter's lock again
 
 
-def save_model(path, model, tokenizer, state_dict=None):
-    """Weights (safetensors), config and tokenizer, as `AutoModelForCausalLM.from_pretrained` reads them.
+def save_model(
+    path: Path,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    state_dict: "dict[str, torch.Tensor] | None" = None,
+) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
 
-    state_dict: the weights to save, or None for the model's own.
+    Args:
+        path: The folder to write to. It is created where it does not exist.
+        model: The model whose config, and by default whose weights, are written.
+        tokenizer: The tokenizer that is written beside the model.
+        state_dict: The weights to write by parameter name. None writes the model's own.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
 
 
-def checkpoints(run_dir):
-    """{step: Path} of the checkpoints in a run folder, good or not, in the order of their steps."""
+def checkpoints(run_dir: str | Path) -> dict[int, Path]:
+    """Find the checkpoints in the folder of a run, whether they are intact or not.
+
+    Args:
+        run_dir: The folder of a run.
+
+    Returns:
+        The path of each checkpoint by its step, in the order of the steps.
+    """
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(run_dir).iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match and path.is_dir()))
 
 
-def step_of(path):
-    """The step in a checkpoint's name. Raises ValueError for a path that does not end in checkpoint-STEP."""
+def step_of(path: str | Path) -> int:
+    """Read the step from the name of a checkpoint.
+
+    Args:
+        path: A path that ends in checkpoint-STEP.
+
+    Returns:
+        The step.
+
+    Raises:
+        ValueError: The path does not end in checkpoint-STEP.
+    """
     match = re.fullmatch(r"checkpoint-(\d+)", Path(path).name)
     if match is None:
-        raise ValueError(f"{path} is no checkpoint: its name must be checkpoint-STEP")
+        raise ValueError(f"{path} is not a checkpoint: the name of a checkpoint is checkpoint-STEP")
     return int(match[1])
 
 
-def write_checkpoint(run_dir, step, write):
-    """run_dir/checkpoint-STEP, whole or not at all.
+def write_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None]) -> Path:
+    """Write run_dir/checkpoint-STEP so that it is either complete or absent, whenever the process ends.
 
     Args:
-        write: called with the Path of the folder to put the files into.
+        run_dir: The folder of the run.
+        step: The step that names the checkpoint.
+        write: Called with an empty folder, into which it writes the files of the checkpoint.
 
     Returns:
-        its Path.
+        The path of the checkpoint.
 
     Raises:
-        OSError: what kept it from being written; nothing of it is left then.
+        OSError: The files could not be written. Nothing of the checkpoint is left in that case.
     """
     for leftover in run_dir.glob(".tmp-checkpoint-*"):
         remove(leftover)
@@ -75,8 +111,15 @@ def write_checkpoint(run_dir, step, write):
     return path
 
 
-def verify(path):
-    """Raises ValueError where a checkpoint is not what was written, naming the file."""
+def verify(path: Path) -> None:
+    """Check that every file of a checkpoint has the size and the SHA-256 that its manifest lists.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Raises:
+        ValueError: A file is missing or damaged, or the manifest itself is. The error names the file.
+    """
     try:
         entries = json.loads((path / MANIFEST).read_text())["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
@@ -84,12 +127,12 @@ def verify(path):
         raise ValueError(f"{path / MANIFEST} is missing or cannot be read: the checkpoint is not complete") from None
     for name, (size, digest) in expected.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside of the checkpoint")
+            raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside the checkpoint")
         file = path / name
         if not file.is_file():
             raise ValueError(f"{file} is missing from the checkpoint")
         if _entry(file) != {"bytes": size, "sha256": digest}:
-            raise ValueError(f"{file} is damaged: it is not what {MANIFEST} says was written")
+            raise ValueError(f"{file} is damaged: its size or SHA-256 differs from the one in {MANIFEST}")
 
 
 def _entry(file):
@@ -101,8 +144,12 @@ def _entry(file):
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def sync(path):
-    """Wait until a file or a folder's list of names is on the disk."""
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, has reached the disk.
+
+    Args:
+        path: A file or a folder.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -110,10 +157,15 @@ def sync(path):
         os.close(descriptor)
 
 
-def prune(run_dir, limit, best=None):
-    """Delete checkpoints until `limit` are left: the newest, the one of step `best`, then the next newest.
+def prune(run_dir: Path, limit: int, best: int | None = None) -> None:
+    """Delete checkpoints until `limit` are left: the newest, the best, then the next newest ones.
 
-    Where `best` is not the newest, both stay even at a limit of 1, as in transformers.
+    As in transformers, the newest and the best checkpoint both stay even at a limit of 1.
+
+    Args:
+        run_dir: The folder of the run.
+        limit: How many checkpoints to keep.
+        best: The step of the best checkpoint, or None where no metric ranks them.
     """
     found = checkpoints(run_dir)
     newest_first = sorted(found, reverse=True)
@@ -124,26 +176,50 @@ def prune(run_dir, limit, best=None):
             remove(path)
 
 
-class Checkpointer:
-    """When to save, which checkpoint is the best, which are kept; the thread that writes them.
+class CheckpointLog(Protocol):
+    """What a `Checkpointer` needs from the log of a run. `RunLog`, which imports this module, satisfies it.
 
-    A context: leaving it waits for the thread.
+    Attributes:
+        dir: The folder of the run.
+        checkpoint: The checkpoint that the run continues from, or None for a new run.
+        latest: The step and the value at which each metric was logged last, by the metric's name.
     """
 
-    def __init__(self, config, log):
-        """config: `GRPOConfig`. log: the `RunLog`, whose folder the checkpoints go to."""
+    dir: Path
+    checkpoint: Path | None
+    latest: dict[str, tuple[int, float]]
+
+    def say(self, text: str) -> None:
+        """Print a line for the person who watches the run.
+
+        Args:
+            text: The line.
+        """
+
+
+class Checkpointer:
+    """Decides when a checkpoint is saved and which ones are kept, and owns the thread that writes them.
+
+    It is a context manager: leaving it waits for a checkpoint that is still being written.
+
+    Args:
+        config: The settings of the run.
+        log: The log of the run, whose folder receives the checkpoints.
+    """
+
+    def __init__(self, config: GRPOConfig, log: CheckpointLog) -> None:
         self.config, self.log = config, log
         self._good = log.checkpoint
-        self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # the step that was saved last
+        self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # step of the last save
         metric = config.metric_for_best_model
         self.greater = not (metric or "").endswith("loss")
         if config.greater_is_better is not None:
             self.greater = config.greater_is_better
-        self.best = None  # {"metric", "value", "step"}
+        self.best = None  # {"metric", "value", "step"} of the best checkpoint so far
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace):
@@ -152,32 +228,44 @@ class Checkpointer:
         except ValueError as failure:
             if error is None:
                 raise
-            self.log.say(f"error: {failure}")  # beside the error that ends the run, which goes on its way
+            self.log.say(f"error: {failure}")  # only printed: the error that ends the run must stay the one raised
         finally:
             self._thread.shutdown()
 
     @property
-    def newest(self):
-        """Path of the newest good checkpoint of this run, or None; a save under way is waited for."""
+    def newest(self) -> Path | None:
+        """The newest good checkpoint of this run, or None. Waits for a checkpoint that is being written."""
         if self._writing is not None and self._writing.exception() is None:
             return self._writing.result()
         return self._good
 
-    def due(self, step, last):
-        """Whether a checkpoint is due after this step: the last one always is."""
-        return last or (step > 0 and step % self.config.save_steps == 0)
-
-    def save(self, step, take):
-        """Take a snapshot now and have it written while training goes on; a save under way is waited for first.
+    def due(self, step: int, last: bool) -> bool:
+        """Tell whether a checkpoint is due after a step.
 
         Args:
-            take: () -> an object with `write(path)`: the state of the run on the host.
+            step: The number of steps that are done.
+            last: Whether this was the last step, after which a checkpoint is always due.
+
+        Returns:
+            True where a checkpoint is due.
+        """
+        return last or (step > 0 and step % self.config.save_steps == 0)
+
+    def save(self, step: int, take: Callable[[], Any]) -> None:
+        """Take a snapshot now and have the thread write it while training continues.
+
+        Waits first for a checkpoint that is still being written.
+
+        Args:
+            step: The number of steps that are done.
+            take: Called without arguments. Returns a copy of the run's state in host memory, with a method
+                `write(path)` that puts it into an empty folder.
 
         Raises:
-            ValueError: as `wait`.
+            ValueError: The checkpoint before this one could not be written.
         """
         if self.saved == step:
-            if self._measured(step):  # after a stop, the evaluation of its step comes when the run goes on
+            if self._measured(step):  # a stopped run saves first, and evaluates this step only after it is resumed
                 self._compare(step)
             return
         self.wait()
@@ -186,13 +274,21 @@ class Checkpointer:
         self.saved = step
         self._writing = self._thread.submit(self._write, step, snapshot)
 
-    def check(self):
-        """Raises ValueError where the thread failed: what and why, and which checkpoint is the newest good one."""
+    def check(self) -> None:
+        """Raise the error of a save that has failed, without waiting for one that is under way.
+
+        Raises:
+            ValueError: A checkpoint could not be written. The error says why, and names the newest good checkpoint.
+        """
         if self._writing is not None and self._writing.done():
             self.wait()
 
-    def wait(self):
-        """Wait for the save under way. Raises ValueError as `check`."""
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            ValueError: The checkpoint could not be written. The error says why, and names the newest good checkpoint.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -201,12 +297,12 @@ class Checkpointer:
         except Exception as error:
             good = f"{self._good} is the newest good one" if self._good else "there is no earlier one"
             raise ValueError(
-                f"checkpoint-{self.saved} could not be written to {self.log.dir}: {error}; {good}; mend this, then go "
-                f"on with --output_dir {self.log.dir} --resume_from_checkpoint auto"
+                f"checkpoint-{self.saved} could not be written to {self.log.dir}: {error}; {good}. Fix the cause, then "
+                f"continue with --output_dir {self.log.dir} --resume_from_checkpoint auto"
             ) from error
 
     def _write(self, step, snapshot):
-        for name in ("metrics.jsonl", "samples.jsonl"):  # the checkpoint says how long they are
+        for name in ("metrics.jsonl", "samples.jsonl"):  # the checkpoint records the lengths of these files
             sync(self.log.dir / name)
         path = write_checkpoint(self.log.dir, step, snapshot.write)
         if self.config.save_total_limit is not None:
@@ -217,20 +313,30 @@ class Checkpointer:
         return self.log.latest.get(self.config.metric_for_best_model, (None, None))[0] == step
 
     def _compare(self, step):
-        """Whether the policy of this step is the best so far, by what was logged of this very step."""
+        """Note this step as the best one where the metric that was logged for this very step says so."""
         metric = self.config.metric_for_best_model
         if metric is None:
             return
         value = self.log.latest[metric][1] if self._measured(step) else math.nan
         if math.isnan(value):
-            self.log.say(f"step {step}: {metric} was not measured, checkpoint-{step} cannot be the best")
+            self.log.say(f"step {step}: {metric} was not measured, so checkpoint-{step} cannot be the best one")
         elif self.best is None or (value > self.best["value"] if self.greater else value < self.best["value"]):
             self.best = {"metric": metric, "value": value, "step": step}
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: which checkpoint is the best one.
+
+        Returns:
+            The state, as JSON can hold it.
+        """
         return {"best": self.best}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the best checkpoint of the run that is resumed, unless the metric that ranks them has changed.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         best = state["best"]
         if best is not None and best["metric"] == self.config.metric_for_best_model:
             self.best = best

@@ -1,10 +1,11 @@
-"""A run folder -> what a person can look at: curves.png, summary.json, a table."""
+"""What a person looks at when a run is over: curves.png, summary.json, and a table that is printed."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 PANELS = (
-    # title, unit of the vertical axis, metrics
+    # (title, label of the vertical axis, metrics)
     ("Reward", "mean total reward", ("reward",)),
     ("Accuracy", "share right", ("accuracy", "eval/accuracy")),
     ("KL to the reference", "nats a token", ("kl",)),
@@ -14,13 +15,18 @@ PANELS = (
     ("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
     ("Groups with spread", "share", ("frac_informative",)),
 )
+WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
 
-WINDOW = 10  # lines of metrics.jsonl in the moving average
+def read_metrics(run_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Read metrics.jsonl as one series for each metric.
 
+    Args:
+        run_dir: The folder of a run.
 
-def read_metrics(run_dir):
-    """metrics.jsonl -> {name: (steps, values)}."""
+    Returns:
+        The steps and the values of each metric by its name. Values that are null are left out.
+    """
     series = {}
     for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -32,13 +38,28 @@ def read_metrics(run_dir):
     return series
 
 
-def moving_average(values, window=WINDOW):
-    """Mean of the last `window` values at each place (fewer at the start)."""
+def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
+    """Average each value with the values before it.
+
+    Args:
+        values: The values in their order.
+        window: How many values an average is over. At the start there are fewer.
+
+    Returns:
+        As many averages as there are values.
+    """
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def draw_curves(run_dir):
-    """Write run_dir/curves.png and return its path: raw values faint, their moving average strong."""
+def draw_curves(run_dir: str | Path) -> Path:
+    """Draw the curves of a run into curves.png: the logged values faintly, and their moving average.
+
+    Args:
+        run_dir: The folder of the run, with its metrics.jsonl.
+
+    Returns:
+        The path of curves.png.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -65,8 +86,17 @@ def draw_curves(run_dir):
     return path
 
 
-def conclude(run_dir, summary, checkpoint):
-    """Write summary.json and curves.png. Returns a table of the summary and of what is in the folder, as text."""
+def conclude(run_dir: Path, summary: dict[str, Any], checkpoint: Path) -> str:
+    """Write summary.json and curves.png.
+
+    Args:
+        run_dir: The folder of the run.
+        summary: What summary.json holds.
+        checkpoint: The last checkpoint of the run.
+
+    Returns:
+        A table of the summary, without the values that are None, and of the files in the folder, as text.
+    """
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     draw_curves(run_dir)
     files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
@@ -77,7 +107,14 @@ def conclude(run_dir, summary, checkpoint):
     return table([*shown, *((name, run_dir / file) for name, file in files.items())])
 
 
-def table(rows):
-    """[(name, value)] -> aligned lines."""
+def table(rows: list[tuple[str, Any]]) -> str:
+    """Format names and values as aligned lines.
+
+    Args:
+        rows: A name and a value for each line of the table, at least one.
+
+    Returns:
+        The lines as text.
+    """
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)

@@ -1,4 +1,4 @@
-"""The folder of a run: claimed once, held by a lock while the run lives, emptied only when asked."""
+"""The folder of a run: one process at a time owns it through a lock, and it is emptied only on request."""
 
 import errno
 import fcntl
@@ -8,9 +8,11 @@ import re
 import shutil
 import socket
 from pathlib import Path
+from typing import TextIO
 
 RUNS = Path("runs")
 LOCK = ".lock"
+# Glob patterns of everything that a run writes into its folder. Only these are ever deleted from it.
 RUN_FILES = (
     "config.json",
     "metrics.jsonl",
@@ -27,18 +29,22 @@ RUN_FILES = (
 )
 
 
-def claim_output_dir(output_dir, task, overwrite=False, resume=False):
+def claim_output_dir(
+    output_dir: str | None, task: str, overwrite: bool = False, resume: bool = False
+) -> tuple[Path, TextIO]:
     """Create and lock the folder of a run.
 
     Args:
-        output_dir: the folder, or None for the next free runs/TASK-N. overwrite: delete what an earlier run left in
-            it (and nothing else). resume: a folder with something in it is welcome as it is.
+        output_dir: The folder. None takes the next free runs/TASK-N.
+        task: The name of the task, which names the folder where `output_dir` is None.
+        overwrite: Whether to delete what an earlier run left in the folder. Other files stay.
+        resume: Whether a folder that is not empty is accepted as it is.
 
     Returns:
-        (Path, lock): the folder belongs to this process until the lock is closed or the process dies.
+        The folder and its lock. The folder belongs to this process until the lock is closed or the process ends.
 
     Raises:
-        ValueError: the folder is not empty and may not be overwritten, is a file, cannot be written, or is in use.
+        ValueError: The folder is not empty and may not be overwritten, is a file, cannot be written, or is in use.
     """
     try:
         if output_dir is None:
@@ -49,8 +55,8 @@ def claim_output_dir(output_dir, task, overwrite=False, resume=False):
                 raise ValueError(f"output_dir {path} is a file; name a folder")
             if not (overwrite or resume) and path.exists() and any(old.name != LOCK for old in path.iterdir()):
                 raise ValueError(
-                    f"output_dir {path} is not empty; choose another, or pass --overwrite_output_dir True, or go on "
-                    "with --resume_from_checkpoint auto"
+                    f"output_dir {path} is not empty; choose another folder, delete what a run left in it with "
+                    "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"
                 )
             path.mkdir(parents=True, exist_ok=True)
         lock = hold(path)
@@ -70,19 +76,26 @@ def _next_numbered(task):
     taken = [re.fullmatch(rf"{re.escape(task)}-(\d+)", path.name) for path in RUNS.iterdir()]
     number = max((int(match[1]) for match in taken if match), default=0) + 1
     path = RUNS / f"{task}-{number}"
-    path.mkdir()  # raises where another run has just claimed it
+    path.mkdir()  # raises where another run has just taken this number
     return path
 
 
-def hold(path):
-    """Lock a folder. Returns the open file that is the lock; it ends with the process, however that dies.
+def hold(path: Path) -> TextIO:
+    """Lock a folder for this process.
 
-    The lock is of POSIX's kind: child processes do not inherit it, so one that outlives the run does not keep it.
+    The lock is a POSIX record lock: it ends with the process, however that ends, and child processes do not inherit
+    it, so a child that outlives the run does not keep the folder locked.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The open file that carries the lock. Closing it gives the folder free.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: Another process holds the lock.
     """
-    lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open while the run lasts
+    lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - stays open as long as the run
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -101,23 +114,38 @@ def hold(path):
     return lock
 
 
-def is_run(path):
-    """Whether a folder is that of a run: the first thing that a run writes is its settings."""
+def is_run(path: Path) -> bool:
+    """Tell whether a folder is the folder of a run, by the settings that a run writes there first.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        True where config.json holds the settings of a run.
+    """
     try:
         return "resume_from_checkpoint" in json.loads((path / "config.json").read_text())
     except (OSError, ValueError, TypeError):
         return False
 
 
-def empty(path):
-    """Delete what a run leaves in its folder, and nothing else."""
+def empty(path: Path) -> None:
+    """Delete what a run leaves in its folder. Other files stay.
+
+    Args:
+        path: The folder of a run.
+    """
     for pattern in RUN_FILES:
         for old in path.glob(pattern):
             remove(old)
 
 
-def remove(path):
-    """Delete a file, a folder, or a link (not what it points to)."""
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all that is in it, or a symbolic link but not its target.
+
+    Args:
+        path: What to delete.
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,20 +1,32 @@
-"""What breaks GRPO without an error, told once each with its remedy; and the end of a run that only skips updates.
+"""Warnings about what spoils a GRPO run without an error, and the end of a run whose updates are never finite.
 
-`CHECKS` is the table: a condition on the metrics of a step, and for how many steps in a row it must hold.
+`CHECKS` is the table of the warnings. Each has a condition on the metrics of a step, and is given once, when the
+condition has held for a number of steps in a row.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-MAX_SKIPPED = 10  # updates in a row that were not finite, after which the run stops
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run.checkpoint import Checkpointer
+
+MAX_SKIPPED = 10  # the run stops after this many updates in a row whose loss or gradient was not finite
 
 
 @dataclass(frozen=True)
 class Check:
-    """holds: (metrics of a step, settings) -> bool; a metric that is absent is a KeyError, which counts as False.
-    steps: in a row. text: what a person reads."""
+    """A warning and the condition under which it is given.
+
+    Attributes:
+        name: The name under which a checkpoint remembers that the warning has been given.
+        holds: A function of a step's metrics and the run's settings that tells whether the condition holds. The
+            KeyError of a metric that was not measured counts as False.
+        steps: The number of steps in a row for which the condition must hold.
+        text: The warning: what was seen, what it means, and what to do.
+    """
 
     name: str
     holds: Callable
@@ -27,43 +39,46 @@ CHECKS = (
         "zero loss",
         lambda v, args: abs(v["loss"]) < 1e-4 and v["frac_informative"] > 0 and v["grad_norm"] > 0,
         1,
-        "note: a loss near 0 is right on the first update of a rollout: ratios are 1 and advantages cancel; the "
-        "gradient is not 0 (grad_norm). Watch reward and accuracy instead",
+        "note: a loss near 0 is right on the first update of a rollout: all ratios are 1 and the advantages of a group "
+        "add up to 0, but the gradient is not 0 (see grad_norm). Watch reward and accuracy instead of the loss",
     ),
     Check(
         "no rewards",
         lambda v, args: "reward" not in v,
         1,
-        "warning: no completion of this step got a reward, so nothing was learnt; do the rewards fit the rows?",
+        "warning: no completion of this step got a reward, so the policy learned nothing from it. Check that the "
+        "reward functions read columns that the rows of your data set have",
     ),
     Check(
         "reward errors",
         lambda v, args: any(value for name, value in v.items() if name.endswith("/errors")),
         1,
-        "warning: reward functions fail on some completions, which count as not rewarded (rewards/FUNCTION/errors); "
-        "--reward_errors raise shows the first failure",
+        "warning: reward functions fail on some completions, which are then treated as if they had no reward "
+        "(rewards/FUNCTION/errors counts them). Pass --reward_errors raise to see the first failure",
     ),
     Check(
         "no informative group",
         lambda v, args: v["frac_informative"] == 0,
         5,
-        "warning: no group had rewards that differ for 5 steps, so nothing is learnt; raise num_generations or "
-        "temperature, choose prompts that are neither hopeless nor sure, or reward partial success",
+        "warning: in the last 5 steps no group had rewards that differ, so every advantage is 0 and the policy learns "
+        "nothing. Raise num_generations or temperature, choose prompts that the policy solves sometimes but not "
+        "always, or reward partial success",
     ),
     Check(
         "refills run out",
         lambda v, args: v["dynamic_sampling/filled_groups"] > 0,
         5,
-        "warning: for 5 steps, max_num_gen_batches was reached before there were prompts_per_step groups that teach "
-        "something, and dropped ones filled up; raise it, num_generations or temperature, or choose prompts that are "
-        "neither hopeless nor sure",
+        "warning: in each of the last 5 steps, max_num_gen_batches was reached before prompts_per_step groups had "
+        "rewards that differ, so the step also trained on groups that teach nothing. Raise max_num_gen_batches, "
+        "num_generations or temperature, or choose prompts that the policy solves sometimes but not always",
     ),
     Check(
         "truncated",
         lambda v, args: v["completions/clipped_ratio"] > 0.5,
         3,
-        "warning: more than half of the completions are truncated for 3 steps; raise max_completion_length, or check "
-        "that the model ends its answers (end token, chat template)",
+        "warning: more than half of the completions were truncated at max_completion_length in each of the last 3 "
+        "steps, most likely before their answer was complete. Raise max_completion_length, or check that the model "
+        "ends its answers (end token, chat template)",
     ),
     Check(
         "constant length",
@@ -71,68 +86,76 @@ CHECKS = (
             v["completions/min_length"] == v["completions/max_length"] and v["completions/clipped_ratio"] < 1
         ),
         10,
-        "warning: all completions have one length for 10 steps; does the model answer the prompt at all? Look at "
-        "samples.jsonl, and raise temperature",
+        "warning: in each of the last 10 steps all completions had the same length, so the policy may repeat one text "
+        "instead of answering its prompts. Look at samples.jsonl, and raise temperature",
     ),
     Check(
         "kl",
         lambda v, args: v["kl"] > 1,
         3,
-        "warning: the KL to the reference is above 1 nat a token for 3 steps: the policy is far away; lower "
-        "learning_rate or raise beta",
+        "warning: the KL divergence to the reference was above 1 nat per token in each of the last 3 steps: the policy "
+        "has moved far away from the reference. Lower learning_rate or raise beta",
     ),
     Check(
         "ratio",
         lambda v, args: not 0.5 < v["ratio/mean"] < 2 or v["ratio/max"] > 100,
         3,
-        "warning: the ratio to the old policy leaves its bounds (mean 0.5 to 2, largest 100) for 3 steps: updates of a "
-        "rollout go too far; lower learning_rate, num_iterations or updates_per_rollout",
+        "warning: in each of the last 3 steps the ratio of the policy to the old policy had a mean outside 0.5 to 2 or "
+        "a value above 100: the updates of one rollout move the policy too far. Lower learning_rate, num_iterations "
+        "or updates_per_rollout",
     ),
     Check(
         "log-probs apart",
         lambda v, args: v["rollout/logp_gap"] > 0.05,
         3,
-        "warning: the log-probs of sampler and trainer are more than 0.05 nats apart on average for 3 steps "
-        "(rollout/logp_gap): the gradient is off-policy; try --dtype float32",
+        "warning: in each of the last 3 steps the log-probs of the sampler and of the trainer differed by more than "
+        "0.05 nats on average (rollout/logp_gap), so the completions come from another policy than the one that is "
+        "trained. Try --dtype float32",
     ),
     Check(
         "always clipped",
         lambda v, args: 0 < args.max_grad_norm < v["grad_norm"],
         20,
-        "warning: every gradient was clipped for 20 steps, so max_grad_norm sets the pace; raise it, or lower "
-        "learning_rate",
+        "warning: every gradient of the last 20 steps was clipped, so updates no longer depend on how large the "
+        "gradient is. Raise max_grad_norm, or lower learning_rate",
     ),
     Check(
         "skipped",
         lambda v, args: v["skipped_updates"] > 0,
         1,
-        f"warning: loss or gradient was not finite: the update was skipped, weights are as before (skipped_updates); "
-        f"the run stops after {MAX_SKIPPED} in a row. Lower learning_rate, or try --dtype float32",
+        "warning: the loss or the gradient was not finite, so the update was skipped and the weights stay as they were "
+        f"(skipped_updates counts this). The run stops after {MAX_SKIPPED} such updates in a row. Lower learning_rate, "
+        "or try --dtype float32",
     ),
 )
 
 
 class Watch:
-    """Sees the metrics of every step, and says each thing once."""
+    """Looks at the metrics of every step, gives each warning once, and stops a run that only skips updates.
 
-    def __init__(self, args, checkpoints):
-        """args: `GRPOConfig`. checkpoints: its `newest` is named where the run stops."""
+    Args:
+        args: The settings of the run.
+        checkpoints: The checkpoints of the run, whose newest good one the error names when the run stops.
+    """
+
+    def __init__(self, args: GRPOConfig, checkpoints: Checkpointer) -> None:
         self.args, self.checkpoints = args, checkpoints
         self.streaks, self.told = Counter(), set()
-        self.skipped = 0  # updates in a row
+        self.skipped = 0  # how many updates in a row have been skipped up to now
 
-    def observe(self, values, norms):
-        """What to tell after a step.
+    def observe(self, values: dict[str, float], norms: list[float]) -> list[str]:
+        """Look at one step and return the warnings that it completes.
 
         Args:
-            values: the metrics of the step. norms: the gradient norm of each of its updates: NaN where it was skipped,
-                0 where there was nothing to learn from.
+            values: The metrics of the step by name.
+            norms: The gradient norm of each update of the step: NaN where the update was skipped, 0 where no sample
+                had an advantage.
 
         Returns:
-            a list of texts, most often empty.
+            The texts of the warnings, most often none.
 
         Raises:
-            ValueError: `MAX_SKIPPED` updates in a row were skipped; the last good checkpoint is named.
+            ValueError: `MAX_SKIPPED` updates in a row were skipped. The error names the last good checkpoint.
         """
         for norm in norms:
             if math.isnan(norm):
@@ -142,8 +165,8 @@ class Watch:
         if self.skipped >= MAX_SKIPPED:
             last = self.checkpoints.newest
             raise ValueError(
-                f"{self.skipped} updates in a row had a loss or a gradient that is not finite, and were skipped; "
-                "lower learning_rate, or try --dtype float32\n"
+                f"{self.skipped} updates in a row had a loss or a gradient that is not finite and were skipped, so the "
+                "run stops; lower learning_rate, or try --dtype float32\n"
                 f"  {f'the last good checkpoint is {last}' if last else 'no checkpoint had been saved'}"
             )
         texts = []
@@ -156,10 +179,20 @@ class Watch:
                 texts.append(check.text)
         return texts
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been seen so far, so that a resumed run gives no warning twice.
+
+        Returns:
+            The state, as JSON can hold it.
+        """
         return {"streaks": dict(self.streaks), "told": sorted(self.told), "skipped": self.skipped}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what the run that is resumed has seen.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self.streaks, self.told, self.skipped = Counter(state["streaks"]), set(state["told"]), state["skipped"]
 
 

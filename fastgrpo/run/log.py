@@ -1,6 +1,7 @@
-"""One sink for everything a run measures: progress bar, metrics.jsonl, samples.jsonl, TensorBoard, W&B.
+"""The one place to which a run logs: progress bar, metrics.jsonl, samples.jsonl, TensorBoard and W&B.
 
-`METRICS` is the table of names and units; names are TRL's where they mean the same.
+`METRICS` lists every metric with its meaning and unit. A metric that TRL has too goes by TRL's name. An active token is
+a completion token that carries gradient: its completion is not masked, and its weight in the loss is not 0.
 """
 
 import dataclasses
@@ -11,87 +12,108 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterable
+from typing import Any, Self
 
 from tqdm import tqdm
 
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.checkpoint import step_of
 from fastgrpo.run.resume import open_run
 
 METRICS = {
-    "loss": "the objective's value, the mean over a step's updates; near 0 on the first one of a rollout is right: "
-    "ratios are 1 and advantages cancel, the gradient does not",
-    "policy_loss": "the loss without its KL term",
-    "reward": "mean total reward of the completions",
-    "reward_std": "mean over groups of the standard deviation of the total reward",
-    "rewards/{function}/mean": "mean of one reward function, unweighted",
-    "rewards/{function}/std": "its standard deviation",
-    "rewards/{function}/errors": "completions that it failed on, with reward_errors skip (a sum, not a mean)",
-    "accuracy": "share of completions whose first reward function gives at least 1",
-    "frac_reward_zero_std": "share of groups without spread, which teach nothing",
-    "frac_informative": "share of groups with spread",
-    "dynamic_sampling/num_gen_batches": "batches of prompts drawn for a step, with --dynamic_sampling",
-    "dynamic_sampling/dropped_groups": "groups drawn that the step did not train on",
-    "dynamic_sampling/filled_groups": "groups that teach nothing and were trained on all the same: the bound was hit",
-    "oversampling/aborted_groups": "groups started and not finished, with --oversampling_factor",
-    "oversampling/aborted_tokens": "completion tokens thrown away with them",
-    "advantage/mean": "mean advantage",
+    "loss": "mean of the loss over the updates of a step; it is near 0 on the first update of a rollout, where all "
+    "ratios are 1 and the advantages of a group add up to 0, although the gradient is not 0",
+    "policy_loss": "the loss without its KL and entropy terms",
+    "reward": "mean of the completions' total reward, the weighted sum over the reward functions",
+    "reward_std": "standard deviation of the total reward within a group, averaged over the groups",
+    "rewards/{function}/mean": "mean of what one reward function gave, before it is weighted",
+    "rewards/{function}/std": "standard deviation of what one reward function gave, over the completions of the step",
+    "rewards/{function}/errors": "number of completions on which one reward function failed, summed over the logged "
+    "steps; with --reward_errors skip",
+    "accuracy": "share of completions to which the first reward function gave at least 1",
+    "frac_reward_zero_std": "share of groups whose advantages are all 0, which teach nothing",
+    "frac_informative": "share of groups with an advantage that is not 0",
+    "dynamic_sampling/num_gen_batches": "batches of prompts that were drawn for one step, with --dynamic_sampling",
+    "dynamic_sampling/dropped_groups": "groups that were drawn and that the step did not train on",
+    "dynamic_sampling/filled_groups": "groups that teach nothing and were trained on nevertheless, because "
+    "max_num_gen_batches was reached",
+    "oversampling/aborted_groups": "groups that were started and aborted, with --oversampling_factor",
+    "oversampling/aborted_tokens": "completion tokens of aborted groups, which were drawn and thrown away",
+    "advantage/mean": "mean of the advantages",
     "advantage/abs_mean": "mean magnitude of the advantages",
-    "kl": "mean KL estimate to the reference over active tokens, nats (absent at beta 0)",
-    "ref/kl_error": "first step, with --ref_quantization: mean KL estimate (k3) of the exact reference to it, nats",
-    "entropy": "mean entropy of the policy over active tokens, nats, of the step that is logged",
-    "ratio/mean": "mean of policy / old policy over active tokens",
-    "ratio/max": "the largest one",
-    "clip_ratio/low_mean": "share of active tokens clipped below",
-    "clip_ratio/high_mean": "share of active tokens clipped above",
-    "completions/mean_length": "tokens",
-    "completions/min_length": "tokens of the shortest one",
-    "completions/max_length": "tokens of the longest one",
-    "completions/clipped_ratio": "share of completions truncated at max_completion_length",
-    "rollout/tokens/s": "completion tokens a second of generation",
+    "kl": "estimated KL divergence to the reference, nats per active token; absent at beta 0",
+    "ref/kl_error": "KL divergence (k3 estimate) from the exact reference to the quantized one that is used in its "
+    "place, nats per token; measured in the first step, with --ref_quantization",
+    "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",
+    "ratio/mean": "mean over active tokens of the ratio of the policy's probability to the old policy's",
+    "ratio/max": "largest ratio of the policy's probability to the old policy's",
+    "clip_ratio/low_mean": "share of active tokens that were clipped at the lower bound of the ratio",
+    "clip_ratio/high_mean": "share of active tokens that were clipped at the upper bound of the ratio",
+    "completions/mean_length": "mean length of the completions in tokens",
+    "completions/min_length": "length of the shortest completion in tokens",
+    "completions/max_length": "length of the longest completion in tokens",
+    "completions/clipped_ratio": "share of completions that were truncated at max_completion_length",
+    "rollout/tokens/s": "completion tokens per second of generation",
     "rollout/share": "share of the step's time that generation took",
-    "rollout/live_mean": "completions in flight, the mean over the generation",
-    "rollout/live_share": "the same as a share of the most in flight: how full the device was",
-    "rollout/logp_gap_max": "max |sampler log-prob - trainer log-prob| over active tokens, nats",
-    "rollout/logp_gap": "mean |sampler log-prob - trainer log-prob| over active tokens, nats",
-    "grad_norm": "norm of the gradient before clipping",
-    "skipped_updates": "updates whose loss or gradient was not finite: nothing moved (a sum, not a mean)",
-    "learning_rate": "of the last update",
-    "num_tokens": "prompt and completion tokens so far, those of dropped and aborted groups too",
-    "curriculum/level": "index of the level that prompts are drawn from",
+    "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
+    "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
+    "rollout/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
+    "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
+    "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
+    "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
+    "loss or the gradient was not finite",
+    "learning_rate": "learning rate of the last update",
+    "num_tokens": "prompt and completion tokens since the start of the run, with those of dropped and aborted groups",
+    "curriculum/level": "index of the curriculum's level that prompts are drawn from",
     "step_time": "seconds of the whole step",
     "time/rollout": "seconds of generation",
     "time/reward": "seconds of the reward functions",
     "time/reference": "seconds of the reference's forward passes",
-    "time/forward": "seconds of the policy's layers, and of old log-probs where a later update needs them",
-    "time/loss": "seconds of head and loss, with as much of their backward as runs in their forward",
+    "time/forward": "seconds of the policy's layers, and of scoring old log-probs where a later update needs them",
+    "time/loss": "seconds of the head and the loss, with the part of their backward pass that runs in the forward pass",
     "time/backward": "seconds of the backward passes",
-    "time/optimizer": "seconds of clipping and the optimizer",
-    "time/other": "seconds of all else; with the seven above, the step",
-    "mfu": "model FLOPs of the update over its seconds (forward to optimizer) and the GPU's bf16 peak, where known",
-    "memory/peak_gib": "most GPU memory that torch held during the step, GiB (CUDA)",
-    "tokens/s": "completion tokens a second of the whole step",
-    "custom/{name}": "what a reward function passed to log_metric, averaged",
-    "eval/accuracy": "share of held-out prompts answered right, greedy",
-    "eval/rewards/{function}/mean": "mean of one reward function on held-out prompts, greedy",
-    "eval/rewards/{function}/errors": "held-out completions that it failed on, with reward_errors skip",
-    "eval/format_rate": "share of greedy completions with the full mark of the format reward, where there is one",
-    "eval/mean_length": "tokens, greedy",
-    "eval/clipped_ratio": "share truncated, greedy",
-    "eval/pass@{k}": "probability that one of k draws is right",
-    "eval/maj@{k}": "probability that the most frequent answer of k draws is right",
-    "eval/sampled/rewards/{function}/mean": "mean of one reward function on the draws of held-out prompts",
-    "eval/sampled/rewards/{function}/errors": "draws that it failed on, with reward_errors skip",
-    "eval/sampled/format_rate": "as eval/format_rate, of the draws",
-    "eval/sampled/mean_length": "tokens, of the draws",
-    "eval/sampled/clipped_ratio": "share truncated, of the draws",
-    "eval/{metric}/ci95_low": "where the 95% interval of an eval metric begins: see fastgrpo/estimators.py",
-    "eval/{metric}/ci95_high": "and where it ends",
+    "time/optimizer": "seconds of gradient clipping and of the optimizer",
+    "time/other": "seconds of the step that are in no other time/ metric",
+    "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
+    "FLOP/s of the GPU in 16 bits; absent where the peak is not known",
+    "memory/peak_gib": "largest GPU memory that torch had allocated during the step, GiB; CUDA only",
+    "tokens/s": "completion tokens per second of the whole step",
+    "custom/{name}": "mean of the values that reward functions passed to log_metric under this name",
+    "eval/accuracy": "share of held-out prompts whose greedy completion the first reward function gives at least 1",
+    "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
+    "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "
+    "--reward_errors skip",
+    "eval/format_rate": "share of greedy completions with the full mark of the reward function named ...format_reward; "
+    "absent without one",
+    "eval/mean_length": "mean length of the greedy completions in tokens",
+    "eval/clipped_ratio": "share of greedy completions that were truncated at max_completion_length",
+    "eval/pass@{k}": "probability that at least one of k sampled completions of a held-out prompt is right",
+    "eval/maj@{k}": "probability that the most frequent answer among k sampled completions is right",
+    "eval/sampled/rewards/{function}/mean": "mean of one reward function over the sampled completions of held-out "
+    "prompts",
+    "eval/sampled/rewards/{function}/errors": "number of sampled completions on which one reward function failed, with "
+    "--reward_errors skip",
+    "eval/sampled/format_rate": "share of sampled completions with the full mark of the reward function named "
+    "...format_reward; absent without one",
+    "eval/sampled/mean_length": "mean length of the sampled completions in tokens",
+    "eval/sampled/clipped_ratio": "share of sampled completions that were truncated at max_completion_length",
+    "eval/{metric}/ci95_low": "lower end of the 95% confidence interval of an eval metric; "
+    "fastgrpo/evaluation/estimators.py explains the intervals",
+    "eval/{metric}/ci95_high": "upper end of the 95% confidence interval of an eval metric",
     "eval/time": "seconds of the evaluation",
 }
 
 
-def check_metric(name):
-    """Raises ValueError for a name that is no metric (the nearest is named). None is welcome."""
+def check_metric(name: str | None) -> None:
+    """Check that a name is the name of a metric.
+
+    Args:
+        name: The name to check. None passes.
+
+    Raises:
+        ValueError: There is no such metric. The error names the one that is most similar.
+    """
     patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
     if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
         near = difflib.get_close_matches(name, METRICS, n=1)
@@ -99,33 +121,42 @@ def check_metric(name):
 
 
 class RunLog:
-    """The folder of a run and all that goes into it while it lasts.
+    """The log of a run, and the owner of the run's folder.
 
-    Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. `started` is when;
-    `checkpoint` is the Path of what the run goes on from, or None; `latest` holds (step, value) of every metric. A
-    context: leaving it closes.
+    Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. It is a context manager:
+    leaving it closes the files and gives the folder free. Its attributes are `dir`, the Path of the folder; `started`,
+    the time of `time.perf_counter` at which the run began; `checkpoint`, the Path of the checkpoint that the run
+    continues from, or None; and `latest`, the (step, value) that was last written of every metric.
+
+    Args:
+        config: The settings of the run.
+
+    Raises:
+        ValueError: metric_for_best_model names no metric, the folder cannot be claimed, or a package that report_to
+            needs is not installed.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: GRPOConfig) -> None:
         self.started = time.perf_counter()
         self.config = config
         check_metric(config.metric_for_best_model)
         self.dir, self._lock, self.checkpoint = open_run(config, self.say)
         if self.checkpoint is None:
             self._write_config()
-        self._metrics = open(self.dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open while the run lasts
+        self._metrics = open(self.dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open until close
         self._samples = open(self.dir / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
         self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
-        self._pending = []  # (step, metrics) of what is not yet logged
+        self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
         self.latest = {}
         self.bar = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind, error, trace):
         try:
-            if error is not None and self._pending:  # a run that was told to stop has them in its checkpoint
+            # After an error these steps would be lost. A run that a signal stopped has saved them in its checkpoint.
+            if error is not None and self._pending:
                 self._reduce()
         finally:
             self.close()
@@ -134,34 +165,56 @@ class RunLog:
         resolved = {**dataclasses.asdict(self.config), "output_dir": str(self.dir)}
         (self.dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
-    def say(self, text):
-        """A line above the progress bar."""
+    def say(self, text: str) -> None:
+        """Print a text above the progress bar.
+
+        Args:
+            text: One or more lines.
+        """
         tqdm.write(text, file=sys.stdout)
 
-    def progress(self, total, name, done=0):
-        """A new progress bar; `advance` moves it."""
+    def progress(self, total: int, name: str, done: int = 0) -> None:
+        """Start a progress bar in place of the one before it. `advance` moves it.
+
+        Args:
+            total: The count at which the bar is full.
+            name: The text in front of the bar.
+            done: The count that the bar starts from.
+        """
         self.close_bar()
         self.bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr)
 
-    def advance(self, count=1, **values):
-        """Move the bar, with a few numbers at its end."""
+    def advance(self, count: int = 1, **values: float) -> None:
+        """Move the progress bar.
+
+        Args:
+            count: How far to move it.
+            values: Numbers to show behind the bar, by their names there. Without any, the earlier ones stay.
+        """
         if values:
             self.bar.set_postfix({name: f"{value:.3g}" for name, value in values.items()}, refresh=False)
         self.bar.update(count)
 
-    def close_bar(self):
+    def close_bar(self) -> None:
+        """Close the progress bar, if there is one."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
-    def step(self, step, values, last=False):
-        """The metrics of one step; every logging_steps steps their means become a line of metrics.jsonl."""
+    def step(self, step: int, values: dict[str, float], last: bool = False) -> None:
+        """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl.
+
+        Args:
+            step: The number of steps that are done.
+            values: The metrics of the step by name.
+            last: Whether this is the last step of the run, after which a line is written in any case.
+        """
         self._pending.append((step, values))
         if step % self.config.logging_steps == 0 or last:
             self._reduce()
 
     def _reduce(self):
-        """The steps that are not yet logged become a line."""
+        """Write one line for the steps that are pending, each metric reduced over them as `_REDUCED` says."""
         rows = [values for _, values in self._pending]
         names = dict.fromkeys(name for values in rows for name in values)
         means = {}
@@ -171,27 +224,41 @@ class RunLog:
         step, self._pending = self._pending[-1][0], []
         self.write(step, means)
 
-    def write(self, step, values):
-        """One line of metrics.jsonl, now."""
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Write one line of metrics.jsonl at once, and report it to TensorBoard and W&B where they are used.
+
+        Args:
+            step: The number of steps that are done.
+            values: The metrics of the line by name.
+        """
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")
         self._metrics.flush()
         self.latest |= {name: (step, value) for name, value in values.items()}
         for writer in self._writers:
             writer(step, values)
 
-    def samples(self, rows):
-        """Lines of samples.jsonl."""
+    def samples(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write lines of samples.jsonl.
+
+        Args:
+            rows: One dict for each line, of values that JSON can hold.
+        """
         self._samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         self._samples.flush()
 
-    def close(self):
-        """Close the files and give the folder free."""
+    def close(self) -> None:
+        """Close the progress bar and the files, and give the folder free."""
         self.close_bar()
         for file in (self._metrics, self._samples, self._lock):
             file.close()
 
-    def state_dict(self):
-        """Seconds so far, metrics of steps not yet logged, and the bytes of metrics.jsonl and samples.jsonl."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the log stands, as JSON can hold it.
+
+        Returns:
+            The seconds of the run so far, the metrics of the steps that are pending, and the sizes of metrics.jsonl
+            and samples.jsonl in bytes.
+        """
         return {
             "wall_seconds": time.perf_counter() - self.started,
             "pending": self._pending,
@@ -199,14 +266,21 @@ class RunLog:
             "samples_bytes": os.fstat(self._samples.fileno()).st_size,
         }
 
-    def load_state_dict(self, state):
-        """Undo `state_dict`: rows that came after it are cut. config.json is the resumed run's from here on."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to where the log stood at a checkpoint.
+
+        Lines of metrics.jsonl and samples.jsonl that were written after the checkpoint are cut off. config.json is
+        replaced by the settings of the resumed run.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self._write_config()
         self.started = time.perf_counter() - state["wall_seconds"]
         self._pending = state["pending"]
         for file, size in ((self._metrics, state["metrics_bytes"]), (self._samples, state["samples_bytes"])):
             if os.fstat(file.fileno()).st_size < size:
-                self.say(f"warning: {file.name} has lost rows that were there when the checkpoint was written")
+                self.say(f"warning: {file.name} has lost lines that were there when the checkpoint was written")
             else:
                 file.truncate(size)
 
@@ -215,9 +289,10 @@ def _tensorboard(log):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError("report_to tensorboard needs the package: pip install tensorboard") from None
+        raise ValueError("report_to tensorboard needs a package that is missing: pip install tensorboard") from None
 
-    purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1  # what came after it is hidden
+    # Hides the values that the interrupted run wrote after the checkpoint.
+    purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1
     writer = SummaryWriter(log.dir / "tensorboard", purge_step=purge_step)
 
     def write(step, values):
@@ -232,7 +307,7 @@ def _wandb(log):
     try:
         import wandb
     except ImportError:
-        raise ValueError("report_to wandb needs the package: pip install wandb") from None
+        raise ValueError("report_to wandb needs a package that is missing: pip install wandb") from None
     run = wandb.init(project="fastgrpo", name=log.dir.name, dir=log.dir, config=dataclasses.asdict(log.config))
     return lambda step, values: run.log(values, step=step)
 
@@ -245,7 +320,7 @@ def _last(values):
     return values[-1]
 
 
-# How the values of logging_steps steps become one, where not by their mean.
+# How the values of logging_steps steps become one where their mean would be wrong. `_reduce` adds up ".../errors".
 _REDUCED = {
     "num_tokens": _last,
     "learning_rate": _last,

@@ -1,23 +1,26 @@
-"""Where a step's time goes: seconds of each stage every step, and on request a trace of some steps.
+"""Where the time of a step goes: the seconds of each stage in every step, and a trace of some steps on request.
 
-A stage's seconds are its own: while a stage inside of it runs, its clock stands. What no stage claims is `other`, so
-the stages of a step add up to it. On CUDA the marks are events on the stream, read once when the step ends; nothing
-waits before that.
+The seconds of a stage do not contain those of a stage inside it. Time that belongs to no stage counts as `other`, so
+the stages of a step add up to the whole step. On CUDA the times are taken by events on the stream, which are read once
+when the step ends, so the host does not wait for the device before that.
 """
 
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 STAGES = ("rollout", "reward", "reference", "forward", "loss", "backward", "optimizer", "other")
-UPDATE = ("forward", "loss", "backward", "optimizer")
-WARMUP_STEPS = 2
+UPDATE = ("forward", "loss", "backward", "optimizer")  # the stages whose time the MFU is measured against
+WARMUP_STEPS = 2  # steps before the profiler measures anything: the first ones compile kernels and fill caches
 
-# Dense bf16 and fp16 FLOP/s by part of the GPU's name, from NVIDIA's data sheets. The first that fits counts.
+# Peak FLOP/s of dense bf16 and fp16 products, from NVIDIA's data sheets. The key is a part of the GPU's name, and the
+# first key that the name contains counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -32,23 +35,36 @@ PEAK_FLOPS = {
 }
 
 
-def peak_flops(device, dtype):
-    """FLOP/s of the device in this dtype; None where unknown: on CPUs, in fp32, on a GPU that is not in the table."""
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Look up the peak FLOP/s of a device.
+
+    Args:
+        device: The device.
+        dtype: The dtype of the products.
+
+    Returns:
+        FLOP/s, or None where it is not known: on CPUs, for other dtypes than bf16 and fp16, and on a GPU that is not
+        in `PEAK_FLOPS`.
+    """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
 
 
-def update_flops(body, head_weight):
-    """What a forward and backward pass needs: FLOPs a token in the body, FLOPs a row in the head.
+def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int, int]:
+    """Count the FLOPs of a forward and a backward pass for one token.
 
-    2 a weight and token in the forward pass, 2 in the backward pass for the input's gradient and 2 for the weight's,
-    where it is trained. Attention's own products, a few percent at these lengths, and recomputation are not counted, so
-    an MFU made of this is rather too low.
+    A weight costs 2 FLOPs per token in the forward pass, 2 in the backward pass for the gradient of the input, and 2
+    more for the gradient of the weight where it is trained. The products inside attention, a few percent at the usual
+    lengths, and recomputation are not counted, so an MFU computed from this is slightly too low.
 
     Args:
-        body: the module of the layers. head_weight: [V, D].
+        body: The module that holds the layers. Only its `torch.nn.Linear` modules count.
+        head_weight: [V, D] weight of the language model's head.
+
+    Returns:
+        FLOPs of the body per token, and FLOPs of the head per completion token that it scores.
     """
 
     def cost(weight):
@@ -59,23 +75,36 @@ def update_flops(body, head_weight):
 
 
 class StageTimer:
-    """Seconds of the stages of one step after another. Outside of `start` and `stop` it does nothing."""
+    """Measures the seconds of each stage of a step. Between `stop` and the next `start` it does nothing.
 
-    def __init__(self, device, peak=None):
-        """peak: FLOP/s of the device, or None."""
+    Whoever computes adds the FLOPs of the update to the attribute `flops`.
+
+    Args:
+        device: The device that the stages run on.
+        peak: The peak FLOP/s of the device, or None where it is not known and no MFU is computed.
+    """
+
+    def __init__(self, device: torch.device | str, peak: float | None = None) -> None:
         self.device, self.peak = torch.device(device), peak
         self.marks, self.open, self.flops = None, [], 0
 
-    def start(self):
-        """A step begins."""
+    def start(self) -> None:
+        """Begin a step."""
         self.marks, self.open, self.flops = [], ["other"], 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._mark()
 
     @contextmanager
-    def stage(self, name):
-        """What runs inside is of this stage, a name of `STAGES`, in the trace too."""
+    def stage(self, name: str) -> Iterator[None]:
+        """Count what runs inside this context as a stage, and name it so in the trace.
+
+        Args:
+            name: A name of `STAGES`.
+
+        Returns:
+            A context manager.
+        """
         if self.marks is None:
             yield
             return
@@ -89,7 +118,7 @@ class StageTimer:
             self._mark()
 
     def _mark(self):
-        """From now on it is the turn of the innermost open stage."""
+        """Note the time, from which on the innermost open stage is running."""
         if self.device.type == "cuda":
             now = torch.cuda.Event(enable_timing=True)
             now.record(torch.cuda.current_stream(self.device))
@@ -97,12 +126,14 @@ class StageTimer:
             now = time.perf_counter()
         self.marks.append((self.open[-1], now))
 
-    def stop(self):
-        """The step ends; waits for the device.
+    def stop(self) -> dict[str, float]:
+        """End the step, and wait for the device.
+
+            mfu = FLOPs / (seconds of the stages in UPDATE) / peak
 
         Returns:
-            metrics: time/STAGE, seconds; mfu, the FLOPs counted over the update's seconds and the peak, where that is
-            known; memory/peak_gib on CUDA.
+            Metrics by name: the seconds of each stage as time/STAGE, mfu where the peak is known, and
+            memory/peak_gib on CUDA.
         """
         self._mark()
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -120,20 +151,32 @@ class StageTimer:
 
 
 class Profiler:
-    """Times `steps` steps after a warm-up, prints their table, and traces as many again into trace.json.gz, which
-    ui.perfetto.dev and chrome://tracing open. Tracing slows a step down; so the table is made without it.
+    """Prints a table of the time that some steps took, and writes a trace of as many further steps.
+
+    After a warm-up, `steps` steps are timed and as many again are traced into trace.json.gz, which ui.perfetto.dev and
+    chrome://tracing open. They are not the same steps, because tracing slows a step down.
+
+    Args:
+        steps: How many steps to time, and how many to trace. 0 turns the profiler off.
+        folder: The folder of the run.
+        say: Called with each text to print.
     """
 
-    def __init__(self, steps, folder, say):
-        """steps: 0 is off. folder: of the run. say: prints a text."""
+    def __init__(self, steps: int, folder: Path, say: Callable[[str], None]) -> None:
         self.steps, self.path, self.say = steps, folder / "trace.json.gz", say
         self.seen, self.timed, self.trace = 0, [], None
 
-    def step(self, values, left):
-        """To be called after each step with its metrics and the number of steps left."""
-        if not self.seen and self.steps and 1 + left < needed_steps(self.steps):  # a run that goes on near its end
+    def step(self, values: dict[str, float], left: int) -> None:
+        """Take note of a step. It is called after every step of the run.
+
+        Args:
+            values: The metrics of the step by name.
+            left: The number of steps that are still to come.
+        """
+        if not self.seen and self.steps and 1 + left < needed_steps(self.steps):  # a run that is resumed near its end
             self.say(
-                f"profile={self.steps} needs {needed_steps(self.steps)} steps, only {1 + left} are left: it is off"
+                f"profile={self.steps} needs {needed_steps(self.steps)} steps and only {1 + left} are left, so this "
+                "run is not profiled"
             )
             self.steps = 0
         if not self.steps:
@@ -153,13 +196,27 @@ class Profiler:
             self.say(f"trace of {self.steps} steps: {self.path}")
 
 
-def needed_steps(steps):
-    """Steps of a run that can be profiled for this many: warm-up, timed, traced."""
+def needed_steps(steps: int) -> int:
+    """Count the steps that a run needs to be profiled: warm-up, timed and traced ones.
+
+    Args:
+        steps: How many steps to time, and how many to trace.
+
+    Returns:
+        The number of steps.
+    """
     return WARMUP_STEPS + 2 * steps
 
 
-def stage_table(steps):
-    """Metrics of some steps -> a table of their mean seconds by stage, with tokens/s, MFU and peak memory below."""
+def stage_table(steps: list[dict[str, float]]) -> str:
+    """Format the mean seconds of each stage as a table, with tokens per second, MFU and peak memory below.
+
+    Args:
+        steps: The metrics of each step by name.
+
+    Returns:
+        The table as text of several lines.
+    """
     means = defaultdict(float)
     for values in steps:
         for name, value in values.items():

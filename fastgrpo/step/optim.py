@@ -1,28 +1,49 @@
-"""AdamW with fp32 masters, and its schedule.
+"""AdamW with fp32 masters, and its learning-rate schedule.
 
-A bf16 weight has 8 bits of mantissa: an update below 1/256 of it is rounded away, which at learning rate 1e-6 is nearly
-every update. So the module holds bf16 for speed, and the optimizer holds fp32 masters, gradients and states; after each
-step the masters are copied into the same storage, which rollouts read.
+A bf16 weight has 8 bits of mantissa, so an update below 1/256 of the weight is rounded away. At a learning rate of 1e-6
+that is nearly every update. So the module holds bf16 weights for speed, and the optimizer holds fp32 masters, gradients
+and moments. After each step the masters are copied into the storage of the module's weights, which rollouts read too.
 """
 
+from typing import Any
+
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 
 class MasterAdamW:
-    """AdamW (arXiv 1711.05101) over a module's trainable parameters; those below fp32 get an fp32 master.
+    """AdamW (arXiv 1711.05101) over a module's trainable parameters, with an fp32 master of each one below fp32.
 
-    Gradients of a low-precision parameter are added to its master's in fp32 as soon as they exist, so accumulation over
-    micro-batches loses nothing and no second copy of the gradients stays.
+    The gradient of a low-precision parameter is added to its master's gradient in fp32 as soon as it exists. So the
+    accumulation over micro-batches loses no precision, and no second copy of the gradients stays in memory.
+
+    Args:
+        model: The module whose trainable parameters are updated.
+        learning_rate: The learning rate before a schedule changes it.
+        betas: The decay rates of the first and the second moment.
+        eps: Added to the root of the second moment in the denominator.
+        weight_decay: The decoupled weight decay of parameters with at least two dimensions. Norms and biases have none.
+
+    Raises:
+        ValueError: The module has no trainable parameters.
     """
 
-    def __init__(self, model, *, learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        learning_rate: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not named:
             raise ValueError(f"{type(model).__name__} has no trainable parameters")
-        self.pairs = []  # (parameter, master) where they differ
+        self.pairs = []  # (parameter, master) of each parameter below fp32; the others are their own masters
         masters = [self._master(parameter) for parameter in named.values()]
-        # Norms and biases are not decayed, as everywhere.
+        # Norms and biases are not decayed, which is common practice.
         groups = [
             {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
             {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
@@ -47,49 +68,76 @@ class MasterAdamW:
         return master
 
     @torch.no_grad()
-    def step(self, max_grad_norm=0.0, loss=None):
-        """Clip (0 is off), update the masters, copy them into the module.
+    def step(self, max_grad_norm: float = 0.0, loss: torch.Tensor | None = None) -> torch.Tensor:
+        """Clip the gradients, update the masters, and copy them into the module.
 
-        Where the gradient's norm, or the loss (a scalar tensor), is not finite, weights and states stay as they are.
-        The host does not wait to learn of it.
+        Where the norm of the gradients or the loss is not finite, the update is skipped: weights and moments stay as
+        they are. This is decided on the device, so the host does not wait for it.
+
+        Args:
+            max_grad_norm: The norm to which larger gradients are scaled down. 0 turns clipping off.
+            loss: The loss of the update, a scalar tensor. None leaves the decision to the gradients alone.
 
         Returns:
-            the norm before clipping, a scalar tensor on the masters' device; NaN where the update was skipped.
+            The norm of the gradients before clipping, a scalar tensor on the masters' device. NaN where the update was
+            skipped.
         """
         limit = max_grad_norm if max_grad_norm > 0 else torch.inf
         norm = torch.nn.utils.clip_grad_norm_(self.masters, limit)
-        norm = norm.to(self.masters[0].device)  # where no gradient was, torch makes the norm on the CPU
+        norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
-        self.adamw.found_inf = (~finite).float()  # where it is 1, fused AdamW is a no-op
+        self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         for parameter, master in self.pairs:
             parameter.copy_(master)
         return torch.where(finite, norm, torch.nan)
 
-    def bytes_to_come(self):
-        """Of the gradients, and before the first step of the two moments: they will be there, and are not yet."""
+    def bytes_to_come(self) -> int:
+        """Count the bytes that the gradients and, before the first step, the moments will still take.
+
+        Returns:
+            Bytes of all gradients and moments that are not allocated at present.
+        """
         states = [self.adamw.state.get(master, {}) for master in self.masters]
         missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
         return sum(m.nbytes * (count + (m.grad is None)) for m, count in zip(self.masters, missing, strict=True))
 
-    def state_dict(self):
-        """fp32 masters of the parameters below fp32, and AdamW's own state. The tensors are the ones in use."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fp32 masters of the parameters below fp32, and the state of AdamW.
+
+        Returns:
+            The state. Its tensors are the ones in use and not copies.
+        """
         return {"masters": [master.detach() for _, master in self.pairs], "adamw": self.adamw.state_dict()}
 
     @torch.no_grad()
-    def load_state_dict(self, state):
-        """Undo `state_dict`; the module's own weights are not touched."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy a saved state into the masters and into AdamW. The module's own weights are not touched.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         for (_, master), saved in zip(self.pairs, state["masters"], strict=True):
             master.copy_(saved)
         self.adamw.load_state_dict(state["adamw"])
 
 
-def make_schedule(optimizer, name, *, warmup_steps, total_steps):
-    """transformers' learning-rate schedule of this name. warmup_steps below 1 is a share of total_steps.
+def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, total_steps: int) -> LRScheduler:
+    """Make one of transformers' learning-rate schedules.
+
+    Args:
+        optimizer: The optimizer whose learning rate is scheduled.
+        name: The name of the schedule in transformers, such as "cosine".
+        warmup_steps: The number of updates over which the learning rate rises from 0. A value between 0 and 1 is a
+            share of `total_steps`.
+        total_steps: The number of updates of the whole run.
+
+    Returns:
+        The schedule, to be stepped once after each update.
 
     Raises:
-        ValueError: there is no schedule of this name, or it needs more than warmup and total steps.
+        ValueError: There is no schedule of this name, it needs other settings than these two, or it follows a metric.
     """
     if 0 < warmup_steps < 1:
         warmup_steps = round(warmup_steps * total_steps)
@@ -100,10 +148,19 @@ def make_schedule(optimizer, name, *, warmup_steps, total_steps):
     except (ValueError, TypeError) as error:
         raise ValueError(f"lr_scheduler_type {name!r} cannot be used: {error}") from None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ValueError(f"lr_scheduler_type {name!r} follows a metric, not the steps; choose another, such as cosine")
+        raise ValueError(
+            f"lr_scheduler_type {name!r} follows a metric and not the steps; choose another schedule, such as cosine"
+        )
     return schedule
 
 
-def check_schedule(name):
-    """Raises ValueError as `make_schedule` would, before there is a model."""
+def check_schedule(name: str) -> None:
+    """Check the name of a schedule before there is a model.
+
+    Args:
+        name: The name of the schedule in transformers.
+
+    Raises:
+        ValueError: `make_schedule` would refuse the name.
+    """
     make_schedule(MasterAdamW(torch.nn.Linear(1, 1), learning_rate=1.0), name, warmup_steps=0, total_steps=1)

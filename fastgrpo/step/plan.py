@@ -1,11 +1,12 @@
-"""What a run will hold in memory, from the settings and the model's config alone."""
+"""The memory that a run will take, computed from its settings and from the model's config, without any weights."""
 
 import math
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.policy.load import refuse_code
@@ -13,12 +14,19 @@ from fastgrpo.policy.lora import add_lora
 from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
 from fastgrpo.rollout.providers import make_provider
 
-FP32 = 4  # bytes
+FP32 = 4  # bytes of a number
 
 
 @dataclass(frozen=True)
 class Part:
-    """name: of the part. bytes: how many. how: the product that gives them, for a person. ppo: only PPO has it."""
+    """One part of a run's memory.
+
+    Attributes:
+        name: What the memory is for.
+        bytes: How much memory the part takes, in bytes.
+        how: How the bytes come about, as a text for people, such as "64 parameters x 2 bytes".
+        ppo: Whether only PPO needs the part. Such parts are there to be compared with.
+    """
 
     name: str
     bytes: int
@@ -26,11 +34,18 @@ class Part:
     ppo: bool = False
 
 
-def outline(path, trust_remote_code=False):
-    """A causal LM without weights, from the config in a folder or in the hub's cache; nothing is downloaded.
+def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Build a causal LM without weights from its config. Nothing is downloaded.
+
+    Args:
+        path: A folder with the config, or a hub id whose config is in the hub's cache.
+        trust_remote_code: Whether Python code that comes with the model may run.
+
+    Returns:
+        The model on torch's meta device.
 
     Raises:
-        ValueError: there is no config, or not of a causal LM.
+        ValueError: There is no config, or it is not one of a causal LM.
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -44,16 +59,23 @@ def outline(path, trust_remote_code=False):
         ) from None
 
 
-def plan(config, model, *, dtype, device, prompt_tokens):
-    """The parts of a run's memory.
+def plan(
+    config: GRPOConfig, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device, prompt_tokens: int
+) -> list[Part]:
+    """Compute the parts of a run's memory.
+
+    Activations are not among them. With gradient_checkpointing they are small beside the rest, and without it they
+    depend on the architecture.
 
     Args:
-        config: `GRPOConfig`. model: see `outline`; with use_peft it gets adapters. dtype: of its weights. device: that
-            the run is on. prompt_tokens: of a typical prompt.
+        config: The settings of the run.
+        model: The model as `outline` builds it. It is changed: it gets `dtype`, and with use_peft adapters.
+        dtype: The dtype of the model's weights.
+        device: The device that the run is on.
+        prompt_tokens: The length of a typical prompt, in tokens.
 
     Returns:
-        list of `Part`, in the order in which a run makes them. Activations are not among them: they are small beside
-        the rest with gradient_checkpointing, and depend on the architecture without it.
+        The parts, in the order in which a run allocates them.
     """
     model = model.to(dtype)
     reference = _reference(config, model)
@@ -87,7 +109,7 @@ def plan(config, model, *, dtype, device, prompt_tokens):
         chunk, logit = CHUNK_ROWS, dtype.itemsize
     chunk = min(chunk, config.max_tokens_per_microbatch)
     head_gradient = 0 if config.use_peft else vocabulary * hidden * FP32
-    same = "as the policy's own"
+    same = "the same as for the policy"
     return [
         Part("policy", count * dtype.itemsize, f"{count:,} parameters x {dtype.itemsize} bytes"),
         Part("gradients", moved * FP32, f"{moved:,} x 4 bytes (fp32)"),
@@ -95,7 +117,7 @@ def plan(config, model, *, dtype, device, prompt_tokens):
         reference,
         Part(
             "keys and values", slots.tokens * token,
-            f"{tokens} x {token:,} bytes; at most rollout_memory_utilization of what is free",
+            f"{tokens} x {token:,} bytes; at most the share rollout_memory_utilization of the memory that is free",
         ),
         Part("logits of a draw", slots.lanes * vocabulary * FP32, f"{slots.lanes} x {vocabulary:,} x 4 bytes"),
         Part(
@@ -110,14 +132,14 @@ def plan(config, model, *, dtype, device, prompt_tokens):
 
 
 def _reference(config, model):
-    """The reference of `frozen.make_reference`; model: the policy before it gets adapters."""
+    """The part that the reference takes which `make_reference` makes of this model, the policy without adapters."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if config.beta == 0:
         return Part("reference", 0, "none: beta is 0")
     if config.use_peft:
-        return Part("reference", 0, "none: the policy with its adapters off")
+        return Part("reference", 0, "none: it is the policy with its adapters off")
     if config.ref_device is not None:
-        return Part("reference", 0, f"{size:,} bytes of host memory, streamed layer by layer")
+        return Part("reference", 0, f"{size:,} bytes of host memory, streamed to the device layer by layer")
     if config.ref_quantization is None:
         return Part("reference", size, "a copy of the policy")
     head = model.get_output_embeddings()
@@ -125,5 +147,7 @@ def _reference(config, model):
     count, bits = sum(weight.numel() for weight in linear), {"int8": 8, "nf4": 4}[config.ref_quantization]
     rest = size - sum(weight.nbytes for weight in linear)
     return Part(
-        "reference", count * bits // 8 + rest, f"{count:,} weights x {bits} bits, without their scales; the rest"
+        "reference",
+        count * bits // 8 + rest,
+        f"{count:,} weights x {bits} bits without their scales, and the rest as in the policy",
     )

@@ -56,7 +56,7 @@ def name_a_file_outside(path):
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text('{"files": {"wei'), "manifest.json .* cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),
-        (name_a_file_outside, "lies outside"),
+        (name_a_file_outside, "lies outside the checkpoint"),
     ],
 )
 def test_damage_is_named(tmp_path, harm, named):
@@ -125,7 +125,7 @@ def test_names_of_checkpoints(tmp_path):
     (tmp_path / "checkpoint-12").write_text("a file")
     assert list(checkpoints(tmp_path)) == [9, 10]
     for name in ("../checkpoint-best", "checkpoint-1/..", "/etc", "checkpoint-1x"):
-        with pytest.raises(ValueError, match="no checkpoint: its name must be checkpoint-STEP"):
+        with pytest.raises(ValueError, match="not a checkpoint: the name of a checkpoint is checkpoint-STEP"):
             step_of(name)
 
 

@@ -1,13 +1,14 @@
-"""The folder of a run: claimed once, never overwritten unasked; the pictures and tables made from it."""
+"""The folder of a run: one run at a time owns it, and only what a run left in it is deleted, on request."""
 
-import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
+from paths import ROOT
 
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.curves import draw_curves, moving_average, read_metrics, table
-from fastgrpo.run.folder import claim_output_dir
-from fastgrpo.run.log import RunLog
+from fastgrpo.run.folder import claim_output_dir, empty, hold, is_run
 
 
 def test_runs_are_numbered(tmp_path, monkeypatch):
@@ -30,39 +31,51 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path):
         claim_output_dir(str(tmp_path / "notes.txt"), "t")
 
 
-def test_metrics_are_means_over_logging_steps(tmp_path):
-    log = RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), logging_steps=2))
-    for step, reward in enumerate([1.0, 2.0, 5.0], 1):
-        log.step(step, {"reward": reward, "num_tokens": 10 * step}, last=step == 3)
-    log.close()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [
-        {"step": 2, "reward": 1.5, "num_tokens": 20},
-        {"step": 3, "reward": 5.0, "num_tokens": 30},
-    ]
+def test_only_what_a_run_leaves_is_deleted(tmp_path):
+    for name in (
+        "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "trace.json.gz", "merged",
+        "warm-start", "tensorboard", "checkpoint-4", "stale-checkpoint-4", ".tmp-checkpoint-4",
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "checkpoint-mine").symlink_to(tmp_path / "notes")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "config.json.bak").write_text("mine")
+    empty(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes", "config.json.bak"}
 
 
-def test_wandb_names_the_package(tmp_path):
-    try:
-        import wandb  # noqa: F401
-    except ImportError:
-        with pytest.raises(ValueError, match="pip install wandb"):
-            RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), report_to="wandb"))
-    else:
-        pytest.skip("wandb is installed")
+def test_a_run_is_known_by_its_settings(tmp_path):
+    assert not is_run(tmp_path)
+    for text, expected in (
+        ("{", False),
+        ("3", False),
+        ('{"hidden_size": 64}', False),
+        ('{"resume_from_checkpoint": null}', True),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert is_run(tmp_path) == expected, text
 
 
-def test_curves(tmp_path):
-    rows = [{"step": i, "reward": i / 10, "kl": 0.1} for i in range(20)] + [{"step": 19, "eval/accuracy": 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    assert read_metrics(tmp_path)["eval/accuracy"] == ([19], [0.5])
-    path = draw_curves(tmp_path)
-    assert path.stat().st_size > 10_000 and path.read_bytes().startswith(b"\x89PNG")
+def test_a_lock_names_its_owner_and_is_free_when_it_is_closed(tmp_path):
+    """Another process is asked, because a process may always lock again what it has locked."""
+    ask = """
+import sys
+from pathlib import Path
+from fastgrpo.run.folder import hold
+try:
+    hold(Path(sys.argv[1]))
+except ValueError as error:
+    print(error)
+"""
 
+    def asked():
+        process = subprocess.run(
+            [sys.executable, "-c", ask, str(tmp_path)], capture_output=True, text=True, cwd=ROOT, check=True, timeout=60
+        )
+        return process.stdout
 
-def test_moving_average():
-    assert moving_average([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
-
-
-def test_table():
-    assert table([("a", 1), ("long", "x")]) == "  a     1\n  long  x"
+    lock = hold(tmp_path)
+    assert f"in use by a run that still lives (process {os.getpid()} on {socket.gethostname()})" in asked()
+    lock.close()
+    assert asked() == ""

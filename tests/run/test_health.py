@@ -73,7 +73,7 @@ def test_each_is_told_once_after_its_steps_in_a_row(check):
 
 def test_every_check_has_its_case_and_a_remedy():
     assert set(CASES) == {check.name for check in CHECKS}
-    assert all(check.text.startswith(("warning: ", "note: ")) and len(check.text) < 300 for check in CHECKS)
+    assert all(check.text.startswith(("warning: ", "note: ")) and len(check.text) < 400 for check in CHECKS)
     metrics = {name for changes, _ in CASES.values() for name in changes} - {"rewards/f/errors"}
     assert metrics <= set(METRICS)
 
@@ -191,7 +191,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
     assert [row["skipped_updates"] for row in rows] == [0, 1, 0, 0]
     assert "loss" not in rows[1] and "grad_norm" not in rows[1] and "reward" in rows[1]
     assert all(row["loss"] == row["loss"] and row["grad_norm"] > 0 for row in (rows[0], rows[2], rows[3]))
-    assert "step 2: warning: loss or gradient was not finite: the update was skipped" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 2: warning: the loss or the gradient was not finite, so the update was skipped" in out
 
 
 def test_some_updates_of_a_step_are_skipped(tmp_path):
@@ -213,7 +214,7 @@ def test_some_updates_of_a_step_are_skipped(tmp_path):
 
 
 def test_ten_in_a_row_end_the_run(tmp_path):
-    trainer = make_trainer(tmp_path, range(3, 100), max_steps=50)
+    trainer = make_trainer(tmp_path, range(3, 100), max_steps=50, save_steps=5)
     with pytest.raises(ValueError, match=r"10 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10"):
         trainer.train()
     assert trainer.state.global_step == 12
@@ -224,7 +225,7 @@ def test_ten_in_a_row_end_the_run_with_minibatches_that_teach_nothing(tmp_path):
     def flat_for_b(prompts, completions, **_):
         return [float(i) if "b" in prompt else 0.0 for i, prompt in enumerate(prompts)]
 
-    trainer = make_trainer(tmp_path, range(1, 100), max_steps=50, updates_per_rollout=2)
+    trainer = make_trainer(tmp_path, range(1, 100), max_steps=50, updates_per_rollout=2, save_steps=50)
     trainer.rewards = Rewards([flat_for_b])
     trainer.make_experience.rewards = trainer.rewards
     with pytest.raises(ValueError, match="10 updates in a row"):

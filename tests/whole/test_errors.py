@@ -316,7 +316,7 @@ CASES = {
     ),
     "weights for other rewards": (lambda c: [*c.argv(), "--reward_weights", "1", "2"], "2 entries for 1 reward"),
     "unknown schedule": (flags(lr_scheduler_type="cosin"), "lr_scheduler_type 'cosin' cannot be used.*cosine"),
-    "schedule of a metric": (flags(lr_scheduler_type="reduce_lr_on_plateau"), "choose another, such as cosine"),
+    "schedule of a metric": (flags(lr_scheduler_type="reduce_lr_on_plateau"), "choose another schedule, such as cosine"),
     "GPU that is not there": (
         spoilt(lambda c: c.patch("torch.cuda.is_available", lambda: False), device="cuda"),
         "device='cuda' was asked for, but torch sees no CUDA device; use --device cpu",
@@ -355,7 +355,7 @@ CASES = {
     "disk full": (
         spoilt(lambda c: c.patch("transformers.PreTrainedModel.save_pretrained", raising(FULL))),
         "checkpoint-1 could not be written to .*run: .*No space left on device: 'run/checkpoint-1/model.safetensors'; "
-        "there is no earlier one; mend this, then go on with .*--resume_from_checkpoint auto",
+        r"there is no earlier one\. Fix the cause, then continue with .*--resume_from_checkpoint auto",
     ),
     "GPU memory": (
         spoilt(lambda c: c.patch("fastgrpo.trainer.GRPOTrainer.step", raising(

@@ -329,7 +329,7 @@ def test_rows_that_were_lost_are_said(whole, capsys):
         make_trainer(folder, "lost", crash(6)).train()
     (folder / "lost" / "metrics.jsonl").write_text("")
     make_trainer(folder, "lost", resume_from_checkpoint="auto").train()
-    assert "metrics.jsonl has lost rows" in capsys.readouterr().out
+    assert "metrics.jsonl has lost lines" in capsys.readouterr().out
     assert [row["step"] for row in lines(folder / "lost")] == [6, 8, 8]
 
 
@@ -496,7 +496,7 @@ def test_a_process_that_is_told_to_stop_says_how_to_go_on(tmp_path):
     assert process.returncode == 143, said
     step = list(checkpoints(tmp_path / "run"))[-1]
     verify(tmp_path / "run" / f"checkpoint-{step}")
-    assert "SIGTERM: finishing the step, then saving; once more leaves at once" in said
+    assert "SIGTERM: finishing the step, then saving; a second signal ends the process at once" in said
     last = said.strip().splitlines()[-1]
     assert last == f"stopped after step {step}; --resume_from_checkpoint auto --output_dir {tmp_path / 'run'} goes on"
 

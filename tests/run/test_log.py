@@ -1,0 +1,143 @@
+"""What a run logs: how steps become lines, where the lines go, and how a resumed run goes back to its checkpoint."""
+
+import json
+import sys
+
+import pytest
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run import log as module
+from fastgrpo.run.log import METRICS, RunLog
+
+
+def make_log(tmp_path, **settings):
+    return RunLog(GRPOConfig(**{"output_dir": str(tmp_path / "run"), "logging_steps": 2, **settings}))
+
+
+def lines(tmp_path, name="metrics.jsonl"):
+    return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+
+def test_metrics_are_means_over_logging_steps(tmp_path):
+    with make_log(tmp_path) as log:
+        for step, reward in enumerate([1.0, 2.0, 5.0], 1):
+            log.step(step, {"reward": reward, "num_tokens": 10 * step}, last=step == 3)
+    assert lines(tmp_path) == [
+        {"step": 2, "reward": 1.5, "num_tokens": 20},
+        {"step": 3, "reward": 5.0, "num_tokens": 30},
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, values, logged",
+    [
+        ("ratio/max", [3.0, 9.0, 1.0], 9.0),
+        ("rollout/logp_gap_max", [0.1, 0.3, 0.2], 0.3),
+        ("memory/peak_gib", [2.0, 1.0, 1.0], 2.0),
+        ("completions/max_length", [4, 7, 5], 7),
+        ("completions/min_length", [4, 2, 5], 2),
+        ("skipped_updates", [1, 0, 2], 3),
+        ("rewards/judge/errors", [1, 0, 2], 3),
+        ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6),
+        ("curriculum/level", [0, 1, 1], 1),
+        ("completions/mean_length", [3.0, 4.0, 8.0], 5.0),
+    ],
+)
+def test_not_every_metric_is_a_mean(tmp_path, name, values, logged):
+    with make_log(tmp_path, logging_steps=3) as log:
+        for step, value in enumerate(values, 1):
+            log.step(step, {name: value})
+    assert lines(tmp_path) == [{"step": 3, name: logged}]
+
+
+def test_every_rule_is_about_a_metric_that_exists():
+    assert set(module._REDUCED) <= set(METRICS)
+
+
+def test_a_step_that_did_not_measure_a_metric_does_not_count_in_its_mean(tmp_path):
+    with make_log(tmp_path, logging_steps=3) as log:
+        for step, values in enumerate([{"kl": 1.0}, {}, {"kl": 2.0}], 1):
+            log.step(step, values)
+    assert lines(tmp_path) == [{"step": 3, "kl": 1.5}]
+
+
+def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
+    with make_log(tmp_path) as log:
+        log.write(0, {"eval/accuracy": 0.25})
+        log.samples([{"step": 1, "completion": "naïve"}])
+        assert lines(tmp_path) == [{"step": 0, "eval/accuracy": 0.25}]
+        assert "naïve" in (tmp_path / "run" / "samples.jsonl").read_text(encoding="utf-8")
+        log.step(1, {"reward": 1.0})
+        assert "reward" not in log.latest
+        log.step(2, {"reward": 2.0})
+        assert log.latest == {"eval/accuracy": (0, 0.25), "reward": (2, 1.5)}
+
+
+def test_every_line_is_reported_too(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setitem(
+        module._WRITERS, "tensorboard", lambda log: lambda step, values: reported.append((step, values))
+    )
+    with make_log(tmp_path, report_to="tensorboard") as log:
+        log.step(1, {"reward": 1.0})
+        log.step(2, {"reward": 2.0})
+        log.write(2, {"eval/accuracy": 0.5})
+    assert reported == [(2, {"reward": 1.5}), (2, {"eval/accuracy": 0.5})]
+
+
+@pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
+    with pytest.raises(ValueError, match=f"report_to {name} needs a package that is missing: pip install {name}"):
+        make_log(tmp_path, report_to=name)
+
+
+def test_steps_before_an_error_are_logged(tmp_path):
+    with pytest.raises(RuntimeError), make_log(tmp_path, logging_steps=10) as log:
+        log.step(1, {"reward": 1.0})
+        raise RuntimeError
+    assert lines(tmp_path) == [{"step": 1, "reward": 1.0}]
+
+
+def test_a_log_goes_back_to_where_it_stood_at_a_checkpoint(tmp_path):
+    with make_log(tmp_path) as log:
+        log.step(2, {"reward": 2.0})
+        log.step(3, {"reward": 3.0})
+        log.samples([{"step": 2}])
+        log.started -= 1000
+        state = json.loads(json.dumps(log.state_dict()))  # it travels through trainer_state.json
+        assert 1000 <= state["wall_seconds"] < 1100
+        log.step(4, {"reward": 100.0})
+        log.samples([{"step": 4}])
+        log.started += 500
+        (tmp_path / "run" / "config.json").write_text("{}")
+        log.load_state_dict(state)
+        assert lines(tmp_path) == [{"step": 2, "reward": 2.0}] and lines(tmp_path, "samples.jsonl") == [{"step": 2}]
+        log.step(4, {"reward": 5.0})
+        log.samples([{"step": 3}])
+        assert 1000 <= log.state_dict()["wall_seconds"] < 1100
+    assert lines(tmp_path) == [{"step": 2, "reward": 2.0}, {"step": 4, "reward": 4.0}]
+    assert lines(tmp_path, "samples.jsonl") == [{"step": 2}, {"step": 3}]
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["logging_steps"] == 2 and config["output_dir"] == str(tmp_path / "run")
+
+
+def test_lines_that_were_lost_since_a_checkpoint_are_reported(tmp_path, capsys):
+    with make_log(tmp_path) as log:
+        log.write(2, {"reward": 2.0})
+        state = log.state_dict()
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        log.load_state_dict(state)
+    out = capsys.readouterr().out
+    assert "metrics.jsonl has lost lines" in out and "samples.jsonl" not in out
+
+
+def test_the_bar_shows_what_it_is_told(tmp_path, capsys):
+    with make_log(tmp_path) as log:
+        log.progress(4, "GRPO", done=1)
+        log.advance(2, reward=0.123456)
+        log.say("a line above")
+        assert (log.bar.n, log.bar.total) == (3, 4) and "reward=0.123" in str(log.bar)
+    assert log.bar is None
+    out, err = capsys.readouterr()
+    assert "a line above" in out and "GRPO" in err
