@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ import time
 
 from tqdm import tqdm
 
+from fastgrpo.config.fields import did_you_mean
 from fastgrpo.run.checkpoint import step_of
 from fastgrpo.run.resume import open_run
 
@@ -94,8 +94,7 @@ def check_metric(name):
     """Raises ValueError for a name that is no metric (the nearest is named). None is welcome."""
     patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
     if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        raise ValueError(f"unknown metric {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}")
 
 
 class RunLog:
