@@ -29,7 +29,9 @@ def report(argv: list[str]) -> None:
     """
     run = Path(parse_flags(ReportConfig, argv, prog="python -m fastgrpo.report", description=__doc__).run)
     if not (run / "metrics.jsonl").is_file():
-        raise ValueError(f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1")
+        raise ValueError(
+            f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1"
+        )
     print(draw_curves(run))
 
 
