@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
 from fastgrpo.config.sections import TEMPERATURE, FilterConfig, LoadingConfig
 from fastgrpo.config.settings import Settings
@@ -60,7 +60,7 @@ class Conversation:
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
         stops = stop_token_ids(model, tokenizer)
-        # What was asked for and nothing else: the penalties and filters that the model was published with would sway it.
+        # What was asked for and nothing else: penalties and filters that the model was published with would sway it.
         model.generation_config = GenerationConfig(
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature or None,
@@ -117,6 +117,7 @@ def chat(argv: list[str]) -> None:
     flags = parse_flags(
         ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
     )
+    quiet_libraries()
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)

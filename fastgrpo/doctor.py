@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastgrpo.config.command import TRAIN, run_command
+from fastgrpo.config.command import TRAIN, quiet_libraries, run_command
 from fastgrpo.run.curves import table
 
 # distribution, what it is for; the first ones are needed
@@ -92,6 +92,7 @@ def memory(argv):
     from fastgrpo.step.plan import outline, plan
 
     config = parse(argv)
+    quiet_libraries()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     on_gpu = device.type == "cuda"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
 from fastgrpo.config.sections import (
@@ -83,6 +83,7 @@ def evaluate_models(argv: list[str]) -> None:
         ValueError: A model, a data set or a flag does not fit.
     """
     config = parse(argv)
+    quiet_libraries()
     # A misspelt name should not wait for the others.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
     with _open_new(config.output) as file:
@@ -101,7 +102,8 @@ def _evaluate_model(path, tokenizer, config):
     test = task.test()
     if test is None:
         raise ValueError(
-            f"task {config.task} has no split {config.dataset_test_split!r} to evaluate on; name one with --dataset_test_split"
+            f"task {config.task} has no split {config.dataset_test_split!r} to evaluate on; name one with "
+            "--dataset_test_split"
         )
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
     rewards = Rewards(functions, on_error=config.reward_errors)

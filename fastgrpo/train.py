@@ -6,7 +6,7 @@ What needs transformers is imported where it is used, so that --help is quick, a
 import sys
 from typing import TYPE_CHECKING
 
-from fastgrpo.config.command import run_command
+from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
 
@@ -87,7 +87,9 @@ def train(argv: list[str]) -> None:
     Raises:
         ValueError: A flag, or what it names, does not fit.
     """
-    make_trainer(parse(argv)).train()
+    config = parse(argv)
+    quiet_libraries()
+    make_trainer(config).train()
 
 
 def main(argv: list[str] | None = None) -> int:

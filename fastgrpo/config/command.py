@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import os
 import re
 import sys
 import traceback
@@ -51,6 +52,20 @@ def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None)
         print(f"error: {text}", file=sys.stderr)
         return 2
     return 0
+
+
+def quiet_libraries() -> None:
+    """Silence what transformers tells and a person cannot act on: advice about options, and bars of weight loading.
+
+    Errors and the bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice back.
+    """
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    enable_progress_bars()  # the line above turns off the bars of downloads too
 
 
 def explain(error: Exception) -> str | None:
@@ -151,6 +166,7 @@ def parse_flags(
     unknown = re.match(r"Unrecognized options: --(\w+)", message)
     names = [field.name for field in dataclasses.fields(record)]
     near = did_you_mean(unknown[1], names, "--{}".format) if unknown else ""
+    message = re.sub(r"^Missing from .*: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
     raise ValueError(message + (near or f"; see {prog} --help"))
 
 
