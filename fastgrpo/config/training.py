@@ -40,7 +40,9 @@ class ModelConfig:
         False,
         "Train low-rank adapters (LoRA, without dropout) in a frozen model; the reference then takes no memory.",
     )
-    lora_r: int = setting(16, "Rank of the adapters.", within=COUNT, active=WITH_ADAPTERS)
+    lora_r: int = setting(
+        16, "Rank of LoRA's adapters: the inner width of their two factors.", within=COUNT, active=WITH_ADAPTERS
+    )
     lora_alpha: int = setting(
         32, "The adapters' output is multiplied by lora_alpha / lora_r.", within=COUNT, active=WITH_ADAPTERS
     )
