@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
-from fastgrpo.config.sections import TEMPERATURE, FilterConfig, LoadingConfig
+from fastgrpo.config.sections import TEMPERATURE, LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import check_prompts, to_prompt
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
@@ -21,13 +21,15 @@ from fastgrpo.rollout.sampling import SamplingParams
 
 @documented
 @dataclass(frozen=True)
-class ChatConfig(FilterConfig, LoadingConfig, Settings):
+class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     """What the command takes; sampling is under vLLM's names."""
 
     model: str = setting(REQUIRED, "A folder or hub id of a causal LM.")
     prompt: str | None = setting(None, "Prompt to answer before the command ends. None talks until the input ends.")
     system_prompt: str | None = setting(None, "System prompt that goes before the conversation.")
-    max_tokens: int = setting(512, "Most tokens of an answer. -n is short for this flag.", within=Interval(at_least=1))
+    max_tokens: int = setting(
+        512, "Largest number of tokens of an answer. -n is short for this flag.", within=Interval(at_least=1)
+    )
     temperature: float = setting(
         1.0, "Temperature of the draws; 0 takes the likeliest token every time.", within=TEMPERATURE
     )

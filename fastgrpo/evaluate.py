@@ -16,7 +16,7 @@ from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
 from fastgrpo.config.sections import (
-    DrawConfig,
+    CompletionConfig,
     EngineConfig,
     EvaluationConfig,
     LoadingConfig,
@@ -37,7 +37,7 @@ from fastgrpo.tasks import find_task
 @documented
 @dataclass(frozen=True)
 class EvaluateConfig(
-    EvaluationConfig, RewardConfig, EngineConfig, DrawConfig, PromptConfig, LoadingConfig, Settings
+    EvaluationConfig, RewardConfig, EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings
 ):  # the fields come in the reverse of this order
     """What the command takes. Names that training has too mean the same."""
 

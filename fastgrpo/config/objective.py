@@ -70,20 +70,20 @@ class ObjectiveConfig:
     )
     importance_sampling_mode: str | None = setting(
         None,
-        "Correct for what top_k, top_p and min_p cut from the distribution of the draws: weigh the loss by policy over "
-        "sampler, of each token or of the whole sequence, and truncate that weight at its bounds or drop what lies "
-        "beyond them. None does not correct.",
+        "How the loss is corrected for the tokens that top_k, top_p and min_p never draw: it is weighed by the ratio "
+        "of policy to sampler, that of each token or of the whole sequence, and a ratio beyond its bounds is truncated to "
+        "them or masked, that is, dropped. None does not correct.",
         choices=(None, *IMPORTANCE_SAMPLING_MODES),
     )
     importance_sampling_clip_max: float | None = setting(
         3.0,
-        "Upper bound of the weight of policy over sampler. None sets no bound.",
+        "Upper bound of the ratio of policy to sampler. None sets no bound.",
         within=POSITIVE,
         active=WITH_SAMPLER,
     )
     importance_sampling_clip_min: float | None = setting(
         None,
-        "Lower bound of the weight of policy over sampler. None sets no bound.",
+        "Lower bound of the ratio of policy to sampler. None sets no bound.",
         within=NOT_NEGATIVE,
         active=WITH_SAMPLER,
     )
@@ -183,7 +183,7 @@ class ReferenceConfig:
         False, "Let the reference follow the policy (TR-DPO, arXiv 2404.09656).", active=WITH_REFERENCE
     )
     ref_model_sync_steps: int = setting(
-        512, "Steps between two moves of the reference towards the policy.", within=Interval(at_least=1),
+        512, "Number of steps between two moves of the reference towards the policy.", within=Interval(at_least=1),
         active=WITH_SYNC,
     )  # fmt: skip
     ref_model_mixup_alpha: float = setting(

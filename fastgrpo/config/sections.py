@@ -44,8 +44,8 @@ class PromptConfig:
 
     task: str = setting(
         "arithmetic",
-        "What is to be learnt: arithmetic (embedded, it needs no files), gsm8k, or dataset (rows with a `prompt` "
-        "column, whose rewards --reward_funcs names).",
+        "Where prompts and rewards come from: arithmetic (embedded, it needs no files), gsm8k, or dataset (rows with "
+        "a `prompt` column, whose rewards --reward_funcs names).",
     )
     dataset_name: str | None = setting(
         None,
@@ -58,7 +58,7 @@ class PromptConfig:
 
 @documented
 @dataclass(frozen=True)
-class FilterConfig:
+class TokenFilterConfig:
     """Which tokens a draw may choose from."""
 
     top_p: float = setting(
@@ -69,12 +69,12 @@ class FilterConfig:
 
 @documented
 @dataclass(frozen=True)
-class DrawConfig:
-    """How long a completion may grow, and what random choices follow."""
+class CompletionConfig:
+    """How long a completion may grow, and which seed random choices follow."""
 
     max_completion_length: int = setting(
         512,
-        "Most tokens of a completion; one that reaches this length is truncated.",
+        "Largest number of tokens of a completion; one that reaches this length is truncated.",
         within=Interval(at_least=1),
     )
     seed: int = setting(
@@ -92,7 +92,7 @@ class EngineConfig:
 
     max_num_seqs: int = setting(
         256,
-        "Most completions that are in flight at once; the others wait until one finishes.",
+        "Largest number of completions that are in flight at once; the others wait until a lane is free.",
         within=Interval(at_least=1),
         resume="inexact",
     )

@@ -13,15 +13,15 @@ from typing import Any, Self, get_origin
 from fastgrpo.config.fields import did_you_mean, documented
 from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
 from fastgrpo.config.sections import (
-    DrawConfig,
+    CompletionConfig,
     EngineConfig,
     EvaluationConfig,
-    FilterConfig,
     LoadingConfig,
     PromptConfig,
     RewardConfig,
+    TokenFilterConfig,
 )
-from fastgrpo.config.training import ModelConfig, OptimConfig, RolloutConfig, RunConfig, TrainDataConfig
+from fastgrpo.config.training import ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainingDataConfig
 from fastgrpo.config.validation import validate
 from fastgrpo.loss.objective import Objective
 
@@ -55,16 +55,16 @@ class Settings:
 class GRPOConfig(
     RunConfig,
     EvaluationConfig,
-    OptimConfig,
+    OptimizerConfig,
     ReferenceConfig,
     ObjectiveConfig,
     AdvantageConfig,
     RewardConfig,
     EngineConfig,
-    FilterConfig,
+    TokenFilterConfig,
     RolloutConfig,
-    DrawConfig,
-    TrainDataConfig,
+    CompletionConfig,
+    TrainingDataConfig,
     PromptConfig,
     LoadingConfig,
     ModelConfig,

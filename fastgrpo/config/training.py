@@ -55,7 +55,7 @@ class ModelConfig:
 
 @documented
 @dataclass(frozen=True)
-class TrainDataConfig:
+class TrainingDataConfig:
     """Which prompts are trained on, and in what order."""
 
     dataset_train_split: str = setting("train", "Split of the data set whose prompts are trained on.")
@@ -73,8 +73,12 @@ class TrainDataConfig:
 class RolloutConfig:
     """How the completions of a step are drawn."""
 
-    prompts_per_step: int = setting(8, "Prompts of a step; the completions of each make up one group.", within=COUNT)
-    num_generations: int = setting(8, "Completions of each prompt: the group size G.", within=Interval(at_least=2))
+    prompts_per_step: int = setting(
+        8, "Number of prompts of a step; the completions of each make up one group.", within=COUNT
+    )
+    num_generations: int = setting(
+        8, "Number of completions of each prompt: the group size G.", within=Interval(at_least=2)
+    )
     temperature: float = setting(
         1.0,
         "Temperature of the draws; every log-prob is computed at it too.",
@@ -92,7 +96,8 @@ class RolloutConfig:
     )
     max_num_gen_batches: int = setting(
         10,
-        "Most batches of prompts that a step draws; the first groups that were dropped then fill what is missing.",
+        "Largest number of batches of prompts that a step draws; after them, the first groups that were dropped fill "
+        "what is missing.",
         within=COUNT,
         active=WITH_REFILLS,
     )
@@ -106,18 +111,18 @@ class RolloutConfig:
 
 @documented
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimizerConfig:
     """How long the policy is trained, and how its weights move."""
 
     max_steps: int = setting(
         -1,
-        "Steps of the run, one rollout each; -1 makes num_train_epochs passes over the prompts.",
+        "Number of steps of the run, each with one rollout; -1 makes num_train_epochs passes over the prompts.",
         within=Interval(at_least=-1),
         resume="inexact",
     )
     num_train_epochs: float = setting(
         3.0,
-        "Passes over the prompts that make up the run; a part of one counts too.",
+        "Number of passes over the prompts that make up the run; it may be a fraction.",
         within=Interval(above=0),
         active=BY_EPOCHS,
         resume="inexact",
@@ -130,7 +135,8 @@ class OptimConfig:
     )
     warmup_steps: float = setting(
         0,
-        "Updates over which the learning rate rises linearly from 0; a number below 1 is a share of all updates.",
+        "Number of updates over which the learning rate rises linearly from 0; a number below 1 is a share "
+        "of all updates.",
         within=Interval(at_least=0),
         active=WITH_WARMUP,
     )
@@ -150,12 +156,13 @@ class OptimConfig:
         1e-8, "Number that AdamW adds to the root of the second moment.", within=Interval(above=0)
     )
     updates_per_rollout: int = setting(
-        1, "Minibatches that the groups of a rollout are split into, with one update for each.", within=COUNT
+        1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
     )
-    num_iterations: int = setting(1, "Passes over the completions of a rollout (mu in GRPO).", within=COUNT)
+    num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
     max_tokens_per_microbatch: int = setting(
         16384,
-        "Most tokens of one forward and backward pass. Memory grows with it; the result does not depend on it.",
+        "Largest number of tokens of one forward and backward pass. Memory grows with it; the result does not "
+        "depend on it.",
         within=COUNT,
         resume="inexact",
     )
@@ -179,7 +186,7 @@ class RunConfig:
         False, "Delete what an earlier run left in output_dir before this one begins.", resume="free"
     )
     logging_steps: int = setting(
-        10, "Steps whose metrics are averaged into one line of metrics.jsonl.", within=COUNT, resume="free"
+        10, "Number of steps whose metrics are averaged into one line of metrics.jsonl.", within=COUNT, resume="free"
     )
     eval_steps: int | None = setting(
         None,
@@ -195,7 +202,8 @@ class RunConfig:
     )
     save_total_limit: int | None = setting(
         None,
-        "Most checkpoints to keep: the newest one, the best one, then the next newest ones. None keeps all.",
+        "Largest number of checkpoints to keep: the newest one, the best one, then the next newest ones. None keeps "
+        "all.",
         within=COUNT,
         resume="free",
     )
@@ -218,7 +226,7 @@ class RunConfig:
     )
     profile: int = setting(
         0,
-        "Steps to time and then to trace, after two steps of warm-up; 0 turns it off.",
+        "Number of steps to time, and then to trace, after two steps of warm-up; 0 turns it off.",
         within=Interval(at_least=0),
         resume="free",
     )

@@ -62,7 +62,7 @@ def test_help_shows_range_choices_and_condition(capsys):
         parse(["--help"])
     told = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     for text in (
-        "--num_generations INT Completions of each prompt: the group size G. It must be at least 2. (default: 8)",
+        "--num_generations INT Number of completions of each prompt: the group size G. It must be at least 2. (def",
         "the inner width of their two factors. It must be at least 1. It has an effect only where use_peft is True.",
         "It must be one of k1, k2, k3, abs. It has an effect only where beta is above 0. (default: k3)",
         "--config FILE",

@@ -111,7 +111,7 @@ def in_use(case):
 import sys
 from pathlib import Path
 from fastgrpo.run.folder import hold
-lock = hold(__import__("pathlib").Path({str(case.run)!r}))
+lock = hold(Path({str(case.run)!r}))
 print("held", flush=True)
 sys.stdin.read()
 """
