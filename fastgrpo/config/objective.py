@@ -71,8 +71,8 @@ class ObjectiveConfig:
     importance_sampling_mode: str | None = setting(
         None,
         "How the loss is corrected for the tokens that top_k, top_p and min_p never draw: it is weighed by the ratio "
-        "of policy to sampler, that of each token or of the whole sequence, and a ratio beyond its bounds is truncated to "
-        "them or masked, that is, dropped. None does not correct.",
+        "of policy to sampler, that of each token or of the whole sequence, and a ratio beyond its bounds is truncated "
+        "to them or masked, that is, dropped. None does not correct.",
         choices=(None, *IMPORTANCE_SAMPLING_MODES),
     )
     importance_sampling_clip_max: float | None = setting(

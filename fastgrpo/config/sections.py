@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fastgrpo.config.fields import Interval, When, documented, setting
 
-# What the sampler takes; rollout/sampling.py and the kernels of a draw are given nothing else.
+# The ranges of what a draw takes, for the settings and for `SamplingParams` alike.
 TEMPERATURE = Interval(at_least=0)  # 0 is greedy
 TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
