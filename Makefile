@@ -49,11 +49,7 @@ $(VENV)/.installed: setup.py constraints.txt
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev]'
 	touch $@
 
-$(VENV)/.installed-# The page that shows every setting; a test compares it with the code.
-docs: $(VENV)/.installed
-	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
-
-bench: $(VENV)/.installed
+$(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,bench]'
 	touch $@
 
