@@ -1,12 +1,13 @@
 # make train   install what is pinned, then run the embedded example to its end
 # make test    the same environment, then the tests
+# make docs    write docs/settings.md anew from the settings in the code
 # PIP_ARGS=... is handed to pip; README.md says what for.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow soak bench bench-gpu bench-gpu-engine lint clean
+.PHONY: train test docs test-slow soak bench bench-gpu bench-gpu-engine lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -21,6 +22,10 @@ test-slow: $(VENV)/.installed
 # 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
 soak: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow tests/whole/test_soak.py -s $(ARGS)
+
+# The page that shows every setting; a test compares it with the code.
+docs: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)

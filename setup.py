@@ -16,6 +16,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    # An editable install is a path in a .pth file. The default, a finder of its own, is asked after the folders on the
+    # path: a script beside the clone would take the clone's folder for a namespace package `fastgrpo`.
+    options={"editable_wheel": {"mode": "compat"}},
     packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
     package_dir={"fastgrpo.kernels": "kernels"},
     package_data={"fastgrpo": ["recipes/*.yaml"]},

@@ -6,6 +6,7 @@ transformers and datasets (`pip install fastgrpo[train]`).
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -31,11 +32,11 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fastgrpo' has no attribute {name!r}")
     return getattr(importlib.import_module(f"fastgrpo.{_HOME[name]}"), name)
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

@@ -8,55 +8,63 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, TextStreamer
-from transformers.utils import logging
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
+from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
+from fastgrpo.config.sections import TEMPERATURE, LoadingConfig, TokenFilterConfig
+from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams
 
 
+@documented
 @dataclass(frozen=True)
-class ChatFlags:
+class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     """What the command takes; sampling is under vLLM's names."""
 
-    model: str
-    """A folder or hub id of a causal LM."""
-    prompt: str | None = None
-    """Answer this alone. None: interactive."""
-    system_prompt: str | None = None
-    """Goes before the conversation."""
-    max_tokens: int = 512
-    """Of an answer. Also -n."""
-    temperature: float = 1.0
-    """Of sampling. 0: greedy."""
-    top_p: float = 1.0
-    """Draw from the smallest set of tokens with this much probability. 1: off."""
-    top_k: int = 0
-    """Draw from this many likeliest tokens. 0: off."""
-    seed: int | None = None
-    """Of the draws. None: others every time."""
-    dtype: str = "auto"
-    """float32, bfloat16, or auto: bfloat16 on GPUs, float32 on CPUs."""
-    device: str = "auto"
-    """cuda, cuda:1, cpu, or auto: the GPU where there is one."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model. Off, a model that needs its own is refused."""
+    model: str = setting(REQUIRED, "A folder or hub id of a causal LM.")
+    prompt: str | None = setting(None, "Prompt to answer before the command ends. None talks until the input ends.")
+    system_prompt: str | None = setting(None, "System prompt that goes before the conversation.")
+    max_tokens: int = setting(
+        512, "Largest number of tokens of an answer. -n is short for this flag.", within=Interval(at_least=1)
+    )
+    temperature: float = setting(
+        1.0, "Temperature of the draws; 0 takes the likeliest token every time.", within=TEMPERATURE
+    )
+    seed: int | None = setting(
+        None, "Seed of the draws. None draws something else every time.", within=Interval(at_least=0)
+    )
 
 
 class Conversation:
-    """The turns so far, with a model that answers the next one."""
+    """The turns so far, with a model that answers the next one.
 
-    def __init__(self, model, tokenizer, sampling, system_prompt=None):
-        """sampling: `SamplingParams`. Raises ValueError where the tokenizer does not fit the model."""
+    Args:
+        model: The causal LM that answers.
+        tokenizer: Its tokenizer. Where it has no chat template, each line is continued as plain text.
+        sampling: How answers are drawn.
+        system_prompt: What goes before the turns, or None.
+
+    Raises:
+        ValueError: The tokenizer does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+        system_prompt: str | None = None,
+    ):
         self.policy = Policy(model)
         check_vocabulary(self.policy, tokenizer)
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
         stops = stop_token_ids(self.policy, tokenizer)
-        # The model's own, with what was asked for and nothing else: its published penalties and filters would sway.
+        # What was asked for and nothing else: penalties and filters that the model was published with would sway it.
         model.generation_config = GenerationConfig(
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature or None,
@@ -70,13 +78,23 @@ class Conversation:
             torch.manual_seed(sampling.seed)
         self.reset()
 
-    def reset(self):
+    def reset(self) -> None:
         """Forget the turns."""
         self.messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
 
     @torch.no_grad()
-    def answer(self, text):
-        """Stream the answer to stdout, and return it. Raises ValueError where the model cannot hold the turns."""
+    def answer(self, text: str) -> str:
+        """Stream the answer to stdout.
+
+        Args:
+            text: What the person said.
+
+        Returns:
+            The answer.
+
+        Raises:
+            ValueError: The model's context cannot hold the turns and an answer.
+        """
         templated = self.tokenizer.chat_template is not None
         turn = {"role": "user", "content": text}
         prefix = f"{self.system_prompt}\n\n" if self.system_prompt else ""
@@ -91,13 +109,20 @@ class Conversation:
         return said
 
 
-def chat(argv):
-    """Answer --prompt, or talk until the input ends."""
+def chat(argv: list[str]) -> None:
+    """Answer --prompt, or talk until the input ends.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: A flag or the model does not fit.
+    """
     flags = parse_flags(
-        ChatFlags, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
+        ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
     )
+    quiet_libraries()
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
-    logging.disable_progress_bar()
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)
     model = load_model(flags.model, dtype=flags.dtype, device=flags.device, **trusted).eval()
@@ -112,8 +137,12 @@ def chat(argv):
     talk(conversation)
 
 
-def talk(conversation):
-    """The interactive loop over stdin."""
+def talk(conversation: Conversation) -> None:
+    """Answer the lines of stdin until it ends.
+
+    Args:
+        conversation: Who answers.
+    """
     while True:
         try:
             line = input("> ").strip()
@@ -133,8 +162,15 @@ def talk(conversation):
                 print(f"error: {error}; /new begins another conversation", file=sys.stderr)
 
 
-def main(argv=None):
-    """Run the command line; returns the exit code: 2 for what a person can mend, told in a line or two."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake that a person can mend, told in a line or two.
+    """
     return run_command(chat, argv)
 
 

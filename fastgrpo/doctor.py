@@ -1,18 +1,19 @@
-"""python -m fastgrpo.doctor: what is installed, what runs on it, and what is missing for what.
+"""python -m fastgrpo.doctor: tell what is installed, what runs on it, and what is missing for what.
 
-With --model PATH and any flags of training, also the memory that such a run would hold. Nothing is downloaded.
+With --model PATH and any flags of training, it also tells the memory that such a run would hold. Nothing is downloaded.
 """
 
 import platform
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastgrpo.config.command import TRAIN, run_command
+from fastgrpo.config.command import TRAIN, quiet_libraries, run_command
 from fastgrpo.run.curves import table
 
-# distribution, what it is for; the first ones are needed
+# Each row is a distribution and what it is for. Training needs these:
 NEEDED = (
     ("transformers", "models and tokenizers"),
     ("tokenizers", "tokenizers"),
@@ -22,6 +23,7 @@ NEEDED = (
     ("tqdm", "progress bars"),
     ("matplotlib", "curves.png"),
 )
+# And it does without these:
 OPTIONAL = (
     ("triton", "the fused kernels on GPUs (without it: the chunked path)"),
     ("flash-attn", "FlashAttention of its authors (without it: PyTorch's own)"),
@@ -35,19 +37,30 @@ OPTIONAL = (
     ("trl", "benchmarks against TRL"),
     ("cut-cross-entropy", "benchmarks against Cut Cross-Entropy"),
 )
-PROMPT_TOKENS, HEAD_WIDTH = 256, 128  # of a typical prompt, and a typical model
+PROMPT_TOKENS, HEAD_WIDTH = 256, 128  # the length of a typical prompt, the width of a typical attention head
 
 
-def installed(distribution):
-    """The version of a distribution, or None."""
+def installed(distribution: str) -> str | None:
+    """Look up a distribution.
+
+    Args:
+        distribution: Its name, as pip knows it.
+
+    Returns:
+        Its version; None where it is not installed.
+    """
     try:
         return version(distribution)
     except PackageNotFoundError:
         return None
 
 
-def machine():
-    """(name, value) of what the code runs on."""
+def machine() -> list[tuple[str, str]]:
+    """Describe what the code runs on.
+
+    Returns:
+        Pairs of a name and its value.
+    """
     from fastgrpo.loss.checks import HAS_TRITON
 
     rows = [
@@ -66,8 +79,15 @@ def machine():
     return rows + attentions(torch.device("cuda" if gpus else "cpu"))
 
 
-def attentions(device):
-    """(name, value) of the attention that a model in 16 bits on this device would get, in training and in rollouts."""
+def attentions(device: torch.device) -> list[tuple[str, str]]:
+    """Describe the attention that a model in 16 bits would get, in training and in rollouts.
+
+    Args:
+        device: Where the model would be.
+
+    Returns:
+        Pairs of a name and its value.
+    """
     from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.providers import choose_provider
 
@@ -78,20 +98,35 @@ def attentions(device):
     return [("attention in training", kernel), ("attention in rollouts", rollouts)]
 
 
-def packages():
-    """(name, version or what is missing for what) of every package that fastgrpo can use."""
+def packages() -> Iterator[tuple[str, str]]:
+    """Describe every package that fastgrpo can use.
+
+    Yields:
+        Pairs of a name and its version, or what it is missing for and the remedy.
+    """
     for distribution, purpose in NEEDED + OPTIONAL:
         remedy = TRAIN if (distribution, purpose) in NEEDED else f"pip install {distribution}"
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
 
 
-def memory(argv):
-    """The planned memory of a run with these flags of training, as text."""
+def memory(argv: list[str]) -> str:
+    """Plan the memory of a run.
+
+    Args:
+        argv: Flags of training.
+
+    Returns:
+        A table with a line for each part, and whether they fit into the GPU.
+
+    Raises:
+        ValueError: A flag or the model does not fit.
+    """
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.load import choose_device, choose_dtype
     from fastgrpo.step.plan import outline, plan
 
     config = parse(argv)
+    quiet_libraries()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     on_gpu = device.type == "cuda"
@@ -118,8 +153,18 @@ def _gib(count):
     return f"{count / 2**10:.2f} KiB"
 
 
-def doctor(argv):
-    """Print what there is; raises ValueError where training could not run."""
+def doctor(argv: list[str]) -> None:
+    """Print what there is, and with --model the memory of a run.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: A package that training needs is missing, or a flag does not fit.
+    """
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__.strip())
+        return
     print(table([*machine(), *packages()]))
     missing = [distribution for distribution, _ in NEEDED if installed(distribution) is None]
     if missing:
@@ -132,8 +177,15 @@ def doctor(argv):
         raise ValueError("flags of training go with --model PATH, for the memory that such a run would hold")
 
 
-def main(argv=None):
-    """Run the command line; returns the exit code: 2 where something that training needs is missing."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0, or 2 where something that training needs is missing or a flag does not fit.
+    """
     return run_command(doctor, argv)
 
 

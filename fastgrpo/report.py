@@ -1,8 +1,51 @@
-"""A run folder -> what a person can look at: curves.png, summary.json, a table. `python -m fastgrpo.report RUN`."""
+"""python -m fastgrpo.report RUN: draw curves.png from the metrics of a run folder, and print its path."""
 
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
+from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.settings import Settings
 from fastgrpo.run.curves import draw_curves
 
+
+@documented
+@dataclass(frozen=True)
+class ReportConfig(Settings):
+    """What the command takes."""
+
+    run: str = setting(REQUIRED, "Folder of a run, with its metrics.jsonl.")
+
+
+def report(argv: list[str]) -> None:
+    """Draw the curves of the run that the command line names.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: There is no such run.
+    """
+    run = Path(parse_flags(ReportConfig, argv, prog="python -m fastgrpo.report", description=__doc__).run)
+    if not (run / "metrics.jsonl").is_file():
+        raise ValueError(
+            f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1"
+        )
+    print(draw_curves(run))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake that a person can mend, told in a line or two.
+    """
+    return run_command(report, argv)
+
+
 if __name__ == "__main__":
-    print(draw_curves(sys.argv[1]))
+    sys.exit(main())

@@ -1,16 +1,31 @@
-"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, the embedded example."""
+"""python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, the embedded example runs.
+
+What needs transformers is imported where it is used, so that --help is quick, and a package that is missing is told.
+"""
 
 import sys
+from typing import TYPE_CHECKING
 
-from fastgrpo.config.command import run_command
+from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
+from fastgrpo.config.settings import GRPOConfig
+
+if TYPE_CHECKING:
+    from fastgrpo.trainer import GRPOTrainer
 
 
-def make_trainer(config):
-    """Settings -> `GRPOTrainer`, with the task's own policy warm-started where no model is named.
+def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
+    """Build the trainer of a run. Where no model is named, the task's own policy is warm-started first.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        A trainer whose run folder is claimed.
 
     Raises:
-        ValueError: what does not fit together.
+        ValueError: Some settings, files or packages do not fit together; whatever can be known before the warm start
+            is told before it.
     """
     from fastgrpo.policy.load import choose_device, load_tokenizer
     from fastgrpo.rewards.call import Rewards, load_reward
@@ -28,6 +43,7 @@ def make_trainer(config):
     elif not hasattr(task_module, "make_policy"):
         raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
     task = task_module.build(config, tokenizer)
+    train, test = task.train(), task.test()
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
@@ -36,7 +52,7 @@ def make_trainer(config):
         log = RunLog(config)
         path = _make_policy(task_module, config, log)
         tokenizer = load_tokenizer(path, config.trust_remote_code)
-    trainer = GRPOTrainer(path, functions, config, task.train, task.test, tokenizer, log)
+    trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log)
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
@@ -47,11 +63,9 @@ def make_trainer(config):
 
 
 def _make_policy(task_module, config, log):
-    import transformers
-
+    """Return the folder of the task's own policy, which a run that goes on has warm-started before."""
     if log.checkpoint is not None:
         return log.dir / "warm-start"
-    transformers.utils.logging.disable_progress_bar()  # of loading and saving a model this small
     log.say("warm start: supervised training of the task's own small model")
 
     def announce(step, steps, loss):
@@ -64,14 +78,32 @@ def _make_policy(task_module, config, log):
     return path
 
 
-def train(argv):
-    """Train as the command line says."""
-    make_trainer(parse(argv)).train()
+def train(argv: list[str]) -> None:
+    """Train as the command line says.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: A flag, or what it names, does not fit.
+    """
+    config = parse(argv)
+    quiet_libraries()
+    make_trainer(config).train()
 
 
-def main(argv=None):
-    """Run the command line. Returns the exit code: 2 for what a person can mend, told in a line or two; 130 after
-    SIGINT, and SIGTERM exits with 143, both with everything saved."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. After SIGINT or SIGTERM everything is saved.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0; 2 for a mistake that a person can mend, told in a line or two; 130 after SIGINT.
+
+    Raises:
+        SystemExit: With code 143, after SIGTERM.
+    """
     return run_command(train, argv)
 
 

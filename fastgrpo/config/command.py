@@ -7,23 +7,36 @@ bug, and keeps its traceback.
 
 import contextlib
 import dataclasses
-import difflib
 import errno
 import io
+import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from itertools import dropwhile, takewhile
 from pathlib import Path
+from typing import Any, TypeVar
+
+from fastgrpo.config.fields import did_you_mean
 
 PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # where module and distribution differ in name
 LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
+Record = TypeVar("Record")
 
 
-def run_command(main, argv=None):
-    """Call main(argv). Returns the exit code: 0; 2 for a mistake, which is told on stderr; 130 after SIGINT."""
+def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
+    """Run a command, and tell a mistake in a line or two on stderr.
+
+    Args:
+        main: The command. It takes the arguments without --debug.
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0; 2 for a mistake that a person can mend; 130 after SIGINT.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
     try:
@@ -41,8 +54,29 @@ def run_command(main, argv=None):
     return 0
 
 
-def explain(error):
-    """What a person reads of an exception, one or two lines; None for a bug, which needs its traceback."""
+def quiet_libraries() -> None:
+    """Silence what transformers tells and a person cannot act on: advice about options, and bars of weight loading.
+
+    Errors and the bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice back.
+    """
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    enable_progress_bars()  # the line above turns off the bars of downloads too
+
+
+def explain(error: Exception) -> str | None:
+    """Say what a person must know of an exception.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        One or two lines; None for a bug, which needs its traceback.
+    """
     text = "\n".join([line for line in str(error).splitlines() if line.strip()][:2])
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name} is not installed: {pip_line(error.name)}"
@@ -75,21 +109,44 @@ _SYSTEM = {
 }
 
 
-def pip_line(module):
-    """The command that installs what a module belongs to."""
+def pip_line(module: str) -> str:
+    """Return the command that installs what a module belongs to.
+
+    Args:
+        module: The name that an import asked for.
+
+    Returns:
+        A command of pip.
+    """
     root = module.partition(".")[0]
     return TRAIN if root in LIBRARIES else f"pip install {PACKAGES.get(root, root)}"
 
 
-def parse_flags(record, argv, *, prog, description, default=None, aliases=None):
-    """Arguments -> an instance of the dataclass `record`; fields without a default are positional.
+def parse_flags(
+    record: type[Record],
+    argv: list[str],
+    *,
+    prog: str,
+    description: str,
+    default: Record | None = None,
+    aliases: dict[str, str] | None = None,
+) -> Record:
+    """Read arguments into a record of settings; settings that must be given are positional.
 
     Args:
-        default: an instance, for its values. aliases: {other name of a flag: its name}.
+        record: A dataclass.
+        argv: The arguments.
+        prog: How the command is called, for --help.
+        description: What the command does, for --help.
+        default: An instance whose values hold where a flag is not given. None takes those of the class.
+        aliases: The flag that another spelling stands for, both with their hyphens.
+
+    Returns:
+        An instance of `record`.
 
     Raises:
-        ValueError: a flag that does not exist (the nearest is named), or a value that is not allowed. SystemExit(0)
-            after --help.
+        ValueError: A flag that does not exist (the nearest one is named), or a value that is not allowed.
+        SystemExit: With code 0, after --help.
     """
     import tyro
 
@@ -107,8 +164,10 @@ def parse_flags(record, argv, *, prog, description, default=None, aliases=None):
             raise
     message = _message(told.getvalue())
     unknown = re.match(r"Unrecognized options: --(\w+)", message)
-    near = unknown and difflib.get_close_matches(unknown[1], [field.name for field in dataclasses.fields(record)], n=1)
-    raise ValueError(f"{message}; did you mean --{near[0]}?" if near else f"{message}; see {prog} --help")
+    names = [field.name for field in dataclasses.fields(record)]
+    near = did_you_mean(unknown[1], names, "--{}".format) if unknown else ""
+    message = re.sub(r"^Missing from .*: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
+    raise ValueError(message + (near or f"; see {prog} --help"))
 
 
 def _renamed(argument, aliases):
@@ -117,8 +176,8 @@ def _renamed(argument, aliases):
 
 
 def _message(box):
-    """The text in tyro's box, above its first rule. Without UTF-8 on stdout, the box is of spaces and hyphens."""
-    lines = [line.strip("│─╰╯ ").removeprefix("Error parsing GRPOConfig: ") for line in box.splitlines()[1:]]
+    """Return the text in tyro's box, above its first rule. Without UTF-8 on stdout, spaces and hyphens draw the box."""
+    lines = [re.sub(r"^Error parsing \w+: ", "", line.strip("│─╰╯ ")) for line in box.splitlines()[1:]]
     words = dropwhile(_is_rule, lines)
     return " ".join(takewhile(lambda line: not _is_rule(line), words)).rstrip(".")
 

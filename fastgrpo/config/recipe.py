@@ -1,21 +1,32 @@
-"""YAML files of settings: a user's (`--config FILE`), and those that tasks ship in recipes/."""
+"""YAML files of settings: a person's own (`--config FILE`), and those that tasks ship in recipes/."""
 
 import dataclasses
 from pathlib import Path
 from types import UnionType
-from typing import get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from fastgrpo.config.command import parse_flags
-from fastgrpo.config.settings import GRPOConfig, check_name
+from fastgrpo.config.settings import GRPOConfig, Settings, check_name
 
 RECIPES = Path(__file__).parent.parent / "recipes"
+TRAINING = """Train a policy by GRPO.
+
+A flag goes before --config FILE, a YAML file with a line `setting: value` for each, which goes before the recipe that
+the task ships."""
+Record = TypeVar("Record", bound=Settings)
 
 
-def load_yaml(path):
-    """A recipe file -> dict of settings.
+def load_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a file of settings.
+
+    Args:
+        path: A YAML file with a line `setting: value` for each of some settings of `GRPOConfig`.
+
+    Returns:
+        The settings by name, each of its field's type.
 
     Raises:
-        ValueError: no such file, not YAML, or a name that is no setting (the nearest is named).
+        ValueError: There is no such file, it is not YAML, or a name is no setting (the nearest one is named).
     """
     import yaml
 
@@ -31,12 +42,12 @@ def load_yaml(path):
         raise ValueError(f"{path} must hold lines of `setting: value`, got a {type(settings).__name__}")
     types = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
     for name in settings:
-        check_name(name, path, ValueError)
+        check_name(name, GRPOConfig, str(path), ValueError)
     return {name: _typed(f"{path}: {name}", value, types[name]) for name, value in settings.items()}
 
 
 def _typed(where, value, kind):
-    """A value out of YAML as one of a setting's type. Raises ValueError where it is of another."""
+    """Turn a value out of YAML into one of a setting's type. Raises ValueError where it is of another type."""
     if isinstance(kind, UnionType):  # with None
         return None if value is None else _typed(where, value, get_args(kind)[0])
     if get_origin(kind) is tuple:
@@ -55,35 +66,72 @@ def _typed(where, value, kind):
     return value
 
 
-def unchecked(settings):
-    """A `GRPOConfig` that nobody has checked: flags come on top, and then it is."""
-    config = object.__new__(GRPOConfig)
-    for field in dataclasses.fields(GRPOConfig):
-        object.__setattr__(config, field.name, settings.get(field.name, field.default))
+def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
+    """Make a record of settings that nobody has checked: flags complete it, and then it is checked.
+
+    Args:
+        record: The class of the record.
+        settings: Values by name; what is not among them keeps its default, and a setting that must be given stays
+            missing.
+
+    Returns:
+        The record.
+    """
+    import tyro
+
+    config = object.__new__(record)
+    for field in dataclasses.fields(record):
+        default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
+        object.__setattr__(config, field.name, settings.get(field.name, default))
     return config
 
 
-def task_defaults(task):
-    """Settings of recipes/TASK.yaml, where the task ships one."""
+def task_defaults(task: str) -> dict[str, Any]:
+    """Return the settings that a task recommends.
+
+    Args:
+        task: The task's name.
+
+    Returns:
+        The settings of recipes/TASK.yaml by name; empty where the task ships none.
+    """
     path = RECIPES / f"{task}.yaml"
     return load_yaml(path) if path.exists() else {}
 
 
-def parse(argv):
-    """Settings from the command line. Flags go before --config FILE, which goes before the task's recipe.
+def parse(argv: list[str]) -> GRPOConfig:
+    """Read the command line of training. Flags go before --config FILE, which goes before the task's recipe.
+
+    Args:
+        argv: The arguments.
+
+    Returns:
+        The settings.
 
     Raises:
-        ValueError: a setting that is out of range, or a flag that does not exist (the nearest is named).
+        ValueError: A setting that is not allowed, or a flag that does not exist (the nearest one is named).
     """
-    argv, config_file = _take_flag(argv, "--config")
+    argv, config_file = take_flag(argv, "--config")
     from_file = load_yaml(config_file) if config_file else {}
-    task = _take_flag(argv, "--task")[1] or from_file.get("task", "arithmetic")
-    defaults = unchecked({**task_defaults(task), **from_file, "task": task})
-    return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=__doc__, default=defaults)
+    argv, task = take_flag(argv, "--task")
+    task = task or from_file.get("task", "arithmetic")
+    defaults = unchecked(GRPOConfig, {**task_defaults(task), **from_file, "task": task})
+    return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=TRAINING, default=defaults)
 
 
-def _take_flag(argv, name):
-    """The arguments without `name VALUE` or `name=VALUE`, and the value (None where it is not there)."""
+def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """Take a flag with one value out of the arguments.
+
+    Args:
+        argv: The arguments.
+        name: The flag, with its hyphens.
+
+    Returns:
+        The arguments without `name VALUE` or `name=VALUE`, and the value, which is None where the flag is not there.
+
+    Raises:
+        ValueError: The flag stands at the end, without a value.
+    """
     rest, value, wanted = [], None, False
     for argument in argv:
         if wanted:

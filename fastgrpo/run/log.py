@@ -5,7 +5,6 @@ a completion token that carries gradient: its completion is not masked, and its 
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.checkpoint import step_of
 from fastgrpo.run.resume import open_run
@@ -116,8 +116,7 @@ def check_metric(name: str | None) -> None:
     """
     patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
     if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
-        near = difflib.get_close_matches(name, METRICS, n=1)
-        raise ValueError(f"unknown metric {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}")
 
 
 class RunLog:

@@ -1,38 +1,29 @@
 """What a run goes on from: which checkpoint, in which folder, and whether its settings are still the same."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TextIO
 
+from fastgrpo.config.fields import setting_of
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.checkpoint import checkpoints, step_of, verify
 from fastgrpo.run.folder import LOCK, claim_output_dir, empty, is_run
 
-# Settings that a resumed run may change without a word: what is recorded, not what is computed.
-RECORDING = {
-    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "save_steps", "save_total_limit",
-    "metric_for_best_model", "greater_is_better", "eval_steps", "max_eval_samples", "logging_steps", "report_to",
-    "eval_num_generations", "eval_temperature", "eval_top_p", "eval_top_k", "profile", "reward_errors",
-}  # fmt: skip
-# And those that it may change with a warning: how far, and how it fits into the machine. (What auto makes of dtype must
-# stay: `restore` looks.)
-INEXACT = {
-    "max_steps", "num_train_epochs", "device", "dtype", "gradient_checkpointing", "max_num_seqs",
-    "max_tokens_per_microbatch", "share_prompt", "ref_device", "use_liger_kernel", "rollout_attention",
-    "rollout_memory_utilization", "rollout_enforce_eager",
-}  # fmt: skip
 
-
-def open_run(config, say):
+def open_run(config: GRPOConfig, say: Callable[[str], None]) -> tuple[Path, TextIO, Path | None]:
     """Claim the folder of a run and find the checkpoint that it goes on from.
 
     Args:
-        config: `GRPOConfig`. say: called with a line for the person.
+        config: The settings of the run.
+        say: Called with a line for the person.
 
     Returns:
-        (Path of the folder, its lock, Path of a good checkpoint or None).
+        The folder, its lock, and a good checkpoint, which is None for a fresh start.
 
     Raises:
-        ValueError: the folder, the checkpoint that was named, or a changed setting.
+        ValueError: The folder cannot be claimed, the checkpoint that was named cannot be used, or a setting changed.
     """
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
     if resume is None:
@@ -62,7 +53,7 @@ def open_run(config, say):
 
 
 def _parent(checkpoint, output_dir):
-    """The run folder of a checkpoint."""
+    """Return the run folder of a checkpoint."""
     path = Path(checkpoint)
     if not path.is_dir():
         raise ValueError(f"resume_from_checkpoint: no such folder: {path}")
@@ -75,11 +66,18 @@ def _parent(checkpoint, output_dir):
     return path.parent
 
 
-def newest_good(run_dir, say):
-    """The newest checkpoint that is what was written, or None; damaged ones are named and passed over.
+def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """Find the newest checkpoint that is whole. Damaged ones are named and passed over.
+
+    Args:
+        run_dir: The folder of a run.
+        say: Called with a line for the person.
+
+    Returns:
+        The checkpoint; None where there is none.
 
     Raises:
-        ValueError: there are checkpoints, and all are damaged.
+        ValueError: There are checkpoints, and all of them are damaged.
     """
     found = checkpoints(run_dir)
     for step in reversed(found):
@@ -93,8 +91,14 @@ def newest_good(run_dir, say):
     return None
 
 
-def set_aside(run_dir, step, say):
-    """Rename checkpoints after `step`: the run will write its own, and these may be damaged, or of another course."""
+def set_aside(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+    """Rename the checkpoints after a step: the run will write its own, and these may be damaged or of another course.
+
+    Args:
+        run_dir: The folder of a run.
+        step: The step that the run goes on from.
+        say: Called with a line for the person.
+    """
     for later, path in checkpoints(run_dir).items():
         if later > step:
             free = run_dir / f"stale-{path.name}"
@@ -104,23 +108,35 @@ def set_aside(run_dir, step, say):
             say(f"{path.name} is set aside as {free.name}")
 
 
-def check_settings(checkpoint, config, say):
-    """Whether a run may go on with these settings. Those that change how it computes, not what, give a warning.
+def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], None]) -> None:
+    """Refuse to go on with other settings. Those that change how a run computes, not what, give a warning.
+
+    What a resumed run may change stands in each setting's field. A setting that is newer than the checkpoint counts as
+    having had its default.
+
+    Args:
+        checkpoint: What the run goes on from.
+        config: The settings that it would go on with.
+        say: Called with a line for the person.
 
     Raises:
-        ValueError: a setting was changed that changes what the run computes.
+        ValueError: A setting was changed that changes what the run computes.
     """
     before, now = json.loads((checkpoint / "trainer_state.json").read_text())["config"], asdict(config)
     for field in fields(config):
-        # Through JSON, as the old one went: tuples are lists there.
-        old, new = before.get(field.name, field.default), json.loads(json.dumps(now[field.name]))
-        if field.name in RECORDING or json.loads(json.dumps(old)) == new:
+        # Both go through JSON, as the old one did: tuples are lists there.
+        old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
+        rule = setting_of(field).resume
+        if old == new or rule == "free":
             continue
-        if field.name not in INEXACT:
+        if rule == "same":
             anew = (
                 "" if config.use_peft else f", or start a new run from its weights: --model_name_or_path {checkpoint}"
             )
-            raise ValueError(f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave it{anew}")
+            raise ValueError(
+                f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave {field.name} as it "
+                f"was{anew}"
+            )
         say(
             f"warning: {field.name} was {old!r} and is {new!r} now: the run goes on, but not to the last bit as it "
             "would have"

@@ -9,9 +9,15 @@ warm start nor in GRPO.
 """
 
 import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.config.sections import PromptConfig
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.load import load_policy
@@ -23,26 +29,38 @@ from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task
 
 HELD_OUT = 500
-PAIRS_SEED = 0  # of which pairs are held out: the same ones in every run, so that runs compare
+PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs compare
 CHARACTERS = "0123456789+= "
 WARM_START = {"steps": 340, "batch_size": 64, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 8192
 ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start ends: a start that GRPO can learn from
 CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300  # not before the learning rate has come down
-CARRY_SHARE = 0.08  # of these examples: enough to show the carry, too few to learn it
+CARRY_SHARE = 0.08  # share of the warm start's examples with a carry: enough to show it, too few to learn it
 
 
-def correctness(prompts, completions, answer, **columns):
-    """1.0 where the last number of the completion is the sum, else 0.0."""
+def correctness(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
+    """Reward a completion whose last number is the sum.
+
+    Args:
+        prompts: Not read.
+        completions: What the model wrote, one item a completion.
+        answer: The sum of each, in digits.
+        columns: Not read.
+
+    Returns:
+        1.0 for each completion that is right, 0.0 for the others.
+    """
     last = [completion_text(completion).split(" ")[-1] for completion in completions]
     return [float(text == value) for text, value in zip(last, answer, strict=True)]
 
 
-def pairs_by_level():
-    """-> (both below 40, both below 70, any two with a carry, held-out with a carry); no level has a held-out pair,
-    in either order.
+def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
+    """Split the pairs of two-digit numbers into levels. No level has a held-out pair, in either order.
 
     The easy levels have sums with and without a carry: a policy that practises sums without one unlearns the carry.
+
+    Returns:
+        Four lists of pairs: both numbers below 40; both below 70; any two with a carry; held-out ones with a carry.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     carry = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
@@ -55,46 +73,74 @@ def pairs_by_level():
     return small, larger, hardest, carry[:HELD_OUT]
 
 
-def to_row(a, b):
-    """The prompt and the answer of a sum."""
+def to_row(a: int, b: int) -> dict[str, str]:
+    """Make the row of a sum.
+
+    Args:
+        a: The first number.
+        b: The second number.
+
+    Returns:
+        A dict with `prompt` and `answer`.
+    """
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
-def written(a, b):
-    """A sum as it is written out in the warm start: units, tens with the carry, result."""
+def written(a: int, b: int) -> str:
+    """Write a sum out as the warm start teaches it: units, tens with the carry, result.
+
+    Args:
+        a: The first number, of two digits.
+        b: The second number, of two digits.
+
+    Returns:
+        The text, such as 7+8=15 4+3+1=8 85.
+    """
     units = a % 10 + b % 10
     carry = "+1" if units >= 10 else ""
     return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}{carry}={(a + b) // 10} {a + b}"
 
 
-def build(config, tokenizer):
-    """The curriculum over the three levels; the held-out pairs are the test.
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+    """Train on the curriculum over the three levels, and test on the held-out pairs.
+
+    Args:
+        config: Settings; to train, a `GRPOConfig`.
+        tokenizer: Not needed here.
+
+    Returns:
+        The task, whose one reward is whether the sum is right.
 
     Raises:
-        ValueError: a data setting that this task, which makes its own data, would not read.
+        ValueError: A data setting is given that this task, which makes its own data, would not read.
     """
-    for name in ("dataset_name", "dataset_config", "system_prompt", "curriculum_iters"):
+    for name in ("dataset_name", "dataset_config", "system_prompt"):
         if getattr(config, name):
             raise ValueError(f"task=arithmetic makes its own data: {name} goes with --task gsm8k or dataset")
     *levels, held_out = pairs_by_level()
-    sources = [
-        ShuffledRows([to_row(*pair) for pair in level], seed=config.seed, shuffle=config.shuffle_dataset)
-        for level in levels
-    ]
-    thresholds = (0.5, 0.5, None)
-    names = ("below 40", "below 70", "any, with a carry")
-    curriculum = [Level(*level) for level in zip(names, sources, thresholds, strict=True)]
-    return Task(Curriculum(curriculum), [to_row(*pair) for pair in held_out], [correctness])
+
+    def train():
+        sources = [
+            ShuffledRows([to_row(*pair) for pair in level], seed=config.seed, shuffle=config.shuffle_dataset)
+            for level in levels
+        ]
+        thresholds = (0.5, 0.5, None)
+        names = ("below 40", "below 70", "any, with a carry")
+        return Curriculum([Level(*level) for level in zip(names, sources, thresholds, strict=True)])
+
+    return Task(train, lambda: [to_row(*pair) for pair in held_out], [correctness])
 
 
-def make_policy(run_dir, config, announce):
-    """A random 0.2M-parameter Llama and its tokenizer, warm-started and saved in Hugging Face format.
+def make_policy(run_dir: Path, config: GRPOConfig, announce: Callable[[int, int, float], None]) -> Path:
+    """Warm-start a random 0.2M-parameter Llama, and save it with its tokenizer in the format of transformers.
 
     Args:
-        run_dir: Path; the model goes to run_dir/warm-start. announce: called with (step, steps, loss).
+        run_dir: The folder of the run; the model goes to run_dir/warm-start.
+        config: The settings of the run; its seed, dtype and device are used.
+        announce: Called with the step, the number of steps and the loss.
 
     Returns:
-        the Path to load the policy from.
+        The folder to load the policy from.
     """
     path = run_dir / "warm-start"
     make_model(path, config.seed)
@@ -124,8 +170,13 @@ def make_policy(run_dir, config, announce):
     return path
 
 
-def make_model(path, seed):
-    """Write a random-weight character-level causal LM and its tokenizer to `path`."""
+def make_model(path: Path, seed: int) -> None:
+    """Save a character-level causal LM with random weights, and its tokenizer.
+
+    Args:
+        path: The folder to write.
+        seed: Seed of the weights.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

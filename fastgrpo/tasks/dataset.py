@@ -1,30 +1,44 @@
 """Prompts of any data set with a `prompt` column; rewards from --reward_funcs module:function."""
 
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data.load import load_rows
 from fastgrpo.data.sources import ShuffledRows
 from fastgrpo.tasks import Task
 
 
-def build(config, tokenizer):
-    """Rows as they are; with --system_prompt, it goes before the prompt, as a system message or as text.
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+    """Take the rows as they are. A system prompt goes before each prompt, as a message or as text.
+
+    Args:
+        config: Settings; to train, a `GRPOConfig`.
+        tokenizer: Not needed here.
+
+    Returns:
+        The task, which has no reward functions of its own.
 
     Raises:
-        ValueError: no data set, no train split, or a curriculum, which this task has not.
+        ValueError: No data set is named.
     """
-    if config.curriculum_iters:
-        raise ValueError("task=dataset draws its rows alone: curriculum_iters goes with --task gsm8k")
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
-    splits = [
-        load_rows(config.dataset_name, config.dataset_config, split, columns=("prompt",))
-        for split in (config.dataset_train_split, config.dataset_test_split)
-    ]
-    if splits[0] is None:
+    return Task(partial(_train, config), lambda: _rows(config, config.dataset_test_split), [])
+
+
+def _train(config):
+    rows = _rows(config, config.dataset_train_split)
+    if rows is None:
         raise ValueError(f"{config.dataset_name} has no split {config.dataset_train_split!r}")
-    train, test = (
-        None if rows is None else [_with_system(row, config.system_prompt) for row in rows] for rows in splits
-    )
-    return Task(ShuffledRows(train, seed=config.seed, shuffle=config.shuffle_dataset), test, [])
+    return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+
+
+def _rows(config, split):
+    """Read the rows of a split, with the system prompt before each; None where there is no such split."""
+    rows = load_rows(config.dataset_name, config.dataset_config, split, columns=("prompt",))
+    return None if rows is None else [_with_system(row, config.system_prompt) for row in rows]
 
 
 def _with_system(row, system_prompt):

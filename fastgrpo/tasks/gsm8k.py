@@ -7,6 +7,9 @@ never seen the tags earns its first rewards on problems it can solve.
 
 import random
 
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data.load import load_rows
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
@@ -22,8 +25,16 @@ SYSTEM_PROMPT = (
 CURRICULUM_ROWS = 4096
 
 
-def build(config, tokenizer):
-    """GSM8K from the hub, or from --dataset_name: a .jsonl file or a folder with `question` and `answer` rows."""
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Take GSM8K from the hub, or from --dataset_name: a .jsonl file or a folder, with `question` and `answer` rows.
+
+    Args:
+        config: Settings; to train, a `GRPOConfig`.
+        tokenizer: Whether it has a chat template decides the form of the prompts.
+
+    Returns:
+        The task, with rewards for the answer, the form and the length.
+    """
     name = config.dataset_name or DATASET
     name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)
     conversational = tokenizer.chat_template is not None
@@ -33,23 +44,34 @@ def build(config, tokenizer):
         loaded = load_rows(name, name_of_config, split, columns=("question", "answer"))
         return None if loaded is None else [to_row(row, system_prompt, conversational) for row in loaded]
 
-    train, test = rows(config.dataset_train_split), rows(config.dataset_test_split)
-    if train is None:
-        raise ValueError(f"{name} has no split {config.dataset_train_split!r}")
-    source = ShuffledRows(train, seed=config.seed, shuffle=config.shuffle_dataset)
-    if config.curriculum_iters:
+    def train():
+        problems = rows(config.dataset_train_split)
+        if problems is None:
+            raise ValueError(f"{name} has no split {config.dataset_train_split!r}")
+        source = ShuffledRows(problems, seed=config.seed, shuffle=config.shuffle_dataset)
+        if not config.curriculum_iters:
+            return source
         sums = [to_row(row, system_prompt, conversational) for row in arithmetic_rows(config.seed)]
         sums = ShuffledRows(sums, seed=config.seed, shuffle=config.shuffle_dataset)
         first = Level("arithmetic", sums, until_steps=config.curriculum_iters)
-        source = Curriculum([first, Level("gsm8k", source)])
-    return Task(source, test, [correctness, format_reward, length_reward])
+        return Curriculum([first, Level("gsm8k", source)])
+
+    return Task(train, lambda: rows(config.dataset_test_split), [correctness, format_reward, length_reward])
 
 
-def to_row(row, system_prompt, conversational):
-    """A data set row with its prompt: messages for a chat template, or plain text.
+def to_row(row: dict, system_prompt: str, conversational: bool) -> dict:
+    """Add the prompt to a row of the data set.
+
+    Args:
+        row: A dict with `question` and `answer`.
+        system_prompt: What the model is asked to do.
+        conversational: Whether the prompt is a list of messages, for a chat template, rather than plain text.
+
+    Returns:
+        The row with its `prompt`.
 
     Raises:
-        ValueError: the row lacks `question` or `answer`.
+        ValueError: The row lacks `question` or `answer`.
     """
     for column in ("question", "answer"):
         if column not in row:
@@ -61,8 +83,15 @@ def to_row(row, system_prompt, conversational):
     return {**row, "prompt": prompt}
 
 
-def arithmetic_rows(seed):
-    """Sums and differences of small numbers as GSM8K rows."""
+def arithmetic_rows(seed: int) -> list[dict]:
+    """Make sums and differences of small numbers in the form of GSM8K's rows.
+
+    Args:
+        seed: Seed of the numbers.
+
+    Returns:
+        `CURRICULUM_ROWS` dicts with `question` and `answer`.
+    """
     rng = random.Random(seed)
     rows = []
     for _ in range(CURRICULUM_ROWS):

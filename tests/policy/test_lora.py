@@ -256,7 +256,7 @@ def test_training_starts_from_merged_weights(tmp_path, settings):
 
 def test_settings():
     for name, value in (("lora_r", 4), ("lora_alpha", 8), ("lora_target_modules", "q_proj")):
-        with pytest.raises(ValueError, match=f"{name} is of adapters, and without use_peft=True there are none"):
+        with pytest.raises(ValueError, match=f"{name} has an effect only where use_peft is True; leave it out"):
             GRPOConfig(**{name: value})
     assert GRPOConfig(use_peft=True, lora_target_modules="all-linear").lora_target_modules == ("all-linear",)
     for name in ("lora_r", "lora_alpha"):

@@ -175,9 +175,9 @@ def test_a_package_that_is_not_there_is_named(name, monkeypatch):
 @pytest.mark.parametrize(
     "settings, match",
     [
-        ({"ref_device": "cpu"}, "ref_device is of the reference, and at beta=0 there is none"),
-        ({"ref_quantization": "int8"}, "at beta=0"),
-        ({"sync_ref_model": True}, "at beta=0"),
+        ({"ref_device": "cpu"}, "ref_device has an effect only where beta is above 0; leave it out"),
+        ({"ref_quantization": "int8"}, "ref_quantization has an effect only where beta is above 0"),
+        ({"sync_ref_model": True}, "sync_ref_model has an effect only where beta is above 0"),
         ({"beta": 0.1, "ref_device": "disk"}, "ref_device must be one of None, cpu, got 'disk'"),
         ({"beta": 0.1, "ref_quantization": "int3"}, "ref_quantization must be one of None, int8, nf4"),
         ({"beta": 0.1, "sync_ref_model": True, "use_peft": True}, "sync_ref_model does not go with use_peft"),

@@ -1,27 +1,38 @@
-"""The wheel holds every module, the kernels under fastgrpo.kernels, and the recipes; all of it imports from there."""
+"""The wheel holds every wing, the kernels under fastgrpo.kernels, and the recipes; all of it imports from there.
+
+An editable install works from a script beside the clone too, whose folder has the package's name.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from paths import ROOT
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The folder of an unpacked wheel, built from a copy so that nothing is written into the checkout."""
-    folder = tmp_path_factory.mktemp("packaging")
-    source = folder / "source"
+def clone(tmp_path_factory):
+    """A copy of what setup.py reads, in a folder named fastgrpo, so that nothing is written into the checkout."""
+    source = tmp_path_factory.mktemp("packaging") / "fastgrpo"
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("fastgrpo", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(clone):
+    """The folder of an unpacked wheel."""
+    folder = clone.parent
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(clone)]
     result = subprocess.run(build, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     (built,) = folder.glob("*.whl")
@@ -51,6 +62,13 @@ def test_every_file_of_the_checkout_is_in_the_wheel(wheel):
     assert files(wheel, "*.py") == expected
     recipes = {f"fastgrpo/recipes/{path}" for path in files(ROOT / "fastgrpo" / "recipes", "*.yaml")}
     assert recipes and files(wheel, "*.yaml") == recipes
+
+
+def test_every_wing_is_in_the_wheel(wheel):
+    wings = {path.name for path in (ROOT / "fastgrpo").iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert len(wings) >= 10
+    assert wings | {"kernels", "recipes"} == {path.name for path in (wheel / "fastgrpo").iterdir() if path.is_dir()}
+    assert all((wheel / "fastgrpo" / wing / "__init__.py").exists() for wing in wings)
 
 
 def test_nothing_else_is_in_the_wheel(wheel):
@@ -89,3 +107,25 @@ print(hidden.grad.isfinite().all().item(), fastgrpo.__version__)
     (metadata,) = wheel.glob("*.dist-info/METADATA")
     version = next(line.split()[1] for line in metadata.read_text().splitlines() if line.startswith("Version:"))
     assert run_python(wheel, code) == ["True", version]
+
+
+def test_a_script_beside_the_clone_imports_the_package(clone):
+    """The clone's folder `fastgrpo` on the script's path must not be taken for a namespace package."""
+    folder = clone.parent
+    venv.create(folder / "venv", symlinks=True)
+    site_packages = next((folder / "venv").glob("lib/python*/site-packages"))
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
+    install += ["--disable-pip-version-check", "--target", str(site_packages), "--editable", str(clone)]
+    result = subprocess.run(install, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (site_packages / "zz-torch.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    (folder / "script.py").write_text(
+        "from fastgrpo import GRPOConfig, linear_grpo_loss\n"
+        "import fastgrpo, fastgrpo.kernels.chunked\n"
+        "print(GRPOConfig(beta=0.5).beta, fastgrpo.__file__)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run(
+        [folder / "venv" / "bin" / "python", "script.py"], capture_output=True, text=True, cwd=folder, env=environment
+    )
+    assert result.stdout.split() == ["0.5", str(clone / "fastgrpo" / "__init__.py")], result.stderr

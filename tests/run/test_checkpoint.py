@@ -289,7 +289,7 @@ def test_metrics_that_do_not_exist_are_refused(tmp_path):
         ({"metric_for_best_model": "eval/accuracy"}, "eval_steps=None"),
         ({"metric_for_best_model": "eval/accuracy", "eval_steps": 3, "save_steps": 4}, "multiple"),
         ({"metric_for_best_model": "reward", "logging_steps": 3, "save_steps": 4}, "multiple"),
-        ({"greater_is_better": True}, "needs metric_for_best_model"),
+        ({"greater_is_better": True}, "greater_is_better has an effect only where metric_for_best_model is set"),
         ({"resume_from_checkpoint": "auto"}, "needs output_dir"),
         ({"resume_from_checkpoint": "auto", "output_dir": "x", "overwrite_output_dir": True}, "choose one"),
         ({"save_total_limit": 0}, "save_total_limit must be at least 1"),

@@ -54,24 +54,25 @@ def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
 def test_gsm8k_prompts_follow_the_tokenizer():
     config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
     chat = gsm8k.build(config, tiny.tokenizer(chat=True))
-    row = chat.train.take(1)[0]
+    row = chat.train().take(1)[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["prompt"][0]["content"] == gsm8k.SYSTEM_PROMPT and row["prompt"][1]["content"] == row["question"]
     plain = gsm8k.build(config, tiny.tokenizer())
-    assert row["question"] in plain.train.take(1)[0]["prompt"]
+    assert row["question"] in plain.train().take(1)[0]["prompt"]
     assert [function.__name__ for function in plain.reward_funcs] == ["correctness", "format_reward", "length_reward"]
-    assert plain.test is None
+    assert plain.test() is None
 
 
 def test_gsm8k_system_prompt_and_curriculum():
     config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.", curriculum_iters=2)
     task = gsm8k.build(config, tiny.tokenizer(chat=True))
-    assert isinstance(task.train, Curriculum)
+    source = task.train()
+    assert isinstance(source, Curriculum)
     for expected in (True, True, False):
-        row = task.train.take(1)[0]
+        row = source.take(1)[0]
         assert row["question"].startswith("What is ") is expected
         assert row["prompt"][0]["content"] == "Be brief."
-        task.train.observe(0.0)
+        source.observe(0.0)
     for row in gsm8k.arithmetic_rows(3)[:50]:
         a, sign, b = row["question"][8:-1].split()
         value = int(a) + int(b) if sign == "+" else int(a) - int(b)
@@ -88,7 +89,7 @@ def test_data_sets_of_ones_own(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "x": 1}) + "\n")
     task = dataset.build(GRPOConfig(task="dataset", dataset_name=str(path), system_prompt="S"), None)
-    assert task.train.take(1)[0] == {
+    assert task.train().take(1)[0] == {
         "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}],
         "x": 1,
     }
@@ -144,6 +145,16 @@ def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
     assert code == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
     assert row["rewards/brevity/mean"] == -1.0 and "rewards/correctness/mean" not in row
+
+
+def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
+    """A folder without train.jsonl can be evaluated, and one without test.jsonl can be trained on."""
+    (tmp_path / "test.jsonl").write_text('{"prompt": "hi", "question": "1+1?", "answer": "#### 2"}\n')
+    for module in (dataset, gsm8k):
+        task = module.build(GRPOConfig(task="dataset", dataset_name=str(tmp_path)), tiny.tokenizer())
+        assert len(task.test()) == 1
+        with pytest.raises(ValueError, match="has no split 'train'"):
+            task.train()
 
 
 def test_arithmetic_refuses_data_it_would_not_read():

@@ -1,6 +1,8 @@
 """Talking to a model: the answer is the engine's, streams, and follows the chat template."""
 
 import io
+import json
+import shutil
 
 import pytest
 import tiny
@@ -100,3 +102,13 @@ def test_the_answer_streams(models, monkeypatch):
     monkeypatch.setattr("transformers.TextStreamer.end", lambda self: None)
     assert main([models[False], "--prompt", "hello", "-n", "6", "--temperature", "0"]) == 0
     assert len(pieces) > 2 and set(pieces[1:]) == {1}
+
+
+def test_only_the_answer_is_told(models, tmp_path, capfd):
+    """What transformers advises is silent: a person cannot act on it."""
+    folder = tmp_path / "model"
+    shutil.copytree(models[False], folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": True}))
+    assert main([str(folder), "--prompt", "hello", "-n", "5", "--temperature", "0"]) == 0
+    assert capfd.readouterr().err == ""

@@ -1,14 +1,18 @@
 """Held-out evaluation: what is measured, and the command."""
 
+import dataclasses
 import json
 import math
+import re
 
 import pytest
 import tiny
 import torch
 
+from fastgrpo.config.fields import setting_of
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Rollout, TrainerState
-from fastgrpo.evaluate import main, parse
+from fastgrpo.evaluate import EvaluateConfig, main, parse
 from fastgrpo.evaluation import heldout
 from fastgrpo.evaluation.estimators import wilson
 from fastgrpo.evaluation.heldout import comparison, draws_reported, evaluate
@@ -238,7 +242,40 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_unstated_flags_are_the_tasks():
-    assert parse(["m", "--task", "arithmetic"]).config().max_completion_length == 28
-    assert parse(["m", "--task", "gsm8k"]).config().max_completion_length == 512
-    config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder"]).config()
-    assert config.dataset_train_split == config.dataset_test_split == "test"
+    assert parse(["m", "--task", "arithmetic"]).max_completion_length == 28
+    assert parse(["m", "--task", "arithmetic", "--max_completion_length", "5"]).max_completion_length == 5
+    assert parse(["m", "--task=gsm8k"]).max_completion_length == 512
+    config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder", "--dataset_test_split", "dev"])
+    assert (config.models, config.dataset_test_split) == (("m",), "dev")
+    assert parse(["m", "--dataset_name", "f.jsonl", "--dataset_test_split", "dev"]).dataset_test_split == "train"
+
+
+def test_the_settings_are_those_of_training():
+    """Each has the meaning, the default and the bounds that it has there, and none is about training."""
+    config = EvaluateConfig(models="m")
+    assert config.models == ("m",)
+    training = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    for field in dataclasses.fields(EvaluateConfig):
+        if field.name not in ("models", "output"):
+            assert (
+                setting_of(field) is setting_of(training[field.name]) and field.default == training[field.name].default
+            )
+    assert not {"learning_rate", "num_generations", "dataset_train_split"} & {*dir(config)}
+    with pytest.raises(ValueError, match="max_num_seqs=4 must hold the eval_num_generations=8"):
+        EvaluateConfig(models="m", max_num_seqs=4, eval_num_generations=8)
+
+
+def test_no_training_data_is_needed(tmp_path, capfd):
+    """Nor does the command pass on what transformers advises: a person cannot act on it."""
+    model = tmp_path / "model"
+    tiny.save(model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": True}))
+    (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
+    argv = [str(model), "--task", "gsm8k", "--dataset_name", str(tmp_path), "--device", "cpu"]
+    assert main([*argv, "--max_completion_length", "4"]) == 0
+    out, err = capfd.readouterr()
+    assert "| accuracy " in out
+    told = [line for line in re.split("[\r\n]", err) if line.strip() and "it/s" not in line and "?it" not in line]
+    assert len(told) == 1 and told[0].startswith(f"{model}: accuracy 0.000"), err
+    assert "Loading weights" not in err

@@ -102,15 +102,11 @@ COMMANDS = {
     "doctor": (doctor.main, "--model {model}"),
     "train": (
         train.main,
-        "--task dataset --dataset_name {model}/rows.jsonl --reward_funcs test_safety:length --model_name_or_path "
+        "--task dataset --dataset_name {model}/rows.jsonl --reward_funcs own_length:length --model_name_or_path "
         "{model} --output_dir {model}/run --max_steps 1 --prompts_per_step 1 --num_generations 2 --device cpu "
         "--max_completion_length 4",
     ),
 }
-
-
-def length(completions, **columns):
-    return [float(len(text)) for text in completions]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -118,6 +114,8 @@ def test_no_command_runs_the_code_of_a_model_unless_asked_to(tmp_path, monkeypat
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
     folder, (main, flags) = with_code(tmp_path / "model"), COMMANDS[name]
     (folder / "rows.jsonl").write_text('{"prompt": "ab"}\n')
+    (tmp_path / "own_length.py").write_text("def length(completions, **_):\n    return [1.0] * len(completions)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     argv = flags.format(model=folder).split()
     assert main(argv) == 2
     told = f"error: '{folder}' comes with Python code of its own, which is not run unasked; read it, then pass --trust_"

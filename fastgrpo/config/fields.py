@@ -1,0 +1,246 @@
+"""What a setting says of itself: its field holds default, help, range, condition, and what a resumed run may change.
+
+`setting` makes such a field of a frozen dataclass. Validation, the rules for resumed runs, `--help` and
+docs/settings.md are all made from what the field recorded, so a new setting is written down in one place.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+REQUIRED = dataclasses.MISSING  # the default of a setting that must be given
+# What a resumed run may do with a setting, and how docs/settings.md says it.
+RESUME = {
+    "same": "must stay the same",
+    "free": "may change",
+    "inexact": "may change, with a warning: the run goes on, but not to the last bit",
+}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The finite numbers that a setting may be.
+
+    Attributes:
+        at_least: The smallest number allowed, or None.
+        above: A number that the value must exceed, or None.
+        at_most: The largest number allowed, or None.
+        below: A number that the value must stay under, or None.
+        why: The reason for the bounds, which a refusal repeats. Empty where the bounds speak for themselves.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The interval in words, as they follow "must be"."""
+        has_low = self.at_least is not None or self.above is not None
+        has_high = self.at_most is not None or self.below is not None
+        if has_low and has_high:
+            low = f"({self.above}" if self.at_least is None else f"[{self.at_least}"
+            high = f"{self.below})" if self.at_most is None else f"{self.at_most}]"
+            return f"in {low}, {high}"
+        if has_low:
+            return "positive" if self.above == 0 else f"at least {self.at_least}" if self.above is None else (
+                f"above {self.above}"
+            )  # fmt: skip
+        if has_high:
+            return f"below {self.below}" if self.at_most is None else f"at most {self.at_most}"
+        return "finite"
+
+    def check(self, name: str, value: float) -> None:
+        """Refuse a number outside of the interval.
+
+        Args:
+            name: What the refusal calls the number.
+            value: The number.
+
+        Raises:
+            ValueError: The number is not finite, or lies outside of the interval.
+        """
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+        inside = (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+        if not inside:
+            raise ValueError(f"{name} must be {self.text}, got {value}" + (f": {self.why}" if self.why else ""))
+
+
+@dataclass(frozen=True)
+class When:
+    """A condition on other settings, without which a setting would do nothing.
+
+    Attributes:
+        text: The condition in words, as they follow "has an effect only where".
+        holds: Takes the record of all settings, and returns whether the condition holds.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that is known of a setting beyond its name, type and default.
+
+    Attributes:
+        help: One or more sentences that a person understands without reading another setting's help.
+        choices: The values allowed, or None where they are not enumerated. A tuple may hold only these.
+        within: The interval of a number, or of each number of a tuple; None where the setting is not a number.
+        active: The condition under which the setting has an effect; None where it always has one.
+        resume: What a resumed run may do with it: a key of `RESUME`.
+    """
+
+    help: str
+    choices: tuple | None = None
+    within: Interval | None = None
+    active: When | None = None
+    resume: str = "same"
+
+    def __post_init__(self):
+        assert self.resume in RESUME, self.resume
+
+    @property
+    def allowed(self) -> str:
+        """The choices or the interval in words; empty where there are neither."""
+        if self.choices is not None:
+            return "one of " + ", ".join(map(str, self.choices))
+        return "" if self.within is None else self.within.text
+
+    @property
+    def full_help(self) -> str:
+        """The help with the values allowed and the condition, as `--help` shows it."""
+        parts = [self.help]
+        if self.allowed:
+            parts.append(f"It must be {self.allowed}.")
+        if self.active is not None:
+            parts.append(f"It has an effect only where {self.active.text}.")
+        return " ".join(parts)
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value that is none of the choices, or a number outside of the interval. None is not a number.
+
+        Args:
+            name: The setting's name.
+            value: Its value; of a tuple, every item is looked at.
+
+        Raises:
+            ValueError: The value is not allowed.
+        """
+        for item in value if isinstance(value, tuple) else (value,):
+            if self.choices is not None and item not in self.choices:
+                raise ValueError(f"{name} must be {self.allowed}, got {item!r}")
+            if self.within is not None and item is not None:
+                self.within.check(name, item)
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable | None = None,
+    within: Interval | None = None,
+    active: When | None = None,
+    resume: str = "same",
+) -> Any:
+    """Make the field of a setting.
+
+    Args:
+        default: The value of a setting that nobody gives. `REQUIRED` where there is none.
+        help: See `Setting`.
+        choices: See `Setting`.
+        within: See `Setting`.
+        active: See `Setting`.
+        resume: See `Setting`.
+
+    Returns:
+        A `dataclasses.field`. Its metadata holds the `Setting` and, for tyro, the text that `--help` shows.
+    """
+    known = Setting(help, None if choices is None else tuple(choices), within, active, resume)
+    return dataclasses.field(
+        default=default, kw_only=default is REQUIRED, metadata={"help": known.full_help, "setting": known}
+    )
+
+
+def setting_of(field: dataclasses.Field) -> Setting:
+    """Return the `Setting` that a field records.
+
+    Args:
+        field: A field that `setting` made.
+
+    Returns:
+        The field's `Setting`.
+    """
+    return field.metadata["setting"]
+
+
+def documented(section: type) -> type:
+    """Decorate a dataclass of settings: its docstring lists every setting with its help, for `help(GRPOConfig)`.
+
+    Args:
+        section: A dataclass whose fields `setting` made.
+
+    Returns:
+        The same class.
+    """
+    lines = [f"    {field.name}: {setting_of(field).full_help}" for field in dataclasses.fields(section)]
+    section.__doc__ = "\n".join([inspect.cleandoc(section.__doc__), "", "Attributes:", *lines])
+    return section
+
+
+def check_fields(record: Any) -> None:
+    """Refuse a record with a value that its field does not allow.
+
+    Args:
+        record: A dataclass instance whose fields `setting` made.
+
+    Raises:
+        ValueError: A value is not allowed; the setting is named.
+    """
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if value is None and type(None) not in get_args(field.type):
+            raise ValueError(f"{field.name} must be given, got None")
+        setting_of(field).check(field.name, value)
+
+
+def check_conditions(record: Any) -> None:
+    """Refuse a record with a setting that was changed and does nothing: to take it silently would mislead.
+
+    Args:
+        record: A dataclass instance whose fields `setting` made.
+
+    Raises:
+        ValueError: A setting differs from its default where it has no effect; both are named.
+    """
+    for field in dataclasses.fields(record):
+        active = setting_of(field).active
+        if active is not None and getattr(record, field.name) != field.default and not active.holds(record):
+            raise ValueError(f"{field.name} has an effect only where {active.text}; leave it out")
+
+
+def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """Suggest the known name that is nearest to a misspelt one.
+
+    Args:
+        name: What was written.
+        known: The names that exist.
+        shown: Turns a name into what the suggestion shows.
+
+    Returns:
+        "; did you mean NAME?", to be appended to an error; empty where no known name is near.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {shown(near[0])}?" if near else ""

@@ -1,0 +1,76 @@
+"""docs/settings.md, made from the fields: `python -m fastgrpo.config.page > docs/settings.md`, or `make docs`."""
+
+import dataclasses
+import inspect
+import re
+
+from fastgrpo.config.fields import RESUME, setting_of
+from fastgrpo.config.settings import GRPOConfig
+
+INTRODUCTION = """# Settings
+
+This page is made from the code by `make docs`; a test compares the two.
+
+A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and in a YAML file
+(`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out
+(`--gradient_checkpointing False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag goes before a
+line of `--config FILE`, which goes before the recipe that the task ships in `fastgrpo/recipes/`, which goes before the
+default below. `python -m fastgrpo.evaluate --help` and `python -m fastgrpo.chat --help` show which of these settings
+the other commands take.
+
+A setting that is changed where it has no effect is refused. "On resume" says what a run that goes on from a checkpoint
+may do with a setting:
+"""
+HEADER = (
+    "| flag | default | meaning | allowed | has an effect only where | on resume |\n"
+    "|------|---------|---------|---------|-------------------------|-----------|"
+)
+
+
+def page() -> str:
+    """Write the page of all settings.
+
+    Returns:
+        The text of docs/settings.md.
+    """
+    rules = "\n".join(f"- *{rule}*: the setting {meaning}." for rule, meaning in RESUME.items())
+    return "\n\n".join([INTRODUCTION + "\n" + rules, *map(_table, sections())]) + "\n"
+
+
+def sections() -> list[type]:
+    """Find the sections of `GRPOConfig`.
+
+    Returns:
+        The classes that have settings of their own, in the order of the fields.
+    """
+    return [cls for cls in reversed(GRPOConfig.__mro__) if _own(cls)]
+
+
+def _own(cls):
+    """Return the fields that a class adds to those it inherits."""
+    added = inspect.get_annotations(cls)
+    return [field for field in dataclasses.fields(cls) if field.name in added] if dataclasses.is_dataclass(cls) else []
+
+
+def _table(section):
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
+    rows = "\n".join(_row(field) for field in _own(section))
+    return f"## {words}\n\n{section.__doc__.splitlines()[0]}\n\n{HEADER}\n{rows}"
+
+
+def _row(field):
+    known = setting_of(field)
+    condition = "" if known.active is None else known.active.text
+    cells = (f"`--{field.name}`", _value(field.default), known.help, known.allowed, condition, known.resume)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _value(default):
+    """Show a default as it is written on the command line."""
+    if isinstance(default, tuple):
+        return " ".join(f"`{item}`" for item in default) or "empty"
+    return f"`{default}`"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

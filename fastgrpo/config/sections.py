@@ -1,0 +1,182 @@
+"""Settings that several commands take, in sections. Training, evaluate and chat compose the sections they need."""
+
+from dataclasses import dataclass
+
+from fastgrpo.config.fields import Interval, When, documented, setting
+
+# The ranges of what a draw takes, for the settings and for `SamplingParams` alike.
+TEMPERATURE = Interval(at_least=0)  # 0 is greedy
+TOP_P = Interval(above=0, at_most=1)
+TOP_K = Interval(at_least=0)
+MIN_P = Interval(at_least=0, at_most=1)
+
+WITH_ENGINE = When("rollout_backend is fast", lambda settings: settings.rollout_backend == "fast")
+WITH_DRAWS = When("eval_num_generations is above 0", lambda settings: settings.eval_num_generations > 0)
+
+
+@documented
+@dataclass(frozen=True)
+class LoadingConfig:
+    """How a model is loaded."""
+
+    dtype: str = setting(
+        "auto",
+        "Precision of the model's weights; auto is bfloat16 on a GPU, where the optimizer keeps float32 masters, and "
+        "float32 on a CPU.",
+        choices=("auto", "float32", "bfloat16"),
+        resume="inexact",  # what auto makes of it must stay: `restore` looks
+    )
+    device: str = setting(
+        "auto",
+        "Device that the model runs on: cuda, cuda:1, cpu, or auto, which is the GPU where there is one.",
+        resume="inexact",
+    )
+    trust_remote_code: bool = setting(
+        False,
+        "Run Python code that comes with the model. When False, a model that needs its own code is refused.",
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class PromptConfig:
+    """Which prompts are completed."""
+
+    task: str = setting(
+        "arithmetic",
+        "Where prompts and rewards come from: arithmetic (embedded, it needs no files), gsm8k, or dataset (rows with "
+        "a `prompt` column, whose rewards --reward_funcs names).",
+    )
+    dataset_name: str | None = setting(
+        None,
+        "Data set to read: a hub id, a .jsonl file, or a folder with SPLIT.jsonl files. None is the task's own.",
+    )
+    dataset_config: str | None = setting(None, "Configuration name of a data set of the hub.")
+    dataset_test_split: str = setting("test", "Split of the data set whose prompts are held out for evaluation.")
+    system_prompt: str | None = setting(None, "System prompt to use in place of the task's own.")
+
+
+@documented
+@dataclass(frozen=True)
+class TokenFilterConfig:
+    """Which tokens a draw may choose from."""
+
+    top_p: float = setting(
+        1.0, "Draw from the smallest set of tokens that holds this much probability; 1 turns it off.", within=TOP_P
+    )
+    top_k: int = setting(0, "Draw from this many of the likeliest tokens; 0 turns it off.", within=TOP_K)
+
+
+@documented
+@dataclass(frozen=True)
+class CompletionConfig:
+    """How long a completion may grow, and which seed random choices follow."""
+
+    max_completion_length: int = setting(
+        512,
+        "Largest number of tokens of a completion; one that reaches this length is truncated.",
+        within=Interval(at_least=1),
+    )
+    seed: int = setting(
+        42,
+        "Seed of the draws, of the data's order, of the task's own model, and of the global generators of Python, "
+        "NumPy and torch.",
+        within=Interval(at_least=0, at_most=2**32 - 1, why="NumPy takes no other seed"),
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class EngineConfig:
+    """What generates completions, and how much of the machine it takes."""
+
+    max_num_seqs: int = setting(
+        256,
+        "Largest number of completions that are in flight at once; the others wait until a lane is free.",
+        within=Interval(at_least=1),
+        resume="inexact",
+    )
+    rollout_backend: str = setting(
+        "fast",
+        "What generates: fast is this package's engine, hf is the slower generate of transformers, for a model that "
+        "the engine refuses.",
+        choices=("fast", "hf"),
+    )
+    rollout_attention: str = setting(
+        "auto",
+        "Attention of the decoding steps; auto takes the first of the others that works here.",
+        choices=("auto", "triton", "flash_attn", "varlen", "sdpa", "products"),
+        active=WITH_ENGINE,
+        resume="inexact",
+    )
+    rollout_memory_utilization: float = setting(
+        0.3,
+        "Share of the device's free memory that the keys and values of rollouts may take.",
+        within=Interval(above=0, at_most=1),
+        active=WITH_ENGINE,
+        resume="inexact",
+    )
+    rollout_enforce_eager: bool = setting(
+        False, "Decode without CUDA graphs, which is slower.", active=WITH_ENGINE, resume="inexact"
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class RewardConfig:
+    """Which functions judge a completion."""
+
+    reward_funcs: tuple[str, ...] = setting(
+        (),
+        "Reward functions: names of the task's own, or module:function for any other. The first one is the accuracy. "
+        "Empty takes all of the task's own.",
+    )
+    reward_errors: str = setting(
+        "raise",
+        "What happens where a reward function fails: raise ends the run, skip counts its reward as not given and "
+        "counts the failures.",
+        choices=("raise", "skip"),
+        resume="free",
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """What is measured on held-out prompts."""
+
+    max_eval_samples: int | None = setting(
+        None,
+        "Evaluate on this many held-out prompts, the first ones. None evaluates on all of them.",
+        within=Interval(at_least=1),
+        resume="free",
+    )
+    eval_num_generations: int = setting(
+        0,
+        "Completions to draw of each held-out prompt, for pass@k and maj@k, besides the greedy one that gives the "
+        "accuracy; 0 draws none.",
+        within=Interval(at_least=0),
+        resume="free",
+    )
+    eval_temperature: float = setting(
+        1.0,
+        "Temperature of the draws of an evaluation.",
+        within=Interval(above=0, why="the greedy completion is always made besides"),
+        active=WITH_DRAWS,
+        resume="free",
+    )
+    eval_top_p: float = setting(
+        1.0,
+        "The draws of an evaluation choose from the smallest set of tokens that holds this much probability; 1 turns "
+        "it off.",
+        within=TOP_P,
+        active=WITH_DRAWS,
+        resume="free",
+    )
+    eval_top_k: int = setting(
+        0,
+        "The draws of an evaluation choose from this many of the likeliest tokens; 0 turns it off.",
+        within=TOP_K,
+        active=WITH_DRAWS,
+        resume="free",
+    )

@@ -1,0 +1,238 @@
+"""Settings of training alone: the policy, the rollout of a step, the optimizer, and what a run leaves behind."""
+
+from dataclasses import dataclass
+
+from fastgrpo.config.fields import Interval, When, documented, setting
+from fastgrpo.config.sections import MIN_P
+
+WITH_ADAPTERS = When("use_peft is True", lambda settings: settings.use_peft)
+ON_GSM8K = When("task is gsm8k", lambda settings: settings.task == "gsm8k")
+WITH_REFILLS = When("dynamic_sampling is True", lambda settings: settings.dynamic_sampling)
+WITH_WARMUP = When(
+    "lr_scheduler_type is not constant (constant_with_warmup is the one with a warmup)",
+    lambda settings: settings.lr_scheduler_type != "constant",
+)
+BY_EPOCHS = When("max_steps is -1", lambda settings: settings.max_steps == -1)
+WITH_BEST = When("metric_for_best_model is set", lambda settings: settings.metric_for_best_model is not None)
+COUNT = Interval(at_least=1)
+
+
+@documented
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which policy is trained, and which of its weights."""
+
+    model_name_or_path: str | None = setting(
+        None, "Folder or hub id of the causal LM to train. None is the task's own small model, where it has one."
+    )
+    use_liger_kernel: bool | None = setting(
+        None,
+        "Use liger-kernel's fused norms, rotary embedding and SwiGLU in the policy and the reference. None uses them "
+        "on a GPU where the package is installed.",
+        resume="inexact",
+    )
+    gradient_checkpointing: bool = setting(
+        True,
+        "Recompute the layers in the backward pass, which takes less memory and about a third more time.",
+        resume="inexact",
+    )
+    use_peft: bool = setting(
+        False,
+        "Train low-rank adapters (LoRA, without dropout) in a frozen model; the reference then takes no memory.",
+    )
+    lora_r: int = setting(
+        16, "Rank of LoRA's adapters: the inner width of their two factors.", within=COUNT, active=WITH_ADAPTERS
+    )
+    lora_alpha: int = setting(
+        32, "The adapters' output is multiplied by lora_alpha / lora_r.", within=COUNT, active=WITH_ADAPTERS
+    )
+    lora_target_modules: tuple[str, ...] = setting(
+        (),
+        "Linear layers that get an adapter: their names, or all-linear. Empty is peft's choice for the architecture.",
+        active=WITH_ADAPTERS,
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class TrainingDataConfig:
+    """Which prompts are trained on, and in what order."""
+
+    dataset_train_split: str = setting("train", "Split of the data set whose prompts are trained on.")
+    curriculum_iters: int = setting(
+        0,
+        "Draw plain sums in the task's template for this many steps before its own problems; 0 turns it off.",
+        within=Interval(at_least=0),
+        active=ON_GSM8K,
+    )
+    shuffle_dataset: bool = setting(True, "Draw the prompts in a new random order in every epoch.")
+
+
+@documented
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How the completions of a step are drawn."""
+
+    prompts_per_step: int = setting(
+        8, "Number of prompts of a step; the completions of each make up one group.", within=COUNT
+    )
+    num_generations: int = setting(
+        8, "Number of completions of each prompt: the group size G.", within=Interval(at_least=2)
+    )
+    temperature: float = setting(
+        1.0,
+        "Temperature of the draws; every log-prob is computed at it too.",
+        within=Interval(above=0, why="the completions of a greedy group are all the same"),
+    )
+    min_p: float | None = setting(
+        None,
+        "Never draw a token whose probability is below this share of the likeliest token's. None turns it off.",
+        within=MIN_P,
+    )
+    dynamic_sampling: bool = setting(
+        False,
+        "Drop groups whose rewards are all equal, which teach nothing, and draw new prompts in their place, batch "
+        "after batch (DAPO, arXiv 2503.14476).",
+    )
+    max_num_gen_batches: int = setting(
+        10,
+        "Largest number of batches of prompts that a step draws; after them, the first groups that were dropped fill "
+        "what is missing.",
+        within=COUNT,
+        active=WITH_REFILLS,
+    )
+    oversampling_factor: float = setting(
+        1.0,
+        "Start this many times the groups that a step needs, and abort those that finish last, which favours short "
+        "completions; 1 turns it off.",
+        within=Interval(at_least=1),
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How long the policy is trained, and how its weights move."""
+
+    max_steps: int = setting(
+        -1,
+        "Number of steps of the run, each with one rollout; -1 makes num_train_epochs passes over the prompts.",
+        within=Interval(at_least=-1),
+        resume="inexact",
+    )
+    num_train_epochs: float = setting(
+        3.0,
+        "Number of passes over the prompts that make up the run; it may be a fraction.",
+        within=Interval(above=0),
+        active=BY_EPOCHS,
+        resume="inexact",
+    )
+    learning_rate: float = setting(1e-6, "Learning rate of AdamW after the warmup.", within=Interval(above=0))
+    lr_scheduler_type: str = setting(
+        "linear",
+        "How the learning rate moves after the warmup: any schedule of transformers that needs no metric, such as "
+        "linear, cosine, constant or constant_with_warmup.",
+    )
+    warmup_steps: float = setting(
+        0,
+        "Number of updates over which the learning rate rises linearly from 0; a number below 1 is a share "
+        "of all updates.",
+        within=Interval(at_least=0),
+        active=WITH_WARMUP,
+    )
+    max_grad_norm: float = setting(
+        1.0, "The gradient is scaled down to this norm where it is longer; 0 turns it off.", within=Interval(at_least=0)
+    )
+    weight_decay: float = setting(
+        0.0, "Weight decay of AdamW, which acts on matrices alone.", within=Interval(at_least=0)
+    )
+    adam_beta1: float = setting(
+        0.9, "Decay rate of AdamW's first moment, the mean of the gradient.", within=Interval(at_least=0, below=1)
+    )
+    adam_beta2: float = setting(
+        0.999, "Decay rate of AdamW's second moment, the mean of its square.", within=Interval(at_least=0, below=1)
+    )
+    adam_epsilon: float = setting(
+        1e-8, "Number that AdamW adds to the root of the second moment.", within=Interval(above=0)
+    )
+    updates_per_rollout: int = setting(
+        1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
+    )
+    num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
+    max_tokens_per_microbatch: int = setting(
+        16384,
+        "Largest number of tokens of one forward and backward pass. Memory grows with it; the result does not "
+        "depend on it.",
+        within=COUNT,
+        resume="inexact",
+    )
+    share_prompt: bool = setting(
+        True,
+        "Compute the prompt once for all of its completions in forward and backward passes. The result does not depend "
+        "on it.",
+        resume="inexact",
+    )
+
+
+@documented
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run leaves behind, how often, and what it goes on from."""
+
+    output_dir: str | None = setting(
+        None, "Folder of the run. None makes a new numbered folder runs/TASK-N.", resume="free"
+    )
+    overwrite_output_dir: bool = setting(
+        False, "Delete what an earlier run left in output_dir before this one begins.", resume="free"
+    )
+    logging_steps: int = setting(
+        10, "Number of steps whose metrics are averaged into one line of metrics.jsonl.", within=COUNT, resume="free"
+    )
+    eval_steps: int | None = setting(
+        None,
+        "Evaluate on held-out prompts every this many steps, besides the start and the end. None evaluates only there.",
+        within=COUNT,
+        resume="free",
+    )
+    save_steps: int = setting(
+        500,
+        "Save a checkpoint every this many steps. The last step saves one too, and so do SIGINT and SIGTERM.",
+        within=COUNT,
+        resume="free",
+    )
+    save_total_limit: int | None = setting(
+        None,
+        "Largest number of checkpoints to keep: the newest one, the best one, then the next newest ones. None keeps "
+        "all.",
+        within=COUNT,
+        resume="free",
+    )
+    metric_for_best_model: str | None = setting(
+        None,
+        "Metric by which a checkpoint is the best one, for example eval/accuracy. None singles out no checkpoint.",
+        resume="free",
+    )
+    greater_is_better: bool | None = setting(
+        None,
+        "Whether a larger metric_for_best_model is better. None means that it is, unless its name ends in loss.",
+        active=WITH_BEST,
+        resume="free",
+    )
+    resume_from_checkpoint: str | None = setting(
+        None,
+        "Checkpoint to go on from: the path of one, or auto, which takes the newest good one in output_dir and starts "
+        "afresh where there is none.",
+        resume="free",
+    )
+    profile: int = setting(
+        0,
+        "Number of steps to time, and then to trace, after two steps of warm-up; 0 turns it off.",
+        within=Interval(at_least=0),
+        resume="free",
+    )
+    report_to: tuple[str, ...] = setting(
+        ("none",),
+        "Where metrics go besides metrics.jsonl.",
+        choices=("none", "tensorboard", "wandb"),
+        resume="free",
+    )

@@ -1,0 +1,138 @@
+"""What the commands share: flags, and mistakes told in a line or two with exit code 2."""
+
+import errno
+import io
+import json
+import logging
+import re
+from dataclasses import dataclass
+
+import pytest
+import tiny
+from transformers import AutoTokenizer
+from transformers.utils import logging as advice
+
+from fastgrpo import train
+from fastgrpo.config import command
+from fastgrpo.config.fields import REQUIRED, setting
+from fastgrpo.config.recipe import parse
+from fastgrpo.config.settings import Settings
+
+
+def raising(error):
+    def fail(argv):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "argv, match",
+    [
+        (["--learning_rat", "1"], "learning_rate"),
+        (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
+        (["--beta", "much"], "beta"),
+    ],
+)
+def test_a_bad_flag_is_refused_with_a_hint(argv, match):
+    with pytest.raises(ValueError, match=match) as error:
+        parse(argv)
+    assert "\n" not in str(error.value)
+
+
+@dataclass(frozen=True)
+class Toy(Settings):
+    name: str = setting(REQUIRED, "Name of the toy.")
+    count: int = setting(1, "How many there are.")
+
+
+def test_a_setting_that_must_be_given_is_positional():
+    options = {"prog": "toy", "description": "Toys."}
+    assert command.parse_flags(Toy, ["ball", "-n", "3"], aliases={"-n": "--count"}, **options) == Toy(
+        name="ball", count=3
+    )
+    with pytest.raises(ValueError, match=r"^an argument is missing: Name of the toy.; see toy --help$"):
+        command.parse_flags(Toy, [], **options)
+    with pytest.raises(ValueError, match="did you mean --count"):
+        command.parse_flags(Toy, ["ball", "--cont", "3"], **options)
+
+
+def test_help_shows_range_choices_and_condition(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    told = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
+    for text in (
+        "--num_generations INT Number of completions of each prompt: the group size G. It must be at least 2. (def",
+        "the inner width of their two factors. It must be at least 1. It has an effect only where use_peft is True.",
+        "It must be one of k1, k2, k3, abs. It has an effect only where beta is above 0. (default: k3)",
+        "--config FILE",
+    ):
+        assert text in told
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert train.main(["--task", "gsm8k", "--debug"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told and told.strip().splitlines()[-1].startswith("error: task gsm8k needs")
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(RuntimeError, match="a bug"):
+        command.run_command(raising(RuntimeError("a bug")), [])
+
+
+def test_an_error_of_a_library_says_where_it_was_raised(capsys):
+    assert command.run_command(lambda argv: json.loads("{"), []) == 2
+    first, second = capsys.readouterr().err.strip().splitlines()
+    assert first.startswith("error: Expecting property name")
+    assert re.search(r"decoder.py:\d+; --debug shows the traceback", second)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_terminal_without_utf8_reads_the_same(encoding, monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    for argv, told in (
+        (["--learning_rat", "1"], "Unrecognized options: --learning_rat, 1; did you mean --learning_rate?"),
+        (["--lora_r", "0"], "lora_r must be at least 1, got 0; see python -m fastgrpo.train --help"),
+    ):
+        assert train.main(argv) == 2
+        assert capfd.readouterr().err.strip() == f"error: {told}"
+
+
+@pytest.mark.parametrize(
+    "error, told",
+    [
+        (ModuleNotFoundError("No module named 'yaml'", name="yaml"), r"pip install 'fastgrpo\[train\]'"),
+        (
+            ModuleNotFoundError("No module named 'peft.x'", name="peft.x"),
+            "the package peft.x is not .*: pip install peft$",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), "the disk is full, writing /x failed"),
+        (KeyError("a bug"), None),
+    ],
+)
+def test_what_a_person_reads_of_an_exception(error, told):
+    text = command.explain(error)
+    assert text is None if told is None else re.search(told, text)
+
+
+def test_sigint_is_no_mistake():
+    assert command.run_command(raising(KeyboardInterrupt()), []) == 130
+
+
+def test_advice_that_nobody_can_act_on_is_silent(tmp_path, monkeypatch):
+    tiny.save(tmp_path)
+    before, bars = advice.get_verbosity(), advice.is_progress_bar_enabled()
+    try:
+        advice.set_verbosity_warning()
+        command.quiet_libraries()
+        assert advice.get_verbosity() == logging.ERROR and not advice.is_progress_bar_enabled()
+        AutoTokenizer.from_pretrained(tmp_path).decode([5])
+        advice.set_verbosity_warning()
+        monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
+        command.quiet_libraries()
+        assert advice.get_verbosity() == logging.WARNING
+    finally:
+        advice.set_verbosity(before)
+        if bars:
+            advice.enable_progress_bar()

@@ -1,0 +1,79 @@
+"""YAML files of settings, and what goes before what on the command line of training."""
+
+import pytest
+
+from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults, unchecked
+from fastgrpo.config.settings import GRPOConfig
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_are_valid(path):
+    settings = load_yaml(path)
+    config = GRPOConfig(**settings)
+    assert settings and all(getattr(config, name) == value for name, value in settings.items())
+
+
+def test_yaml_names_the_nearest_setting(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("learning_rat: 1\n")
+    with pytest.raises(ValueError, match="unknown setting 'learning_rat'; did you mean 'learning_rate'"):
+        load_yaml(path)
+
+
+def test_yaml_numbers_may_lack_their_point(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("learning_rate: 5e-5\n")
+    assert load_yaml(path) == {"learning_rate": 5e-5}
+    for line, match in (
+        ("learning_rate: fast", "learning_rate must be a number, got 'fast'"),
+        ("learning_rate: [1]", r"learning_rate must be a number, got \[1\]"),
+        ("max_steps: 2.5", "max_steps must be a whole number, got 2.5"),
+        ("max_steps: [", "is not YAML"),
+        ("- max_steps", "must hold lines of `setting: value`, got a list"),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=match):
+            load_yaml(path)
+    path.write_text("max_steps: 1e3\n")
+    assert repr(load_yaml(path)) == "{'max_steps': 1000}"
+
+
+def test_what_the_file_begins_flags_may_complete(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("resume_from_checkpoint: auto\nmetric_for_best_model: eval/accuracy\nsave_steps: 20\n")
+    config = parse(["--config", str(path), "--output_dir", "x", "--eval_steps", "10"])
+    assert config.resume_from_checkpoint == "auto" and config.output_dir == "x"
+    with pytest.raises(ValueError, match="resume_from_checkpoint=auto needs output_dir"):
+        parse(["--config", str(path), "--eval_steps", "10"])
+
+
+def test_flags_go_before_the_file_before_the_tasks_recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("beta: 0.5\nnum_generations: 4\n")
+    recipe = load_yaml(RECIPES / "arithmetic.yaml")
+    config = parse(["--config", str(path), "--num_generations", "6", "--report_to", "tensorboard"])
+    assert (config.beta, config.num_generations) == (0.5, 6)
+    assert config.prompts_per_step == recipe["prompts_per_step"]
+    assert config.report_to == ("tensorboard",)
+    gsm8k = parse(["--task", "gsm8k", "--reward_weights", "1", "0.5", "0.1", "--gradient_checkpointing", "False"])
+    assert gsm8k.task == "gsm8k" and gsm8k.prompts_per_step == 8
+    assert gsm8k.reward_weights == (1.0, 0.5, 0.1) and gsm8k.gradient_checkpointing is False
+
+
+def test_what_nobody_has_checked_keeps_its_defaults():
+    config = unchecked(GRPOConfig, {"num_generations": 1})
+    assert config.num_generations == 1 and config.beta == 0.0  # GRPOConfig(num_generations=1) would be refused
+
+
+def test_a_task_may_ship_no_recipe():
+    assert task_defaults("arithmetic")["max_completion_length"] == 28 and task_defaults("gsm8k") == {}
+
+
+@pytest.mark.parametrize(
+    "argv", [["--task", "gsm8k", "-n", "2"], ["-n", "--task=gsm8k", "2"], ["-n", "2", "--task=gsm8k"]]
+)
+def test_a_flag_is_taken_out_of_the_arguments(argv):
+    assert take_flag(argv, "--task") == (["-n", "2"], "gsm8k")
+    assert take_flag(["-n", "2"], "--task") == (["-n", "2"], None)
+    with pytest.raises(ValueError, match="--task needs a value"):
+        take_flag(["--task"], "--task")

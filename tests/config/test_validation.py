@@ -1,0 +1,92 @@
+"""Settings that do not go together: each refusal names them and the remedy, in every record that has them."""
+
+import inspect
+from dataclasses import dataclass
+
+import pytest
+
+from fastgrpo.config import validation
+from fastgrpo.config.sections import EngineConfig, EvaluationConfig
+from fastgrpo.config.settings import GRPOConfig, Settings
+
+CASES = {
+    # rule: settings, what the refusal says
+    "_groups_fit": ({"max_num_seqs": 4}, "max_num_seqs=4 must hold a group of num_generations=8; raise it"),
+    "_evaluation_groups_fit": (
+        {"eval_num_generations": 300},
+        "max_num_seqs=256 must hold the eval_num_generations=300",
+    ),
+    "_refills_are_allowed": ({"dynamic_sampling": True, "max_num_gen_batches": 1}, "allows none: raise it"),
+    "_the_backend_can_abort": ({"oversampling_factor": 2, "rollout_backend": "hf"}, "use rollout_backend=fast"),
+    "_punishment_fits": ({"soft_punish_cache": 513}, "soft_punish_cache=513 is a part of max_completion_length=512"),
+    "_adapters_are_their_own_reference": (
+        {"beta": 0.1, "use_peft": True, "ref_device": "cpu"},
+        "ref_device does not go with use_peft, .*; leave it out",
+    ),
+    "_a_quantized_reference_rests": (
+        {"beta": 0.1, "ref_quantization": "nf4", "sync_ref_model": True},
+        "sync_ref_model does not go with ref_quantization",
+    ),
+    "_each_reward_is_scaled_by_its_group": (
+        {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
+        "scale_rewards must be group, got batch",
+    ),
+    "_there_are_steps": ({"max_steps": 0}, "max_steps must be positive, or -1"),
+    "_every_update_has_a_group": ({"updates_per_rollout": 9}, "raise prompts_per_step"),
+    "_vespo_weighs_by_itself": (
+        {"loss_type": "vespo", "importance_sampling_mode": "sequence_mask"},
+        "vespo folds the sampler's weights into its own .*'token_truncate' or 'token_mask', got 'sequence_mask'",
+    ),
+    "_resume_or_overwrite": ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
+    "_the_best_metric_is_measured": ({"metric_for_best_model": "eval/accuracy"}, "eval_steps=None steps; set it"),
+}
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_settings_that_do_not_go_together(rule):
+    settings, match = CASES[rule]
+    with pytest.raises(ValueError, match=match) as error:
+        GRPOConfig(**settings)
+    assert error.traceback[-1].name == rule
+
+
+def test_every_rule_is_tried_and_looks_at_settings_that_exist():
+    assert [rule.__name__ for rule in validation.RULES] == list(CASES)
+    for rule in validation.RULES:
+        assert all(hasattr(GRPOConfig(), name) for name in inspect.signature(rule).parameters), rule.__name__
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"multi_objective_aggregation": "normalize_then_sum", "advantage_baseline": "leave_one_out"},
+        {"beta": 0.1, "use_peft": True, "sync_ref_model": True},
+        {"beta": 0.1, "ref_quantization": "int8", "ref_device": "cpu"},
+        {"resume_from_checkpoint": "auto", "output_dir": "x", "overwrite_output_dir": True},
+        {"metric_for_best_model": "reward", "logging_steps": 3},
+        {"loss_type": "cispo"},
+    ],
+)
+def test_other_ways_to_contradict_oneself(settings):
+    with pytest.raises(ValueError):
+        GRPOConfig(**settings)
+
+
+def test_what_goes_together():
+    GRPOConfig(loss_type="vespo", importance_sampling_mode="token_mask")
+    GRPOConfig(metric_for_best_model="eval/accuracy", eval_steps=10, save_steps=20)
+    GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256)
+
+
+def test_rules_hold_for_every_record_that_has_their_settings():
+    @dataclass(frozen=True)
+    class Measuring(EvaluationConfig, EngineConfig, Settings):
+        pass
+
+    assert Measuring(max_num_seqs=4).max_num_seqs == 4  # it has no num_generations to hold
+    with pytest.raises(ValueError, match="max_num_seqs=4 must hold the eval_num_generations=8"):
+        Measuring(max_num_seqs=4, eval_num_generations=8)
+    with pytest.raises(ValueError, match="eval_top_k has an effect only where eval_num_generations is above 0"):
+        Measuring(eval_top_k=3)
+    with pytest.raises(TypeError, match="Measuring: unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"):
+        Measuring(max_num_seq=4)

@@ -1,0 +1,39 @@
+"""docs/settings.md is what the code says: each setting's default, meaning, bounds, condition and resume rule."""
+
+import dataclasses
+import re
+import subprocess
+
+from paths import ROOT
+
+from fastgrpo.config.fields import setting_of
+from fastgrpo.config.page import page, sections
+from fastgrpo.config.settings import GRPOConfig
+
+PAGE = (ROOT / "docs" / "settings.md").read_text()
+
+
+def test_the_page_is_made_from_the_code():
+    assert page() == PAGE, "run `make docs`"
+
+
+def test_every_setting_has_one_row():
+    rows = re.findall(r"^\| `--(\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
+    fields = {field.name: setting_of(field) for field in dataclasses.fields(GRPOConfig)}
+    assert [name for name, _ in rows] == list(fields)
+    for name, row in rows:
+        cells = [cell.strip() for cell in row.split("|")]
+        assert len(cells) == 5 and cells[1] == fields[name].help and cells[4] == fields[name].resume
+
+
+def test_every_section_is_introduced_by_a_sentence():
+    assert len(sections()) == PAGE.count("\n## ")
+    for section in sections():
+        assert section.__doc__.splitlines()[0] in PAGE
+
+
+def test_the_makefile_writes_the_page():
+    """What make would run, as make itself reads the file: a rule that is not well formed fails here."""
+    planned = subprocess.run(["make", "--dry-run", "docs"], capture_output=True, text=True, cwd=ROOT)
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.strip().endswith("python -m fastgrpo.config.page > docs/settings.md")

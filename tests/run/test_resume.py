@@ -1,0 +1,60 @@
+"""What a resumed run may change: each setting's field says it."""
+
+import dataclasses
+import json
+
+import pytest
+
+from fastgrpo.config.fields import setting_of
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run.resume import check_settings
+
+FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+
+
+def checkpoint(folder, changes=(), without=()):
+    """A checkpoint of a run with the default settings, some of them changed and some not yet known."""
+    settings = {**dataclasses.asdict(GRPOConfig()), **dict(changes)}
+    settings = {name: value for name, value in settings.items() if name not in without}
+    (folder / "trainer_state.json").write_text(json.dumps({"config": settings}))
+    return folder
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
+    folder, said = checkpoint(tmp_path, {name: "before"}), []
+    rule = setting_of(FIELDS[name]).resume
+    if rule == "same":
+        with pytest.raises(
+            ValueError, match=rf"trained with {name}='before', now it is .*; leave {name} as it was, or "
+        ):
+            check_settings(folder, GRPOConfig(), said.append)
+    else:
+        check_settings(folder, GRPOConfig(), said.append)
+    assert [line.startswith(f"warning: {name} was 'before' and is ") for line in said] == [True] * (rule == "inexact")
+
+
+def test_what_is_computed_must_stay_and_what_is_recorded_may_change():
+    rules = {name: setting_of(field).resume for name, field in FIELDS.items()}
+    for name in ("learning_rate", "beta", "seed", "loss_type", "importance_sampling_mode", "num_generations", "task"):
+        assert rules[name] == "same", name
+    for name in ("max_steps", "device", "max_tokens_per_microbatch", "rollout_attention", "share_prompt"):
+        assert rules[name] == "inexact", name
+    for name in ("output_dir", "save_steps", "report_to", "eval_steps", "resume_from_checkpoint"):
+        assert rules[name] == "free", name
+
+
+def test_the_same_settings_go_on_in_silence(tmp_path):
+    check_settings(checkpoint(tmp_path), GRPOConfig(), pytest.fail)
+
+
+def test_a_setting_newer_than_the_checkpoint_had_its_default(tmp_path):
+    folder = checkpoint(tmp_path, without=("importance_sampling_mode", "share_prompt"))
+    check_settings(folder, GRPOConfig(), pytest.fail)
+    with pytest.raises(ValueError, match="trained with importance_sampling_mode=None, now it is 'token_mask'"):
+        check_settings(folder, GRPOConfig(importance_sampling_mode="token_mask"), pytest.fail)
+
+
+def test_adapters_have_no_weights_to_start_anew_from(tmp_path):
+    with pytest.raises(ValueError, match=r"leave beta as it was$"):
+        check_settings(checkpoint(tmp_path, {"use_peft": True, "beta": 0.1}), GRPOConfig(use_peft=True), pytest.fail)

@@ -1,0 +1,63 @@
+"""From a command line to a trainer: data, rewards, and the task's own policy where no model is named."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny
+from paths import ROOT
+
+from fastgrpo import train
+from fastgrpo.config.recipe import parse
+from fastgrpo.tasks import arithmetic
+
+
+def test_flags_reach_the_trainer(tmp_path, monkeypatch, capsys):
+    for split, count in (("train", 3), ("test", 2)):
+        rows = [json.dumps({"prompt": f"{split} {i}"}) + "\n" for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
+    (tmp_path / "own.py").write_text("def brief(completions, **_):\n    return [0.0] * len(completions)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = parse(
+        f"--task dataset --dataset_name {tmp_path} --model_name_or_path {tiny.save(tmp_path / 'model')} --device cpu "
+        f"--reward_funcs own:brief --output_dir {tmp_path / 'run'} --max_steps 7 --max_completion_length 4".split()
+    )
+    trainer = train.make_trainer(config)
+    trainer.log.close()
+    assert trainer.args is config and trainer.state.max_steps == 7
+    assert [row["prompt"] for row in trainer.source.rows] == ["train 0", "train 1", "train 2"]
+    assert [row["prompt"] for row in trainer.eval_rows] == ["test 0", "test 1"]
+    assert trainer.rewards.names == ["brief"]
+    told = capsys.readouterr().out
+    assert f"run folder {tmp_path / 'run'}" in told and "7 steps of 8 prompts x 8 completions" in told
+
+
+def test_without_a_model_the_tasks_own_is_warm_started(tmp_path, monkeypatch, capsys):
+    def make_policy(run_dir, config, announce):
+        announce(1, 2, 0.5)
+        return tiny.save(run_dir / "warm-start")
+
+    monkeypatch.setattr(arithmetic, "make_policy", make_policy)
+    trainer = train.make_trainer(parse(["--output_dir", str(tmp_path / "run"), "--device", "cpu"]))
+    trainer.log.close()
+    assert trainer.model.config.vocab_size == 258 and trainer.log.dir == tmp_path / "run"
+    assert "warm start: supervised training of the task's own small model" in capsys.readouterr().out
+
+
+def test_a_task_without_a_policy_of_its_own_needs_a_model():
+    with pytest.raises(ValueError, match="task gsm8k needs --model_name_or_path"):
+        train.make_trainer(parse(["--task", "gsm8k"]))
+
+
+def test_help_does_not_wait_for_transformers():
+    code = """
+import sys
+from fastgrpo import train
+try:
+    train.main(["--help"])
+except SystemExit as stop:
+    print(stop.code, "transformers" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.strip().splitlines()[-1] == "0 False", result.stderr

@@ -1,0 +1,54 @@
+"""What a person can mend in the other commands: all of them fail one way."""
+
+import pytest
+import tiny
+from mistakes import Case, check, words
+
+from fastgrpo import chat, doctor, evaluate, report
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A whole model folder, to be copied and spoilt."""
+    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
+
+
+COMMANDS = {"evaluate": evaluate, "chat": chat, "doctor": doctor, "report": report}
+CASES = {
+    # name, which begins with the command: (command line, what its message must say)
+    "evaluate: no model": (words(""), "name at least one model"),
+    "evaluate: no model folder": (words("/no/such/model"), "no such model folder: /no/such/model"),
+    "evaluate: no split": (
+        lambda c: [str(c.model), "--task", "dataset", "--dataset_name", ".", "--reward_funcs", "own_rewards:share"],
+        "has no split 'test'",
+    ),
+    "evaluate: output that exists": (
+        lambda c: [str(c.model), "--output", str(c.rows)], "train.jsonl exists already; choose another",
+    ),
+    "evaluate: setting of training": (words("m --learning_rate 1"), "Unrecognized options: --learning_rate, 1"),
+    "evaluate: draws that nobody makes": (
+        words("m --top_k 5"), "eval_top_k has an effect only where eval_num_generations is above 0; leave it out",
+    ),
+    "evaluate: flag without value": (words("m --task"), "--task needs a value"),
+    "evaluate: unknown flag": (words("m --eval_num_generation 2"), "did you mean --eval_num_generations"),
+    "chat: no model": (words(""), "an argument is missing: A folder or hub id of a causal LM.; see python -m"),
+    "chat: no model folder": (words("/no/such/model"), "no such model folder: /no/such/model"),
+    "chat: out of range": (lambda c: [str(c.model), "--top_p", "2"], r"top_p must be in \(0, 1\], got 2"),
+    "chat: prompt beyond the context": (
+        lambda c: [str(c.model), "--prompt", "abc" * 700], "has 2100 tokens.*exceeds the model's context",
+    ),
+    "doctor: no model": (words("--model /no/such/model"), "no config of a causal LM at '/no/such/model'"),
+    "doctor: flags alone": (words("--beta 1"), "go with --model PATH"),
+    "doctor: unknown flag": (words("--model m --bta 1"), "did you mean --beta"),
+    "report: no run": (words(""), "an argument is missing: Folder of a run, with its metrics.jsonl.; see python -m"),
+    "report: folder that is no run": (words("."), "is not the folder of a run: it has no metrics.jsonl; name a folder"),
+    "report: two runs": (words("a b"), "Unrecognized options: b; see python -m fastgrpo.report --help"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_told_in_a_line_or_two(name, tmp_path, saved, monkeypatch, capfd):
+    build, message = CASES[name]
+    case = Case(tmp_path, saved, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    check(COMMANDS[name.partition(":")[0]].main, build(case), message, capfd)
