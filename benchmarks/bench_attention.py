@@ -56,18 +56,6 @@ else:
     SETTING, SIZE = Setting(1, 1024, 256, 8), Size(128, 512, 4, 4, 2, vocab=4096)
 
 
-def make_model(checkpointing: bool) -> PreTrainedModel:
-    """Make the policy, with gradients that are there and zero.
-
-    Args:
-        checkpointing: Whether its layers run again in the backward pass.
-    """
-    model = random_model("qwen2", SIZE, DEVICE, DTYPE)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return prepare(model, checkpointing)
-
-
 def make_samples(setting: Setting) -> list[Sample]:
     """Draw random prompts, completions and advantages, the same ones at each call.
 
@@ -87,23 +75,23 @@ def make_samples(setting: Setting) -> list[Sample]:
     ]
 
 
-def training_pass(model: PreTrainedModel, samples: list[Sample], share_prompt: bool) -> int:
+def training_pass(policy: PreTrainedModel, samples: list[Sample], share_prompt: bool) -> int:
     """Run forward and backward over all samples, and add the gradients to those that the weights have.
 
     Args:
-        model: The policy.
+        policy: What `prepare` made of the model.
         samples: Groups of completions, the completions of a prompt side by side.
         share_prompt: Whether a prompt goes through the model once for all its completions.
 
     Returns:
         The tokens that went through the model.
     """
-    weight, bias = head(model)
+    weight, bias = head(policy)
     count, tokens = sum(len(sample.completion_ids) for sample in samples), 0
     for part in split_by_tokens(samples, MAX_TOKENS, share_prompt):
         batch = Batch.pack(part, DEVICE, share_prompt)
         out = linear_grpo_loss(
-            completion_states(model, batch), weight, batch.targets, batch.advantages, bias=bias,
+            completion_states(policy, batch), weight, batch.targets, batch.advantages, bias=bias,
             cu_seqlens=batch.cu_seqlens, rows=torch.arange(len(batch.targets)), num_items_in_batch=count,
         )  # fmt: skip
         out.loss.backward()
@@ -111,21 +99,16 @@ def training_pass(model: PreTrainedModel, samples: list[Sample], share_prompt: b
     return tokens
 
 
-def gradients(model: PreTrainedModel, samples: list[Sample], share_prompt: bool) -> tuple[list[torch.Tensor], int]:
-    """Compute every weight's gradient over all samples.
+def take_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return a copy of every weight's gradient, and set the gradients to 0.
 
     Args:
-        model: The policy.
-        samples: Groups of completions.
-        share_prompt: Whether a prompt goes through the model once for all its completions.
-
-    Returns:
-        The gradients, and the tokens that went through the model.
+        model: The model.
     """
+    taken = [parameter.grad.clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad.zero_()
-    tokens = training_pass(model, samples, share_prompt)
-    return [parameter.grad.clone() for parameter in model.parameters()], tokens
+    return taken
 
 
 def difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
@@ -141,17 +124,20 @@ def difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 def test_shared_prompt(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], checkpointing: bool) -> None:
-    model, samples = make_model(checkpointing), make_samples(SETTING)
+    model, samples = random_model("qwen2", SIZE, DEVICE, DTYPE), make_samples(SETTING)
+    policy = prepare(model, checkpointing)
     names = {"fastgrpo": True, "a prompt each": False}
-    results = {name: gradients(model, samples, share_prompt) for name, share_prompt in names.items()}
-    apart = difference(results["fastgrpo"][0], results["a prompt each"][0])
+    tokens, gradients = {}, {}
+    for name, share_prompt in names.items():
+        tokens[name] = training_pass(policy, samples, share_prompt)
+        gradients[name] = take_gradients(model)
+    apart = difference(*gradients.values())
     assert 0 < apart < DIFFERENCE
-    tokens = {name: count for name, (_, count) in results.items()}
-    del results
+    del gradients
 
     def variant(share_prompt: bool) -> Callable[[], None]:
         def call() -> None:
-            training_pass(model, samples, share_prompt)  # gradients add up in place: nothing is left
+            training_pass(policy, samples, share_prompt)  # gradients add up in place: nothing is left
 
         return call
 

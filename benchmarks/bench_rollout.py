@@ -38,17 +38,15 @@ CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # times transformers' generate
 
 
 def make_model(size: str) -> PreTrainedModel:
-    """Make a policy with random weights.
+    """Make a model with random weights.
 
     Args:
         size: A key of `QWEN`, or "embedded".
     """
     if size == "embedded":
-        model = random_model("llama", EMBEDDED, DEVICE, torch.float32, max_position_embeddings=64, bos_token_id=None,
-                             eos_token_id=0, pad_token_id=0)  # fmt: skip
-    else:
-        model = random_model("qwen2", QWEN[size], DEVICE, torch.bfloat16, max_position_embeddings=4096)
-    return prepare(model)
+        return random_model("llama", EMBEDDED, DEVICE, torch.float32, max_position_embeddings=64, bos_token_id=None,
+                            eos_token_id=0, pad_token_id=0)  # fmt: skip
+    return random_model("qwen2", QWEN[size], DEVICE, torch.bfloat16, max_position_embeddings=4096)
 
 
 def make_lengths(case: str) -> list[int]:
@@ -68,10 +66,10 @@ def engine_of(model: PreTrainedModel, attention: str) -> RolloutEngine:
     """Make an engine that decodes all completions at once.
 
     Args:
-        model: The policy.
+        model: A transformers model, which is made ready for the engine in place.
         attention: Name of the attention provider.
     """
-    return RolloutEngine(model, max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6)
+    return RolloutEngine(prepare(model), max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6)
 
 
 def ours(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) -> None:
@@ -122,7 +120,7 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int
     """Roll out with transformers' `generate`, which decodes until the longest completion ends.
 
     Args:
-        model: The policy.
+        model: The model.
         prompts: Token ids of each prompt, all of one length.
         lengths: New tokens of each completion.
     """
@@ -143,7 +141,7 @@ def continuous(model: PreTrainedModel, prompts: list[list[int]]) -> None:
     each completion, because num_return_sequences loses some of them there (transformers 5.17.0).
 
     Args:
-        model: The policy.
+        model: The model.
         prompts: Token ids of each prompt.
     """
     every = [prompt for prompt in prompts for _ in range(GROUP)]
@@ -157,7 +155,7 @@ def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
     A step of R completions of mean length L reads bytes(weights) + R * L * bytes(keys and values of a token).
 
     Args:
-        model: The policy.
+        model: The model.
         lengths: New tokens of each completion.
 
     Returns:
@@ -175,7 +173,7 @@ def variants_of(
     """Make the variants that run here.
 
     Args:
-        model: The policy.
+        model: The model.
         prompts: Token ids of each prompt.
         lengths: New tokens of each completion.
         case: "equal" or "long-tailed".
