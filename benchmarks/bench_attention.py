@@ -22,7 +22,8 @@ from benchmarks.models import QWEN, Size, random_model
 from fastgrpo import linear_grpo_loss
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch, split_by_tokens
-from fastgrpo.policy.model import completion_states, head, prepare
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 
 ROUNDS = 2 if SMALL else 10
@@ -75,23 +76,23 @@ def make_samples(setting: Setting) -> list[Sample]:
     ]
 
 
-def training_pass(policy: PreTrainedModel, samples: list[Sample], share_prompt: bool) -> int:
+def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> int:
     """Run forward and backward over all samples, and add the gradients to those that the weights have.
 
     Args:
-        policy: What `prepare` made of the model.
+        policy: The policy.
         samples: Groups of completions, the completions of a prompt side by side.
         share_prompt: Whether a prompt goes through the model once for all its completions.
 
     Returns:
         The tokens that went through the model.
     """
-    weight, bias = head(policy)
+    weight, bias, _ = policy.head
     count, tokens = sum(len(sample.completion_ids) for sample in samples), 0
     for part in split_by_tokens(samples, MAX_TOKENS, share_prompt):
         batch = Batch.pack(part, DEVICE, share_prompt)
         out = linear_grpo_loss(
-            completion_states(policy, batch), weight, batch.targets, batch.advantages, bias=bias,
+            policy.completion_states(batch), weight, batch.targets, batch.advantages, bias=bias,
             cu_seqlens=batch.cu_seqlens, rows=torch.arange(len(batch.targets)), num_items_in_batch=count,
         )  # fmt: skip
         out.loss.backward()

@@ -21,7 +21,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from benchmarks.compare import compare, rows_of
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish, name_of
 from benchmarks.models import EMBEDDED, QWEN, random_model
-from fastgrpo.policy.model import prepare
+from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.geometry import kv_token_bytes
 from fastgrpo.rollout.sampling import SamplingParams

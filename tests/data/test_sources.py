@@ -46,7 +46,7 @@ def test_a_curriculum_moves_on_by_accuracy_and_by_steps_and_stays_at_the_end():
         curriculum.observe(accuracy)
     # 1.0, 0.6, 0.7 average 0.77; 0.6, 0.7, 0.9 0.73; 0.7, 0.9, 0.9 0.83
     assert "".join(seen) == "eeeeetthhhh"
-    assert curriculum.name == "hard"
+    assert curriculum.metrics() == {"curriculum/level": 2}
 
 
 def test_a_curriculum_is_restored():
