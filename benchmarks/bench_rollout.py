@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 LARGE = CUDA and not SMALL
 ROUNDS = 2 if SMALL else 3 if CUDA else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
-PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 16 if SMALL else 48)
+PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 8 if SMALL else 48)
 BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second that a copy reaches
 # Share of the bandwidth limit, at equal lengths; times transformers' generate, and times its continuous batching.
 BARS = {"0.5b": (0.40, 8, 3), "1.5b": (0.60, None, None), "7b": (0.75, None, None)}
