@@ -6,6 +6,8 @@ of Qwen2.5-0.5B in bf16 and there are four groups; on a CPU it is a small one in
 give the same gradients is asserted.
 
     pytest benchmarks/bench_attention.py --benchmark-only
+
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,8 @@ prompt for each lane. Sampling draws one token for each of 256 lanes from a voca
 
     pytest benchmarks/bench_decode.py --benchmark-only
 
-Without a GPU the Triton kernels are named as missing, the shapes are tiny, and nothing is written to results/.
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1, and without a GPU, the shapes are tiny and
+nothing is written; without a GPU the Triton kernels are named as missing.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,8 @@ and `error_weight` are norms relative to those of the fp64 gradients.
 
     pytest benchmarks/bench_head.py --benchmark-only
 
-With FASTGRPO_BENCH_SMALL=1 it runs on a CPU too, and torch.compile is called without its compiler.
+With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written; it then runs on a CPU too, and torch.compile is
+called without its compiler.
 """
 
 from functools import partial

@@ -5,6 +5,8 @@ Shapes: N tokens, V vocabulary, D hidden, fp32. Each variant computes the clippe
 same gradients is asserted.
 
     pytest benchmarks/bench_loss.py --benchmark-only
+
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
 from functools import partial

@@ -6,6 +6,8 @@ token stops a completion: in the case "equal" all have the same length (512 toke
 "long-tailed" each has a length drawn beforehand, the same one for all variants.
 
     pytest benchmarks/bench_rollout.py --benchmark-only
+
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
 from collections.abc import Callable

@@ -7,6 +7,8 @@ long-tailed for all variants alike: enough of the vocabulary are stop tokens tha
 of the tokens it may have.
 
     pytest benchmarks/bench_step.py --benchmark-only
+
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
 from collections.abc import Callable
