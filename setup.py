@@ -55,6 +55,7 @@ setup(
             "ruff>=0.14,<1",
             "pre-commit>=4,<5",
             "build>=1.2,<2",
+            "docstring-parser>=0.16,<1",
             "peft>=0.19,<1",
         ],
     },

@@ -1,24 +1,26 @@
-"""Training forward and backward of groups with a long prompt: one prompt for all completions against a prompt each.
+"""Training on groups with a long prompt: one prompt for all completions of a group against a prompt for each.
 
-Shapes: N completion tokens, V vocabulary, D hidden. Random weights; whole micro-batches of the default token budget,
-from token ids through layers, head and GRPO loss to the gradients of all weights; without gradient checkpointing ("all
-rows") and with it. The variants run in turns; what sharing is held to is reported in `extra_info["bars"]` and never
-asserted; that both give the same gradients is.
+A model with random weights, from token ids through layers, head and GRPO loss to the gradients of all weights, in
+micro-batches of the default token budget, without gradient checkpointing and with it. On a GPU the model has the shape
+of Qwen2.5-0.5B in bf16 and there are four groups; on a CPU it is a small one in fp32 with one group. That both variants
+give the same gradients is asserted.
 
     pytest benchmarks/bench_attention.py --benchmark-only
-    On a GPU a model of Qwen2.5-0.5B's shape in bf16, four groups; elsewhere a small one in fp32, one group.
-    FASTGRPO_BENCH_SMALL=1: tiny shapes and two rounds, to see that it runs; nothing is written to results/.
+
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
-import os
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from pytest_benchmark.fixture import BenchmarkFixture
+from transformers import PreTrainedModel
 
-from benchmarks.compare import append, compare, rows_of
-from benchmarks.variants import versions
+from benchmarks.compare import compare, rows_of
+from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, at_most, finish, name_of
+from benchmarks.models import QWEN, Size, random_model
 from fastgrpo import linear_grpo_loss
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch, split_by_tokens
@@ -26,10 +28,6 @@ from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 
-SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32
 ROUNDS = 2 if SMALL else 10
 SECONDS = 60  # of rounds for one setting
 MAX_TOKENS = 16384
@@ -38,52 +36,39 @@ DIFFERENCE = 0.05 if CUDA else 1e-4  # of the two variants' gradients, relative:
 
 
 class Setting(NamedTuple):
-    """Groups of G completions of C tokens, after P tokens of prompt; the model's width, layers, heads, vocabulary."""
+    """The groups of one step.
+
+    Attributes:
+        groups: Groups of completions.
+        prompt: Tokens of a prompt.
+        completion: Tokens of a completion.
+        group_size: G, the completions of a group.
+    """
 
     groups: int
     prompt: int
     completion: int
     group_size: int
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocab: int
 
 
 if SMALL:
-    SETTING = Setting(2, 64, 16, 4, 32, 64, 2, 4, 2, 512)
+    SETTING, SIZE = Setting(2, 64, 16, 4), Size(32, 64, 2, 4, 2, vocab=512)
 elif CUDA:
-    SETTING = Setting(4, 1024, 256, 8, 896, 4864, 24, 14, 2, 151936)
+    SETTING, SIZE = Setting(4, 1024, 256, 8), QWEN["0.5b"]
 else:
-    SETTING = Setting(1, 1024, 256, 8, 128, 512, 4, 4, 2, 4096)
+    SETTING, SIZE = Setting(1, 1024, 256, 8), Size(128, 512, 4, 4, 2, vocab=4096)
 
 
-def make_model(setting, checkpointing):
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=setting.vocab,
-        hidden_size=setting.hidden,
-        intermediate_size=setting.intermediate,
-        num_hidden_layers=setting.layers,
-        num_attention_heads=setting.heads,
-        num_key_value_heads=setting.kv_heads,
-        tie_word_embeddings=True,
-    )
-    with torch.device(DEVICE):
-        model = Qwen2ForCausalLM(config)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPE)
-        parameter.grad = torch.zeros_like(parameter)
-    return prepare(model, checkpointing)
+def make_samples(setting: Setting) -> list[Sample]:
+    """Draw random prompts, completions and advantages, the same ones at each call.
 
-
-def make_samples(setting):
+    Args:
+        setting: How many and how long they are.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    def ids(count):
-        return torch.randint(setting.vocab, (count,), generator=generator).tolist()
+    def ids(count: int) -> list[int]:
+        return torch.randint(SIZE.vocab, (count,), generator=generator).tolist()
 
     prompts = [ids(setting.prompt) for _ in range(setting.groups)]
     advantages = torch.randn(setting.groups * setting.group_size, generator=generator).tolist()
@@ -93,14 +78,23 @@ def make_samples(setting):
     ]
 
 
-def training_pass(model, samples, share_prompt):
-    """Forward and backward of all samples into the weights' gradients. Returns the inputs that went through."""
-    weight, bias, _ = Policy.of(model).head
+def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> int:
+    """Run forward and backward over all samples, and add the gradients to those that the weights have.
+
+    Args:
+        policy: The policy.
+        samples: Groups of completions, the completions of a prompt side by side.
+        share_prompt: Whether a prompt goes through the model once for all its completions.
+
+    Returns:
+        The tokens that went through the model.
+    """
+    weight, bias, _ = policy.head
     count, tokens = sum(len(sample.completion_ids) for sample in samples), 0
     for part in split_by_tokens(samples, MAX_TOKENS, share_prompt):
         batch = Batch.pack(part, DEVICE, share_prompt)
         out = linear_grpo_loss(
-            Policy.of(model).completion_states(batch), weight, batch.targets, batch.advantages, bias=bias,
+            policy.completion_states(batch), weight, batch.targets, batch.advantages, bias=bias,
             cu_seqlens=batch.cu_seqlens, rows=torch.arange(len(batch.targets)), num_items_in_batch=count,
         )  # fmt: skip
         out.loss.backward()
@@ -108,60 +102,65 @@ def training_pass(model, samples, share_prompt):
     return tokens
 
 
-def gradients(model, samples, share_prompt):
-    """-> every weight's gradient, the inputs that went through."""
+def take_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return a copy of every weight's gradient, and set the gradients to 0.
+
+    Args:
+        model: The model.
+    """
+    taken = [parameter.grad.clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad.zero_()
-    tokens = training_pass(model, samples, share_prompt)
-    return [parameter.grad.clone() for parameter in model.parameters()], tokens
+    return taken
 
 
-def difference(ones, others):
-    """Norm of all differences over the norm of all gradients."""
+def difference(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """Return the norm of all differences over the norm of all gradients.
+
+    Args:
+        ones: Gradients of one variant, a tensor for each weight.
+        others: Gradients of the other variant.
+    """
     apart = sum((one - other).double().square().sum() for one, other in zip(ones, others, strict=True))
     return (apart / sum(other.double().square().sum() for other in others)).sqrt().item()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-def test_shared_prompt(benchmark, checkpointing):
-    model, samples = make_model(SETTING, checkpointing), make_samples(SETTING)
+def test_shared_prompt(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], checkpointing: bool) -> None:
+    model, samples = random_model("qwen2", SIZE, DEVICE, DTYPE), make_samples(SETTING)
+    policy = prepare(model, checkpointing)
     names = {"fastgrpo": True, "a prompt each": False}
-    results = {name: gradients(model, samples, share_prompt) for name, share_prompt in names.items()}
-    apart = difference(results["fastgrpo"][0], results["a prompt each"][0])
+    tokens, gradients = {}, {}
+    for name, share_prompt in names.items():
+        tokens[name] = training_pass(policy, samples, share_prompt)
+        gradients[name] = take_gradients(model)
+    apart = difference(*gradients.values())
     assert 0 < apart < DIFFERENCE
-    tokens = {name: count for name, (_, count) in results.items()}
-    del results
+    del gradients
 
-    def variant(share_prompt):
-        def call():
-            training_pass(model, samples, share_prompt)  # gradients add up in place: nothing is left
+    def variant(share_prompt: bool) -> Callable[[], None]:
+        def call() -> None:
+            training_pass(policy, samples, share_prompt)  # gradients add up in place: nothing is left
 
         return call
 
     variants = {name: variant(share_prompt) for name, share_prompt in names.items()}
     results = compare(variants, ROUNDS, DEVICE, SECONDS)
-    shape = SETTING
-    probe = torch.empty(1, shape.heads, shape.hidden // shape.heads, dtype=DTYPE, device=DEVICE)
+    shape = {name: value for name, value in SIZE._asdict().items() if name != "tied"}
+    probe = torch.empty(1, SIZE.heads, SIZE.head_dim, dtype=DTYPE, device=DEVICE)
     rows = rows_of(
         results,
         extras={name: {"tokens": count} for name, count in tokens.items()},
-        **versions(),
         benchmark="shared_prompt",
-        n=len(samples) * shape.completion,
-        d=shape.hidden,
-        v=shape.vocab,
-        dtype=str(DTYPE).removeprefix("torch."),
+        n=len(samples) * SETTING.completion,
+        d=SIZE.hidden,
+        v=SIZE.vocab,
+        dtype=name_of(DTYPE),
         case="all rows, layers recomputed" if checkpointing else "all rows",
-        setting=shape._asdict(),
+        setting={**SETTING._asdict(), **shape},
         attention=kernel_for(probe).name,
         difference=float(f"{apart:.3g}"),
     )
-    value = round(results["fastgrpo"]["median_s"] / results["a prompt each"]["median_s"], 3)
-    benchmark.extra_info.update(
-        rows=rows,
-        missing={},
-        bars={"time, of a prompt each": {"value": value, "at most": BAR, "met": value <= BAR}},
-    )
-    if not SMALL:
-        append(rows, DEVICE)
-    benchmark.pedantic(variants["fastgrpo"], rounds=ROUNDS)
+    ratio = results["fastgrpo"]["median_s"] / results["a prompt each"]["median_s"]
+    bars = {"time, of a prompt each": at_most(ratio, BAR)}
+    finish(benchmark, capsys, rows, bars, variants["fastgrpo"], ROUNDS)

@@ -1,49 +1,63 @@
-"""The fused head at the sizes of real models on a GPU: ours, full logits, TRL, Liger, cut-cross-entropy, bare products.
+"""The head at the sizes of real models on one GPU: fastgrpo, full logits, TRL, Liger, cut-cross-entropy, bare products.
 
-Shapes: N rows (tokens), V vocabulary, D hidden. bf16, gradients of hidden [N, D] and weight [V, D], with all rows
-active and with 42% of them (60% valid tokens, 70% groups with a signal). The variants run in turns; what ours is held
-to is reported in `extra_info["bars"]` and never asserted. Peers that are not installed, or fail, are named as missing
-with the reason, in the output and in the results. `make bench-gpu` runs all of it within 8 minutes on one card and
-appends to results/<gpu>.jsonl.
+Shapes: N tokens, V vocabulary, D hidden, bf16. Each head computes the GRPO loss and its gradients of hidden [N, D] and
+weight [V, D], with all tokens active and with 42% of them (60% of the tokens valid, 70% of the groups with a signal).
+A peer that is not installed, or that fails, is named as missing with the reason, in the output and in the results.
+`make bench-gpu` runs all of it within 8 minutes on one GPU and adds to results/<gpu>.jsonl.
 
-A row's `tflops` counts the products that the mathematics needs (2 M V D each for M active rows; three with gradients,
-one without), whatever the variant computes; `error_logp` is the largest error against fp64 in nats, `error_hidden` and
-`error_weight` are norms relative to the fp64 gradients.
+The `tflops` of a row count the products that the mathematics needs, whatever the variant computes: 2 M V D each for M
+active tokens, three with gradients, one without. `error_logp` is the largest error in nats against fp64; `error_hidden`
+and `error_weight` are norms relative to those of the fp64 gradients.
 
     pytest benchmarks/bench_head.py --benchmark-only
-    FASTGRPO_BENCH_SMALL=1: tiny shapes and two rounds, on the CPU in fp32, to see that it runs; nothing is written to
-    results/, and torch.compile is called without its compiler.
+
+With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written; it then runs on a CPU too, and torch.compile is
+called without its compiler.
 """
 
-import os
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks import variants
-from benchmarks.compare import append, compare, rows_of
+from benchmarks.batches import Batch, Truth, make_batch, relative_error, truth
+from benchmarks.compare import compare, rows_of
+from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_most, finish, name_of
+from benchmarks.peers import PEERS, peers
 
-SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-DTYPE = torch.bfloat16 if CUDA else torch.float32
 ROUNDS = 2 if SMALL else 20
-SECONDS = 20  # of rounds for one shape and share of active rows
+SECONDS = 20  # of rounds for one shape and share of active tokens
 CHUNK_ROWS = (64, 128) if SMALL else (2048, 4096, 16384)  # beside the default of 8192
 ACTIVE = 0.42
 SPARE_BYTES = 2**28  # what the memory bar allows beyond the formula
+FLOORS = ("bare products", "one product")
+
+Results = dict[str, dict[str, float]]  # variant -> what `compare` measured
+Heads = dict[str, variants.Head]
 
 
 class Shape(NamedTuple):
-    """N x D x V, tokens of a sequence, the active shares that are run, and the bars: see `bars_of`."""
+    """A shape to run, and the bars that fastgrpo is held to there.
+
+    Attributes:
+        n: N, tokens.
+        d: D, width of the hidden states.
+        v: V, size of the vocabulary.
+        length: Tokens of a sequence.
+        shares: Shares of active tokens that are run.
+        step_bar: Time of forward and backward, over that of the bare products of the same tokens.
+        forward_bar: Time of a forward pass alone, over that of one product.
+        active_bar: Time with 42% of the tokens active, over that with all of them.
+    """
 
     n: int
     d: int
     v: int
     length: int = 1024
-    shares: tuple = (1.0, ACTIVE)
+    shares: tuple[float, ...] = (1.0, ACTIVE)
     step_bar: float | None = None
     forward_bar: float | None = None
     active_bar: float | None = None
@@ -62,95 +76,129 @@ SHAPES = (
 )
 
 
-def heads_of(shape):
-    """(variant -> function of a batch, variant -> why it is missing)."""
+def heads_of(shape: Shape) -> tuple[Heads, dict[str, str]]:
+    """Make all variants for a shape.
+
+    Args:
+        shape: Chunks that are larger than its N are left out.
+
+    Returns:
+        The variants by name, and for each peer that does not run here, why.
+    """
     heads = {"fastgrpo": variants.fastgrpo}
     heads |= {f"fastgrpo, chunks of {c}": variants.fastgrpo_chunks(c) for c in CHUNK_ROWS if c <= shape.n}
     heads["fastgrpo, forward only"] = variants.fastgrpo_forward
     heads["full logits"] = variants.full_logits
     heads["full logits, compiled"] = variants.full_logits_compiled("aot_eager" if SMALL else "inductor")
-    peers, missing = variants.peers(compiled=not SMALL)
+    others, missing = peers(compiled=not SMALL)
     floors = {"bare products": variants.bare_products, "one product": variants.one_product}
-    return {**heads, **peers, **floors}, missing
+    return {**heads, **others, **floors}, missing
 
 
-def errors_of(result, truth):
-    """Against fp64: of log-probs [N], or of the gradients (hidden [N, D], weight [V, D])."""
+def errors_of(result: torch.Tensor | variants.Gradients, expected: Truth) -> dict[str, float]:
+    """Compare what a head returned with fp64.
+
+    Args:
+        result: Log-probs [N], or the gradients of hidden [N, D] and weight [V, D].
+        expected: The same in fp64.
+    """
     if isinstance(result, torch.Tensor):
-        return {"error_logp": (result.double() - truth.logps).abs().max().item()}
+        return {"error_logp": (result.double() - expected.logps).abs().max().item()}
     hidden, weight = result
     return {
-        "error_hidden": variants.relative_error(hidden, truth.hidden),
-        "error_weight": variants.relative_error(weight, truth.weight),
+        "error_hidden": relative_error(hidden, expected.hidden),
+        "error_weight": relative_error(weight, expected.weight),
     }
 
 
-def figures(name, head, batch, truth):
-    """One call: the errors of a head; the products that a variant's TFLOP/s are counted in."""
+def figures(name: str, head: variants.Head, batch: Batch, expected: Truth) -> dict[str, float]:
+    """Call a head once, and note what its row says beside times.
+
+    Args:
+        name: The variant's name.
+        head: The variant.
+        batch: Its inputs.
+        expected: What it would return in fp64.
+
+    Returns:
+        Its errors, and the number of "products" that its TFLOP/s are counted in.
+    """
     result = head(batch)
-    floor = name in ("bare products", "one product")
+    errors = {} if name in FLOORS else errors_of(result, expected)
     return {
         "products": 1 if name in ("one product", "fastgrpo, forward only") else 3,
-        **{key: float(f"{error:.3g}") for key, error in ({} if floor else errors_of(result, truth)).items()},
+        **{key: float(f"{error:.3g}") for key, error in errors.items()},
     }
 
 
-def bars_of(shape, results):
-    """share -> variant -> figures of `compare`, as bar -> (value, at most).
+def bars_of(shape: Shape, results: dict[float, Results]) -> dict[str, Bar]:
+    """Judge fastgrpo by the bars of a shape, by the time of every peer, and by the memory formula of docs/loss.md.
 
-    Time of a step against the bare products of the same rows, of a forward against one product, with few active rows
-    against all of them, against every peer; and memory against the formula of docs/loss.md.
+    Args:
+        shape: The bars.
+        results: What was measured at each share of active tokens.
     """
     every = results[1.0]
 
-    def ratio(mine, other):
-        return round(mine["median_s"] / other["median_s"], 3)
+    def ratio(mine: dict[str, float], other: dict[str, float]) -> float:
+        return mine["median_s"] / other["median_s"]
 
     bars = {}
     if shape.step_bar:
-        bars["time, of the bare products"] = ratio(every["fastgrpo"], every["bare products"]), shape.step_bar
-        bars["forward time, of one product"] = (
-            ratio(every["fastgrpo, forward only"], every["one product"]),
-            shape.forward_bar,
-        )
+        bars["time, of the bare products"] = at_most(ratio(every["fastgrpo"], every["bare products"]), shape.step_bar)
+        forward = ratio(every["fastgrpo, forward only"], every["one product"])
+        bars["forward time, of one product"] = at_most(forward, shape.forward_bar)
     if shape.active_bar:
         active = ratio(results[ACTIVE]["fastgrpo"], every["fastgrpo"])
-        bars[f"time with {ACTIVE:.0%} active, of all"] = active, shape.active_bar
+        bars[f"time with {ACTIVE:.0%} active, of all"] = at_most(active, shape.active_bar)
     for share, measured in results.items():
-        for name in ("full logits", "full logits, compiled", *variants.PEERS):
+        for name in ("full logits", "full logits, compiled", *PEERS):
             if name in measured:
-                bars[f"time, of {name}, {share:.0%} active"] = ratio(measured["fastgrpo"], measured[name]), 1.0
+                bars[f"time, of {name}, {share:.0%} active"] = at_most(ratio(measured["fastgrpo"], measured[name]), 1.0)
     if CUDA and not SMALL:
         from fastgrpo.kernels.launch import CHUNK_ROWS as DEFAULT
 
         allowed = 2 * min(DEFAULT, shape.n) * shape.v + (4 * shape.v * shape.d if shape.n > DEFAULT else 0)
-        bars["peak memory, of the formula"] = round(every["fastgrpo"]["peak_bytes"] / (allowed + SPARE_BYTES), 3), 1.0
+        bars["peak memory, of the formula"] = at_most(every["fastgrpo"]["peak_bytes"] / (allowed + SPARE_BYTES), 1.0)
     return bars
 
 
-def run(shape, share, batch, heads, missing):
-    """(figures of `compare`, rows, missing) with one share of active rows; a peer that fails joins the missing."""
+def run(
+    shape: Shape, share: float, batch: Batch, heads: Heads, missing: dict[str, str]
+) -> tuple[Results, list[dict[str, Any]], dict[str, str]]:
+    """Measure all variants with one share of active tokens.
+
+    Args:
+        shape: The shape.
+        share: Active tokens, over all of them.
+        batch: Inputs of that shape.
+        heads: The variants.
+        missing: For each variant that does not run here, why.
+
+    Returns:
+        What `compare` measured, the rows made of it, and `missing` with the peers that failed.
+    """
     batch = batch.masked(share)
-    truth = variants.truth(batch)
+    expected = truth(batch)
     calls, extras, missing = {}, {}, dict(missing)
     for name, head in heads.items():
         try:
-            extras[name] = figures(name, head, batch, truth)
+            extras[name] = figures(name, head, batch, expected)
         except Exception as error:  # a peer's bug, or a card too small for the full logits, ends no benchmark
             if name.startswith("fastgrpo"):
                 raise
             missing[name] = f"failed: {type(error).__name__}: {error}"[:300]
             continue
         calls[name] = partial(head, batch)
-    del truth
+    del expected
     measured = compare(calls, ROUNDS, DEVICE, SECONDS)
     for name, result in measured.items():
         products = extras[name].pop("products")
         flops = 2 * products * len(batch.rows) * shape.v * shape.d
         extras[name]["tflops"] = float(f"{flops / result['median_s'] / 1e12:.3g}")
     rows = rows_of(
-        measured, missing, extras, **variants.versions(), benchmark="head", n=shape.n, d=shape.d, v=shape.v,
-        dtype=str(DTYPE).removeprefix("torch."), active_rows=len(batch.rows),
+        measured, missing, extras, benchmark="head", n=shape.n, d=shape.d, v=shape.v, dtype=name_of(DTYPE),
+        active_rows=len(batch.rows),
         case="all rows" if share == 1 else f"{share:.0%} of the rows",
     )  # fmt: skip
     return measured, rows, missing
@@ -158,24 +206,14 @@ def run(shape, share, batch, heads, missing):
 
 @pytest.mark.skipif(not (CUDA or SMALL), reason="needs a CUDA device at these sizes; FASTGRPO_BENCH_SMALL=1 without")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.n}x{shape.d}x{shape.v}")
-def test_head(benchmark, capsys, shape):
+def test_head(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], shape: Shape) -> None:
     torch.compiler.reset()
     heads, missing = heads_of(shape)
-    batch = variants.make_batch(shape.n, shape.d, shape.v, length=shape.length, dtype=DTYPE, device=DEVICE)
+    batch = make_batch(shape.n, shape.d, shape.v, length=shape.length, dtype=DTYPE, device=DEVICE)
     results, rows, failed = {}, [], {}
     for share in shape.shares:
         results[share], new, not_run = run(shape, share, batch, heads, missing)
         rows += new
         failed |= not_run
-        if not SMALL:
-            append(new, DEVICE)
-    with capsys.disabled():
-        for name, reason in failed.items():
-            print(f"\nmissing: {name}: {reason}")
-    bars = bars_of(shape, results)
-    benchmark.extra_info.update(
-        rows=rows,
-        missing=failed,
-        bars={name: {"value": value, "at most": bar, "met": value <= bar} for name, (value, bar) in bars.items()},
-    )
-    benchmark.pedantic(partial(variants.fastgrpo, batch), rounds=ROUNDS)
+    mine = partial(variants.fastgrpo, batch)
+    finish(benchmark, capsys, rows, bars_of(shape, results), mine, ROUNDS, missing=failed)

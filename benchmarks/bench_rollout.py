@@ -1,72 +1,62 @@
-"""Rollouts: the engine with each of its attention providers against transformers' `generate` and its continuous
-batching, in one run, same model, prompts and lengths.
+"""Rollouts: the engine with each of its attention providers against transformers' `generate` and continuous batching.
 
-On a GPU: random-weight models of the sizes of Qwen2.5-0.5B, 1.5B and 7B in bf16, 32 prompts of 512 tokens times G = 8,
-512 new tokens each with stop tokens ignored, and the same with lengths drawn from a long-tailed distribution. On a CPU:
-the embedded example's model, 32 x 8, prompts of 6 tokens. The variants run in turns; bars are reported in
-`extra_info["bars"]` and never asserted.
+On a GPU: models with random weights of the sizes of Qwen2.5-0.5B, 1.5B and 7B in bf16, and 32 prompts of 512 tokens
+with 8 completions each. On a CPU: the embedded example's model, and 32 prompts of 6 tokens with 8 completions each. No
+token stops a completion: in the case "equal" all have the same length (512 tokens on a GPU, 48 on a CPU), in the case
+"long-tailed" each has a length drawn beforehand, the same one for all variants.
 
     pytest benchmarks/bench_rollout.py --benchmark-only
-    FASTGRPO_BENCH_SMALL=1: tiny shapes and two rounds, to see that it runs; nothing is written to results/.
+
+Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
-import os
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from pytest_benchmark.fixture import BenchmarkFixture
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.compare import append, compare, rows_of
-from benchmarks.variants import versions
+from benchmarks.compare import compare, rows_of
+from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish, name_of
+from benchmarks.models import EMBEDDED, QWEN, random_model
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.geometry import kv_token_bytes
 from fastgrpo.rollout.sampling import SamplingParams
 
-SMALL = os.environ.get("FASTGRPO_BENCH_SMALL") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GPU = DEVICE.type == "cuda"
-ROUNDS = 2 if SMALL else 3 if GPU else 41
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+LARGE = CUDA and not SMALL
+ROUNDS = 2 if SMALL else 3 if CUDA else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
-PROMPT_TOKENS, NEW_TOKENS = (512, 512) if GPU and not SMALL else (6, 16 if SMALL else 48)
+PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 8 if SMALL else 48)
 BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second that a copy reaches
-# Qwen2.5: hidden, intermediate, layers, heads, key heads, tied head.
-QWEN = {
-    "0.5b": (896, 4864, 24, 14, 2, True),
-    "1.5b": (1536, 8960, 28, 12, 2, True),
-    "7b": (3584, 18944, 28, 28, 4, False),
-}
-# Share of the bandwidth limit; times transformers' generate, times its continuous batching; at equal and long-tailed
-# lengths.
+# Share of the bandwidth limit, at equal lengths; times transformers' generate, and times its continuous batching.
 BARS = {"0.5b": (0.40, 8, 3), "1.5b": (0.60, None, None), "7b": (0.75, None, None)}
-CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}
+CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # times transformers' generate
 
 
-def make_model(size):
-    """A random-weight policy of the named size."""
-    torch.manual_seed(0)
+def make_model(size: str) -> PreTrainedModel:
+    """Make a model with random weights.
+
+    Args:
+        size: A key of `QWEN`, or "embedded".
+    """
     if size == "embedded":
-        config = LlamaConfig(
-            vocab_size=14, hidden_size=64, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None,
-            eos_token_id=0, pad_token_id=0,
-        )  # fmt: skip
-        return prepare(LlamaForCausalLM(config))
-    hidden, intermediate, layers, heads, kv_heads, tied = QWEN[size]
-    config = Qwen2Config(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096, tie_word_embeddings=tied,
-    )  # fmt: skip
-    with torch.device(DEVICE):
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.base_model.rotary_emb.float()
-    return prepare(model)
+        return random_model("llama", EMBEDDED, DEVICE, torch.float32, max_position_embeddings=64, bos_token_id=None,
+                            eos_token_id=0, pad_token_id=0)  # fmt: skip
+    return random_model("qwen2", QWEN[size], DEVICE, torch.bfloat16, max_position_embeddings=4096)
 
 
-def make_lengths(case):
-    """New tokens of each completion: all the same, or log-normal with a median of a quarter of the limit."""
+def make_lengths(case: str) -> list[int]:
+    """Return the new tokens of each completion.
+
+    Args:
+        case: "equal" for the limit each; "long-tailed" for a log-normal draw whose median is a quarter of the limit.
+    """
     count = PROMPTS * GROUP
     if case == "equal":
         return [NEW_TOKENS] * count
@@ -74,11 +64,24 @@ def make_lengths(case):
     return draws.clamp(1, NEW_TOKENS).int().tolist()
 
 
-def engine_of(model, attention):
-    return RolloutEngine(model, max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6)
+def engine_of(model: PreTrainedModel, attention: str) -> RolloutEngine:
+    """Make an engine that decodes all completions at once.
+
+    Args:
+        model: A transformers model, which is made ready for the engine in place.
+        attention: Name of the attention provider.
+    """
+    return RolloutEngine(prepare(model), max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6)
 
 
-def ours(engine, prompts, lengths):
+def ours(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) -> None:
+    """Roll out with the engine.
+
+    Args:
+        engine: The engine.
+        prompts: Token ids of each prompt.
+        lengths: New tokens of each completion, the completions of a prompt side by side.
+    """
     sampling = SamplingParams(max_tokens=NEW_TOKENS, seed=0)
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, GROUP, sampling, request_id=i, max_tokens=lengths[i * GROUP : (i + 1) * GROUP])
@@ -89,24 +92,40 @@ def ours(engine, prompts, lengths):
 
 
 class StopAt(StoppingCriteria):
-    """Each row ends at a length of its own."""
+    """Ends each completion at a length of its own.
 
-    def __init__(self, lengths, prompt_tokens):
+    Args:
+        lengths: New tokens of each completion.
+        prompt_tokens: Tokens of every prompt.
+    """
+
+    def __init__(self, lengths: list[int], prompt_tokens: int):
         self.ends = torch.tensor(lengths, device=DEVICE) + prompt_tokens
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         return input_ids.shape[1] >= self.ends
 
 
-def sampled(**settings):
-    """Plain sampling without a stop token."""
+def sampled(**settings: Any) -> GenerationConfig:
+    """Configure transformers for plain sampling without a stop token.
+
+    Args:
+        settings: Further fields of the config.
+    """
     return GenerationConfig(
         do_sample=True, top_k=0, top_p=1.0, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0, **settings
     )
 
 
 @torch.no_grad()
-def generate(model, prompts, lengths):
+def generate(model: PreTrainedModel, prompts: list[list[int]], lengths: list[int]) -> None:
+    """Roll out with transformers' `generate`, which decodes until the longest completion ends.
+
+    Args:
+        model: The model.
+        prompts: Token ids of each prompt, all of one length.
+        lengths: New tokens of each completion.
+    """
     ids = torch.tensor(prompts, device=DEVICE)
     model.generate(
         ids,
@@ -117,33 +136,55 @@ def generate(model, prompts, lengths):
 
 
 @torch.no_grad()
-def continuous(model, prompts, lengths):
-    """transformers' continuous batching. It has one length limit for all, so it runs the equal lengths alone; a prompt
-    is passed once for each completion, because num_return_sequences loses some there (transformers 5.17.0)."""
+def continuous(model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Roll out with transformers' continuous batching.
+
+    It has one length limit for all completions, and so takes part with equal lengths alone. A prompt is passed once for
+    each completion, because num_return_sequences loses some of them there (transformers 5.17.0).
+
+    Args:
+        model: The model.
+        prompts: Token ids of each prompt.
+    """
     every = [prompt for prompt in prompts for _ in range(GROUP)]
     outputs = model.generate_batch(inputs=every, generation_config=sampled())
     assert len(outputs) == len(every)
 
 
-def limit_tokens_a_second(model, lengths):
-    """Tokens a second if reading weights and keys and values once a step were all the time: a step of R rows of mean
-    length L reads weights + R * L * bytes of a token."""
+def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
+    """Return the tokens a second if a decode step took only the time to read the weights, the keys and the values.
+
+    A step of R completions of mean length L reads bytes(weights) + R * L * bytes(keys and values of a token).
+
+    Args:
+        model: The model.
+        lengths: New tokens of each completion.
+
+    Returns:
+        0 where the GPU's bandwidth is not known.
+    """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    rows, mean = len(lengths), PROMPT_TOKENS + sum(lengths) / len(lengths) / 2
-    bandwidth = BANDWIDTH.get(torch.cuda.get_device_name(), 0) if GPU else 0
-    return rows * bandwidth / (weights + rows * mean * kv_token_bytes(model.config, model.dtype))
+    count, mean = len(lengths), PROMPT_TOKENS + sum(lengths) / len(lengths) / 2
+    bandwidth = BANDWIDTH.get(torch.cuda.get_device_name(), 0) if CUDA else 0
+    return count * bandwidth / (weights + count * mean * kv_token_bytes(model.config, model.dtype))
 
 
-@pytest.mark.parametrize("case", ["equal", "long-tailed"])
-@pytest.mark.parametrize("size", list(QWEN) if GPU and not SMALL else ["embedded"])
-def test_rollout(benchmark, capsys, size, case):
-    model = make_model(size).to(DEVICE)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, model.config.vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
-    lengths = make_lengths(case)
-    names = ["triton", "flash_attn", "varlen", "sdpa"] if GPU else ["sdpa", "products"]
+def variants_of(
+    model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], case: str
+) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    """Make the variants that run here.
+
+    Args:
+        model: The model.
+        prompts: Token ids of each prompt.
+        lengths: New tokens of each completion.
+        case: "equal" or "long-tailed".
+
+    Returns:
+        The variants by name, and for each one that does not run, why.
+    """
     variants, missing = {}, {}
-    for name in names:
+    for name in ["triton", "flash_attn", "varlen", "sdpa"] if CUDA else ["sdpa", "products"]:
         engine = engine_of(model, name)
         try:
             ours(engine, prompts, lengths)
@@ -152,47 +193,56 @@ def test_rollout(benchmark, capsys, size, case):
             continue
         variants[f"fastgrpo, {name}"] = partial(ours, engine, prompts, lengths)
     variants["transformers generate"] = partial(generate, model, prompts, lengths)
-    if GPU and case == "equal":
+    if CUDA and case == "equal":
         try:
-            continuous(model, prompts, lengths)
-            variants["transformers continuous batching"] = partial(continuous, model, prompts, lengths)
+            continuous(model, prompts)
+            variants["transformers continuous batching"] = partial(continuous, model, prompts)
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             missing["transformers continuous batching"] = str(error)[:200]
-    with capsys.disabled():
-        for name, reason in missing.items():
-            print(f"\nmissing: {name}: {reason}")
+    return variants, missing
+
+
+def bars_of(size: str, case: str, speeds: dict[str, float], limit: float) -> dict[str, Bar]:
+    """Compare the fastest of fastgrpo's variants with transformers and with the bandwidth limit.
+
+    Args:
+        size: A key of `QWEN`, or "embedded".
+        case: "equal" or "long-tailed".
+        speeds: Tokens a second of each variant.
+        limit: What `limit_tokens_a_second` returned.
+    """
+    mine = max(speed for name, speed in speeds.items() if name.startswith("fastgrpo"))
+    bars, plain, batching = {}, "transformers generate", "transformers continuous batching"
+    if not LARGE:
+        return {f"times {plain}": at_least(mine / speeds[plain], CPU_BARS[case])}
+    share, of_plain, of_batching = BARS[size]
+    if case == "equal":
+        bars["share of the bandwidth limit"] = at_least(mine / limit if limit else 0.0, share)
+    if of_plain:
+        bars[f"times {plain}"] = at_least(mine / speeds[plain], of_plain)
+    if of_batching and batching in speeds:
+        bars[f"times {batching}"] = at_least(mine / speeds[batching], of_batching)
+    return bars
+
+
+@pytest.mark.parametrize("case", ["equal", "long-tailed"])
+@pytest.mark.parametrize("size", list(QWEN) if LARGE else ["embedded"])
+def test_rollout(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], size: str, case: str) -> None:
+    model = make_model(size)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, model.config.vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    lengths = make_lengths(case)
+    variants, missing = variants_of(model, prompts, lengths, case)
     results = compare(variants, ROUNDS, DEVICE)
-    tokens, limit = sum(lengths), limit_tokens_a_second(model, lengths)
-    extras = {}
-    for name, result in results.items():
-        extras[name] = {"tokens_per_s": round(tokens / result["median_s"])}
-        if limit:
-            extras[name]["of_bandwidth_limit"] = round(tokens / result["median_s"] / limit, 3)
-    mine = min((name for name in variants if name.startswith("fastgrpo")), key=lambda name: results[name]["median_s"])
-
-    def times(other):
-        return round(results[other]["median_s"] / results[mine]["median_s"], 2)
-
-    bars = {}
-    if GPU and not SMALL:
-        share, of_generate, of_continuous = BARS[size]
-        if case == "equal":
-            bars["share of the bandwidth limit"] = extras[mine].get("of_bandwidth_limit", 0.0), share
-        if of_generate:
-            bars["times transformers generate"] = times("transformers generate"), of_generate
-        if of_continuous and "transformers continuous batching" in results:
-            bars["times transformers continuous batching"] = times("transformers continuous batching"), of_continuous
-    else:
-        bars["times transformers generate"] = times("transformers generate"), CPU_BARS[case]
+    speeds = {name: sum(lengths) / result["median_s"] for name, result in results.items()}
+    limit = limit_tokens_a_second(model, lengths)
+    extras = {name: {"tokens_per_s": round(speed)} for name, speed in speeds.items()}
+    if limit:
+        for name, speed in speeds.items():
+            extras[name]["of_bandwidth_limit"] = round(speed / limit, 3)
     rows = rows_of(
-        results, missing, extras, **versions(), benchmark="rollout", model=size, case=case, prompts=PROMPTS,
-        group=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, dtype=str(model.dtype).removeprefix("torch."),
+        results, missing, extras, benchmark="rollout", model=size, case=case, prompts=PROMPTS, group=GROUP,
+        prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, dtype=name_of(model.dtype),
     )  # fmt: skip
-    benchmark.extra_info.update(
-        rows=rows,
-        missing=missing,
-        bars={name: {"value": value, "at least": bar, "met": value >= bar} for name, (value, bar) in bars.items()},
-    )
-    if not SMALL:
-        append(rows, DEVICE)
-    benchmark.pedantic(variants[mine], rounds=ROUNDS)
+    fastest = max((name for name in speeds if name.startswith("fastgrpo")), key=speeds.get)
+    finish(benchmark, capsys, rows, bars_of(size, case, speeds, limit), variants[fastest], ROUNDS, missing=missing)

@@ -1,42 +1,56 @@
-"""One way to time variants against one another, and to write down what came out."""
+"""Time variants against one another in turns, measure their peak memory, and write the results down.
+
+A variant is a function without arguments that does the work once. Every benchmark here gives its variants to `compare`,
+turns what comes back into rows with `rows_of`, and adds the rows to results/ with `append` (see harness.py).
+"""
 
 import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable, Hashable
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
 STARTED = datetime.now(UTC).isoformat(timespec="seconds")  # the same in all rows of one run
-L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU: zeroing it evicts what the variant before left there
-# Zeroing it so often takes half a millisecond, in which the host gets ahead of the device, as it does in training: the
-# device is timed, and not the host's first launches.
+PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")  # their versions stand in every row
+L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU: zeroing so much evicts what the variant before left there
+# Zeroing the cache this often takes the GPU half a millisecond. Meanwhile the host launches the variant's first
+# kernels, as it runs ahead of the GPU in training too, so that the time on the GPU contains no wait for the host.
 HEAD_STARTS = 8
 
+Call = Callable[[], Any]
 
-def compare(variants, rounds, device="cpu", seconds=None):
+
+def compare(
+    variants: dict[Hashable, Call], rounds: int, device: str | torch.device = "cpu", seconds: float | None = None
+) -> dict[Hashable, dict[str, float]]:
     """Time variants in turns, and measure the peak memory of each.
 
-    One call of each comes first, under the memory measurement; it is the warm-up too. Then every round calls every
-    variant once, and each round starts with another one: a clock that changes with heat or with the neighbours' load
-    changes it for all of them.
+    Every variant is called once first, under the memory measurement; that call is the warm-up too. Then every round
+    calls every variant once, and each round starts with another variant. A clock that changes with heat, or a
+    neighbour's load on a shared machine, thus meets all variants alike.
 
     Args:
-        variants: name -> callable without arguments. It returns what it has to leave in memory (its gradients), and
-            nothing else may stay.
-        rounds: timed calls of each, at most.
-        seconds: no round starts once the rounds before it have taken this long; the first always runs. None: no limit.
-        device: where they run. "cpu": wall time. "cuda": time between two events of the current stream, the L2 cache
-            flushed before each call.
+        variants: The function to call for each name. It returns what it has to leave in memory (its gradients); nothing
+            else may stay.
+        rounds: Timed calls of each variant, at most.
+        device: Where the variants run. On "cpu", wall time is measured. On "cuda", it is the time between two events of
+            the current stream, and the L2 cache is flushed before each call.
+        seconds: Once the rounds so far have taken this long, no further one starts. The first one always runs. None
+            sets no limit.
 
     Returns:
-        name -> {"rounds", "median_s", "p20", "p80": seconds, "peak_bytes": most bytes alive during the call, beyond
-        those alive before it and those it leaves: beyond inputs and gradients}.
+        For each name: "rounds", how often it was timed; "median_s", "p20" and "p80", quantiles of its time in seconds;
+        "peak_bytes", the most bytes alive during the call, beyond those alive before it (inputs) and those that it
+        leaves (gradients).
     """
     peak = _cuda_peak if torch.device(device).type == "cuda" else _cpu_peak
     clock = _CudaClock(device) if torch.device(device).type == "cuda" else _cpu_seconds
@@ -58,17 +72,19 @@ def compare(variants, rounds, device="cpu", seconds=None):
     return results
 
 
-def _cpu_seconds(call):
+def _cpu_seconds(call: Call) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 class _CudaClock:
-    def __init__(self, device):
+    """Times a call on the GPU, in seconds, with a cold L2 cache."""
+
+    def __init__(self, device: str | torch.device):
         self.cache = torch.empty(L2_BYTES, dtype=torch.uint8, device=device)
 
-    def __call__(self, call):
+    def __call__(self, call: Call) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         for _ in range(HEAD_STARTS):
@@ -80,12 +96,12 @@ class _CudaClock:
         return start.elapsed_time(end) / 1e3
 
 
-def _cpu_peak(call):
-    """Bytes of torch's CPU allocator: the profiler sees each of its allocations and frees.
+def _cpu_peak(call: Call) -> int:
+    """Return the peak memory of a call in bytes, from the profiler's record of torch's allocations and frees.
 
-    Exact, where a TorchDispatchMode that follows storages would miss the temporaries inside of one operator (logsumexp
-    makes one as large as its input), and the resident set size would count pages that are only cached. The scratch
-    memory of the matrix library is no torch allocation and is not in it, for any variant.
+    The record is exact. A TorchDispatchMode that follows storages would miss the temporaries inside of one operator
+    (logsumexp makes one as large as its input), and the resident set size would count pages that are only cached. The
+    scratch memory of the matrix library is no torch allocation, and is counted for no variant.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = call()
@@ -95,11 +111,11 @@ def _cpu_peak(call):
     for _, _, nbytes in changes:
         alive += nbytes
         peak = max(peak, alive)
-    del result  # it lived up to here, so that `alive` ends at what the call leaves
+    del result  # it had to live up to here, so that `alive` ends at what the call leaves
     return peak - alive
 
 
-def _cuda_peak(call):
+def _cuda_peak(call: Call) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     result = call()
@@ -109,12 +125,34 @@ def _cuda_peak(call):
     return peak
 
 
-def rows_of(results, missing=None, extras=None, **description):
-    """The results of `compare` as rows for `append`: commit, versions, description, variant, ms, MiB
-    (a peak that was not measured is None).
+def versions() -> dict[str, str]:
+    """Return the version of Triton and of each peer; "missing" stands for a package that is not installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
 
-    missing: variant -> why it was not run; each is a row with the reason in the place of figures. extras: variant ->
-    dict of further figures.
+
+def rows_of(
+    results: dict[str, dict[str, float | None]],
+    missing: dict[str, str] | None = None,
+    extras: dict[str, dict[str, Any]] | None = None,
+    **description: Any,
+) -> list[dict[str, Any]]:
+    """Turn the results of `compare` into rows for `append`, one a variant.
+
+    Args:
+        results: What `compare` returned. A "peak_bytes" of None says that memory was not measured.
+        missing: For each variant that was not run, why. Each gets a row with the reason in place of figures.
+        extras: Further figures of a variant, by its name.
+        description: What all rows share: the benchmark's name, its shapes, its dtype.
+
+    Returns:
+        Rows with the date and commit of the run, the versions that it ran with, the description, the variant's name,
+        its time in milliseconds and its peak memory in MiB.
     """
     root = Path(__file__).parent.parent
     described = subprocess.run(
@@ -130,6 +168,7 @@ def rows_of(results, missing=None, extras=None, **description):
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        **versions(),
         **description,
     }
     rows = [
@@ -148,8 +187,17 @@ def rows_of(results, missing=None, extras=None, **description):
     return rows + [{**run, "variant": name, "missing": reason} for name, reason in (missing or {}).items()]
 
 
-def append(rows, device, folder=RESULTS):
-    """Add rows to <folder>/<device>.jsonl, one JSON object a line; the device is "cpu" or the GPU's name."""
+def append(rows: list[dict[str, Any]], device: str | torch.device, folder: Path = RESULTS) -> Path:
+    """Add rows to the results of a device, one JSON object a line.
+
+    Args:
+        rows: What `rows_of` made.
+        device: Where they were measured.
+        folder: Folder of the results.
+
+    Returns:
+        The file, which bears the name of the GPU, as nvidia-h200.jsonl, or is cpu.jsonl.
+    """
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     folder.mkdir(exist_ok=True)
     path = folder / f"{name.lower().replace(' ', '-')}.jsonl"

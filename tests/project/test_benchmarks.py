@@ -1,4 +1,4 @@
-"""The helper measures what it says; benchmarks run at a small size and write nothing there; the report reads rows."""
+"""`compare` measures what it says; all benchmarks run at a small size and write nothing; the report reads results."""
 
 import json
 import os
@@ -99,46 +99,62 @@ def results_on_disk():
     return {path.name: path.read_bytes() for path in (ROOT / "benchmarks").glob("results/*")}
 
 
-def run_small(name, tmp_path):
-    """The extra_info of every test of a benchmark file at its small size."""
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """All benchmarks at their small size, in one process: file name -> the extra_info of its tests, and the output."""
     before = results_on_disk()
-    report_path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "pytest", f"benchmarks/{name}.py", "--benchmark-only", "-p", "no:cacheprovider"]
+    path = tmp_path_factory.mktemp("benchmarks") / "report.json"
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, f"--benchmark-json={report_path}"],
+        [*command, f"--benchmark-json={path}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "FASTGRPO_BENCH_SMALL": "1"},
     )
-    assert result.returncode == 0, result.stdout + result.stderr
     assert results_on_disk() == before
-    infos = [run["extra_info"] for run in json.loads(report_path.read_text())["benchmarks"]]
-    for info in infos:
+    infos = {}
+    for run in json.loads(path.read_text())["benchmarks"] if path.exists() else ():
+        name = run["fullname"].split("::")[0].removeprefix("benchmarks/").removesuffix(".py")
+        infos.setdefault(name, []).append(run["extra_info"])
+    return infos, result
+
+
+def infos_of(small, name):
+    """The extra_info of every test of a benchmark file."""
+    infos, result = small
+    assert name in infos and f"FAILED benchmarks/{name}.py" not in result.stdout, result.stdout + result.stderr
+    for info in infos[name]:
         assert all(f"missing: {name}: {reason}" in result.stdout for name, reason in info["missing"].items())
         bars = info["bars"]  # of whatever is installed: full logits always, peers where they are
         assert all(set(bar) in ({"value", "at most", "met"}, {"value", "at least", "met"}) for bar in bars.values())
-    return infos
+    return infos[name]
 
 
-def test_bench_loss_runs_small(tmp_path):
+def test_every_benchmark_runs_small(small):
+    infos, result = small
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert infos.keys() == {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+
+
+def test_bench_loss(small):
     """The gradients of all variants agree, and peers that are not installed are named."""
-    (info,) = run_small("bench_loss", tmp_path)
+    (info,) = infos_of(small, "bench_loss")
     assert any("full logits" in name for name in info["bars"])
-    info["rows"] = [row for row in info["rows"] if "missing" not in row]
-    variants = {row["variant"] for row in info["rows"]}
+    rows = [row for row in info["rows"] if "missing" not in row]
+    variants = {row["variant"] for row in rows}
     assert {"fastgrpo", "full logits"} <= variants and ("trl" in variants) != ("trl" in info["missing"])
-    assert {row["case"] for row in info["rows"]} == {"all rows", "40% of the rows"}
-    peaks = {(row["variant"], row["case"]): row["peak_mib"] for row in info["rows"]}
+    assert {row["case"] for row in rows} == {"all rows", "40% of the rows"}
+    peaks = {(row["variant"], row["case"]): row["peak_mib"] for row in rows}
     logits = 256 * 2048 * 4 / 2**20
     assert logits <= peaks["fastgrpo", "all rows"] < 1.2 * logits  # one chunk: the logits, turned into their gradient
     assert 2.5 * logits < peaks["full logits", "all rows"] < 4 * logits
     assert peaks["fastgrpo", "40% of the rows"] < 0.5 * peaks["fastgrpo", "all rows"]
 
 
-def test_bench_head_runs_small(tmp_path):
+def test_bench_head(small):
     """Every variant computes the same gradients, or is named as missing; the errors are against fp64."""
-    infos = run_small("bench_head", tmp_path)
+    infos = infos_of(small, "bench_head")
     assert all(any("full logits" in name for name in info["bars"]) for info in infos)
     assert len(infos) == 2
     peers = {"trl", "liger", "cut-cross-entropy"}
@@ -165,9 +181,9 @@ def test_bench_head_runs_small(tmp_path):
     assert cases == {(256, "all rows", 256), (256, "42% of the rows", 107), (128, "all rows", 128)}
 
 
-def test_bench_attention_runs_small(tmp_path):
+def test_bench_attention(small):
     """Both packings give the same gradients, at 64 + 4 * 15 inputs a group against 4 * 79."""
-    infos = run_small("bench_attention", tmp_path)
+    infos = infos_of(small, "bench_attention")
     assert [row["case"] for info in infos for row in info["rows"]] == ["all rows"] * 2 + [
         "all rows, layers recomputed"
     ] * 2
@@ -176,9 +192,9 @@ def test_bench_attention_runs_small(tmp_path):
         assert all(0 < row["difference"] < 0.05 and row["ms_p50"] > 0 for row in info["rows"])
 
 
-def test_bench_decode_runs_small(tmp_path):
+def test_bench_decode(small):
     """Both model sizes and every filter; without a GPU the Triton kernels are missing by name, and so are the bars."""
-    infos = run_small("bench_decode", tmp_path)
+    infos = infos_of(small, "bench_decode")
     assert len(infos) == 6
     for info in infos:
         variants = {row["variant"] for row in info["rows"] if "missing" not in row}
@@ -250,9 +266,9 @@ def test_report_reads_the_results_that_are_kept():
             assert report.table(rows, path.stem).count("\n") >= 4
 
 
-def test_bench_rollout_runs_small(tmp_path):
+def test_bench_rollout(small):
     """Equal lengths and long-tailed ones, the engine's two CPU providers against transformers."""
-    infos = run_small("bench_rollout", tmp_path)
+    infos = infos_of(small, "bench_rollout")
     assert [row["case"] for info in infos for row in info["rows"]] == ["equal"] * 3 + ["long-tailed"] * 3
     for info in infos:
         assert [row["variant"] for row in info["rows"]] == [
@@ -261,9 +277,9 @@ def test_bench_rollout_runs_small(tmp_path):
         assert all(row["tokens_per_s"] > 0 for row in info["rows"])
 
 
-def test_bench_step_runs_small(tmp_path):
+def test_bench_step(small):
     """A step's stages are told; TRL is there, or named as missing."""
-    (info,) = run_small("bench_step", tmp_path)
+    (info,) = infos_of(small, "bench_step")
     ours, trl = info["rows"]
     assert ours["variant"] == "fastgrpo" and trl["variant"] == "trl"
     assert {"rollout", "reward", "reference", "forward", "loss", "backward"} < set(ours["stages_ms"])

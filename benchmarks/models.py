@@ -1,0 +1,74 @@
+"""Models with random weights, of the sizes that the benchmarks run."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+
+
+class Size(NamedTuple):
+    """The shape of a decoder.
+
+    Attributes:
+        hidden: Width of the hidden states.
+        intermediate: Width inside an MLP.
+        layers: Decoder layers.
+        heads: Query heads.
+        kv_heads: Key heads.
+        vocab: Tokens of the vocabulary.
+        tied: Whether the head is the embedding.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int = 151_936
+    tied: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+
+QWEN = {  # Qwen2.5
+    "0.5b": Size(896, 4864, 24, 14, 2),
+    "1.5b": Size(1536, 8960, 28, 12, 2),
+    "7b": Size(3584, 18944, 28, 28, 4, tied=False),
+}
+EMBEDDED = Size(64, 256, 3, 4, 4, vocab=14)  # the model of the embedded example
+
+
+def random_model(
+    family: str, size: Size, device: str | torch.device, dtype: torch.dtype, **config: Any
+) -> PreTrainedModel:
+    """Make a model with random weights, the same ones at each call on one device.
+
+    Args:
+        family: A key of `FAMILIES`.
+        size: Its shape.
+        device: Where its weights are drawn and stay.
+        dtype: Of its parameters. Buffers, such as the rotary frequencies, stay in fp32.
+        config: Further fields of its transformers config.
+    """
+    torch.manual_seed(0)
+    config_class, model_class = FAMILIES[family]
+    shape = config_class(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        tie_word_embeddings=size.tied,
+        **config,
+    )
+    with torch.device(device):
+        model = model_class(shape)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

@@ -1,0 +1,49 @@
+"""What an evaluation shows of its values; tests/top/test_evaluate.py has how they are measured."""
+
+import pytest
+
+from fastgrpo.data.records import TrainerState
+from fastgrpo.evaluation.estimators import MAX_DRAWS
+from fastgrpo.evaluation.heldout import Evaluation, comparison, draws_reported, evaluate
+from fastgrpo.rollout.sampling import SamplingParams
+
+
+def evaluation():
+    values = {"eval/accuracy": 0.5, "eval/pass@1": 0.25, "eval/pass@4": 0.75, "eval/mean_length": 12.0, "eval/time": 3}
+    rows = [{"draw": draw} for draw in ("greedy", 0, 1, 2, 3)] * 2
+    return Evaluation(values, {"eval/accuracy": (0.1, 0.9)}, rows, ["note: something"])
+
+
+def test_a_value_is_shown_with_its_interval():
+    assert evaluation().cell("eval/accuracy") == "0.500 [0.100, 0.900]"
+    assert evaluation().cell("eval/mean_length") == "12.000"
+    assert evaluation().cell("eval/maj@4") == ""
+
+
+def test_the_summary_has_the_accuracy_and_the_estimates_of_the_most_draws():
+    assert evaluation().summary().splitlines() == [
+        "accuracy 0.500 [0.100, 0.900], pass@4 0.750 (2 prompts, 3.0 s)",
+        "note: something",
+    ]
+
+
+def test_intervals_are_metrics_too():
+    metrics = evaluation().metrics()
+    assert (metrics["eval/accuracy/ci95_low"], metrics["eval/accuracy/ci95_high"]) == (0.1, 0.9)
+    assert metrics.keys() - evaluation().values.keys() == {"eval/accuracy/ci95_low", "eval/accuracy/ci95_high"}
+
+
+def test_a_comparison_begins_with_what_people_quote():
+    lines = comparison(["a", "b"], [evaluation(), Evaluation({"eval/mean_length": 3.0}, {}, [], [])]).splitlines()
+    names = [line.split("|")[1].strip() for line in lines]
+    assert names == ["metric", "---", "accuracy", "pass@1", "pass@4", "mean_length", "time"]
+    assert [cell.strip() for cell in lines[2].split("|")[2:4]] == ["0.500 [0.100, 0.900]", ""]
+
+
+def test_every_draw_counts_in_the_last_estimate():
+    assert [draws_reported(count) for count in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+
+
+def test_too_many_draws_are_refused():
+    with pytest.raises(ValueError, match=f"eval_num_generations must be at most {MAX_DRAWS}, got {MAX_DRAWS + 1}"):
+        evaluate(None, None, [], None, SamplingParams(), TrainerState(0, 0, 0.0, 8), num_generations=MAX_DRAWS + 1)

@@ -1,0 +1,73 @@
+"""An update is the same however it is split into micro-batches, and moves nothing where it must not."""
+
+import pytest
+import tiny
+import torch
+from runs import samples_of
+
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+
+def updater_of(max_tokens=1000, max_grad_norm=0.5):
+    """A tiny policy, and an updater over it that warms up for four updates."""
+    model = tiny.model()
+    optimizer = MasterAdamW(model, learning_rate=1e-2)
+    schedule = make_schedule(optimizer, "constant_with_warmup", warmup_steps=4, total_steps=10)
+    return model, Updater(
+        optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens, device=torch.device("cpu")
+    )
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def sum_over_completions(model, sizes=None):
+    """A loss that sums over tokens, so that micro-batches add up; `sizes` learns how many samples each has."""
+    head = model.get_output_embeddings().weight
+
+    def loss(part, batch):
+        if sizes is not None:
+            sizes.append(len(part))
+        return (head[batch.targets] ** 2).sum() * 0.1
+
+    return loss
+
+
+def test_gradients_add_up_over_micro_batches():
+    norms, ends = [], []
+    for max_tokens, count in ((1000, 1), (12, 4)):
+        model, updater = updater_of(max_tokens)
+        sizes = []
+        norms.append(updater.step(samples_of(), sum_over_completions(model, sizes)))
+        ends.append(weights_of(model))
+        assert sum(sizes) == len(samples_of()) and len(sizes) >= count
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(*ends)
+
+
+def test_the_norm_is_that_before_clipping():
+    norms = [updater.step(samples_of(), sum_over_completions(model)) for model, updater in
+             (updater_of(max_grad_norm=bound) for bound in (1e-3, 1e3))]  # fmt: skip
+    torch.testing.assert_close(*norms)
+    assert norms[0] > 1e-2
+
+
+def test_without_samples_nothing_moves():
+    model, updater = updater_of()
+    before = weights_of(model)
+    assert updater.step([], sum_over_completions(model)) == 0
+    assert torch.equal(weights_of(model), before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_moves_nothing_and_the_schedule_goes_on(bad):
+    model, updater = updater_of()
+    updater.step(samples_of(), sum_over_completions(model))
+    before, rate = weights_of(model), updater.schedule.get_last_lr()[0]
+    loss = sum_over_completions(model)
+    assert updater.step(samples_of(), lambda part, batch: bad * loss(part, batch)).isnan()
+    assert torch.equal(weights_of(model), before)
+    assert updater.schedule.get_last_lr()[0] > rate
+    assert updater.step(samples_of(), loss).isfinite() and not torch.equal(weights_of(model), before)
