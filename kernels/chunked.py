@@ -13,8 +13,9 @@ checkpointed region); several chunks run them at once and keep dH and dW. A weig
 
 import torch
 
-from fastgrpo.kernels.objectives import PolicyRows, cut, policy_loss_fwd, sequence_slices
-from fastgrpo.kernels.products import no_autocast
+from fastgrpo.kernels.objectives import policy_loss_fwd
+from fastgrpo.kernels.policy_rows import cut, policy_parts
+from fastgrpo.kernels.products import compute_dtype, no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 CHUNK_BYTES = 64 * 2**20  # of one chunk's logits: large enough for full-speed products, small beside a model
@@ -27,32 +28,9 @@ def chunk_rows(vocab_size):
     return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
 
 
-def compute_dtype(tensor):
-    """fp32 for every input dtype but fp64."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def row_slices(total, size):
     """Slices of at most `size` of `total` rows; one empty slice where there are none."""
     return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
-
-
-def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocabulary, softcap):
-    """The chunks as (rows, sequences), and the policy loss where it has to be known before the first chunk.
-
-    A sequence-level factor (rows.lengths is there) needs all log-probs of its sequence: chunks end with sequences; one
-    that is longer than a chunk costs a forward-only pass over all rows.
-    """
-    parts = [(part, slice(None)) for part in row_slices(len(rows.targets), size)]
-    if rows.lengths is None or len(parts) == 1:
-        return parts, None
-    lengths = rows.lengths.tolist()
-    if max(lengths) <= size:
-        return sequence_slices(lengths, size), None
-    logps, _ = linear_logprob_fwd(
-        hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary, softcap, index=rows.index
-    )
-    return parts, policy_loss_fwd(logps, rows, objective)
 
 
 def _weight_blocks(weight, dtype):
@@ -191,7 +169,12 @@ class LinearGRPO(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         outputs, dz = [], None
         with no_autocast(hidden):
-            parts, known = _policy_parts(hidden, weight, bias, rows, objective, size, vocabulary, softcap)
+            slices = row_slices(len(rows.targets), size)
+            parts, known = policy_parts(
+                rows, objective, slices, size, policy_loss_fwd,
+                lambda: linear_logprob_fwd(hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary,
+                                           softcap, index=rows.index)[0],
+            )  # fmt: skip
             keep_dz = any(needs) and len(parts) == 1
             grads = _Gradients(hidden, weight, bias, needs, vocabulary) if any(needs) and not keep_dz else None
             for part, sequences in parts:
@@ -240,21 +223,3 @@ class LinearGRPO(torch.autograd.Function):
                 products.add(dz, hidden[where].to(dz.dtype), where)
             sums = products.sums
         return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 7
-
-
-class PolicyLoss(torch.autograd.Function):
-    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M])."""
-
-    @staticmethod
-    def forward(ctx, logps, rows, objective):
-        ctx.set_materialize_grads(False)
-        logps = logps.to(compute_dtype(logps))
-        loss, g, metrics = policy_loss_fwd(logps, rows, objective)
-        ctx.save_for_backward(g)
-        return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps.detach(), **metrics}
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, _):
-        (g,) = ctx.saved_tensors
-        return (None if grad_loss is None else g * grad_loss), None, None

@@ -7,9 +7,10 @@ one [N, V] tensor that autograd receives: a new one in the logits' dtype, or, wh
 
 import torch
 
-from fastgrpo.kernels.chunked import compute_dtype, row_slices
-from fastgrpo.kernels.objectives import cut, policy_loss_fwd
-from fastgrpo.kernels.products import no_autocast
+from fastgrpo.kernels.chunked import row_slices
+from fastgrpo.kernels.objectives import policy_loss_fwd
+from fastgrpo.kernels.policy_rows import cut
+from fastgrpo.kernels.products import compute_dtype, no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 

@@ -14,54 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from fastgrpo.kernels.policy_rows import sequence_mean, sequence_sum
+from fastgrpo.kernels.products import compute_dtype
+
 LOG_RATIO_MAX = 20.0  # vespo: log-ratios are held to +-20, sequence weights to [1e-8, e^20], as TRL does
 LOG_WEIGHT_MIN = math.log(1e-8)
-
-
-class PolicyRows(NamedTuple):
-    """What the loss needs to know of the M kept rows; nothing in it carries gradient.
-
-    index: [M] int64, increasing, the kept rows among the N rows of hidden, or None where all are kept.
-    targets: [M] int64. temperature: float or [M]. advantages, weights: [M] fp32. old_logps, ref_logps: [M] or None.
-    lengths: [S] int64, kept rows of each sequence, or None where the objective never looks at sequences.
-    sampler_logps: [M] or None; NaN where the sampler gave none. entropy_weights: [M], coefficient included, or None.
-    active: [M] bool where only the device knows which rows carry gradient, else None (all do). The others have finite
-    stand-ins everywhere, weight 0, and hidden states that must not be read. host_lengths: lengths, known on the host.
-    """
-
-    index: torch.Tensor | None
-    targets: torch.Tensor
-    temperature: float | torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    old_logps: torch.Tensor | None
-    ref_logps: torch.Tensor | None
-    lengths: torch.Tensor | None
-    sampler_logps: torch.Tensor | None = None
-    entropy_weights: torch.Tensor | None = None
-    active: torch.Tensor | None = None
-    host_lengths: tuple[int, ...] | None = None
-
-    def cut(self, part, sequences):
-        """The rows of slice `part`, which are those of the sequences in slice `sequences`."""
-        fields = {name: cut(value, part) for name, value in self._asdict().items()}
-        return PolicyRows(**{**fields, "lengths": cut(self.lengths, sequences)})
-
-
-def cut(value, part):
-    """A slice of a per-row value; floats and None stand for all rows."""
-    return value[part] if isinstance(value, torch.Tensor) else value
-
-
-def sequence_slices(lengths, size):
-    """(rows, sequences) of chunks that end where sequences end; no sequence is longer than `size`."""
-    parts, row, first, end = [], 0, 0, 0
-    for i, length in enumerate(lengths):
-        if end + length - row > size:
-            parts.append((slice(row, end), slice(first, i)))
-            row, first = end, i
-        end += length
-    return [*parts, (slice(row, end), slice(first, len(lengths)))]
 
 
 class Tokens(NamedTuple):
@@ -201,13 +158,22 @@ def importance_weights(logps, rows, objective):
     return importance, {"importance": importance, "sampler_gap": gap.abs()}
 
 
-def sequence_sum(values, lengths):
-    """[M] -> [M]: each row gets the sum over its sequence. segment_reduce sums in a fixed order."""
-    total = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # safe looks at the lengths: a host sync
-    return total.repeat_interleave(lengths, output_size=len(values))
+class PolicyLoss(torch.autograd.Function):
+    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M]).
 
+    `fwd` is the `policy_loss_fwd` of this module, or the one of policy_loss.py, which runs it as a Triton kernel.
+    """
 
-def sequence_mean(values, lengths):
-    """[M] -> [M]: each row gets the mean over its sequence."""
-    mean = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True) / lengths.clamp(min=1)
-    return mean.repeat_interleave(lengths, output_size=len(values))
+    @staticmethod
+    def forward(ctx, logps, rows, objective, fwd):
+        ctx.set_materialize_grads(False)
+        logps = logps.to(compute_dtype(logps))
+        loss, g, metrics = fwd(logps, rows, objective)
+        ctx.save_for_backward(g)
+        return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps.detach(), **metrics}
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, _):
+        (g,) = ctx.saved_tensors
+        return (None if grad_loss is None else g * grad_loss), None, None, None

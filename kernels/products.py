@@ -11,9 +11,43 @@ import torch
 from fastgrpo.kernels.softmax import all_reduce_
 
 
-def no_autocast(tensor):
-    """fp32 products stay fp32 inside torch.autocast."""
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: fp32 for every input but fp64, which stays fp64 (for gradcheck).
+
+    Args:
+        tensor: An input of the operation.
+
+    Returns:
+        torch.float32 or torch.float64.
+    """
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def no_autocast(tensor: torch.Tensor) -> torch.autocast:
+    """Keep fp32 products in fp32, even inside the caller's torch.autocast.
+
+    Args:
+        tensor: Any tensor on the device of the products.
+
+    Returns:
+        A context manager.
+    """
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def needed(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    """Tell which tensors want a gradient now.
+
+    Autograd functions are told this from outside: their ctx.needs_input_grad stays True under no_grad.
+
+    Args:
+        tensors: The inputs of the operation; None is an input that was not given.
+
+    Returns:
+        One bool a tensor.
+    """
+    grad = torch.is_grad_enabled()
+    return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def mm_fp32(a, b, out=None):

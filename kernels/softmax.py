@@ -12,10 +12,23 @@ import torch.distributed as dist
 ELSEWHERE, NOWHERE = -1, -2
 
 
-def all_reduce_(values, group, op=dist.ReduceOp.SUM):
-    """In place over the ranks of the process group of this name; None is one process."""
+def all_reduce_(
+    values: torch.Tensor, group: dist.ProcessGroup | str | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Reduce `values` in place over the ranks of a process group.
+
+    Args:
+        values: A tensor of the same shape on every rank.
+        group: The process group, or its name where an operator of torch.library cannot be handed the group itself.
+            None means that there is one process: nothing happens.
+        op: The reduction.
+
+    Returns:
+        `values`.
+    """
     if group is not None:
-        dist.all_reduce(values, op=op, group=dist.distributed_c10d._resolve_process_group(group))
+        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        dist.all_reduce(values, op=op, group=group)
     return values
 
 
@@ -46,15 +59,11 @@ class Vocabulary(NamedTuple):
 
     def sum_(self, values):
         """Sum over the ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
+        return all_reduce_(values, self.group)
 
     def max_(self, values):
         """Maximum over the ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values
+        return all_reduce_(values, self.group, dist.ReduceOp.MAX)
 
     def local(self, targets, size):
         """Global ids [n] -> (ids within the shard of `size` entries, whether this rank holds them)."""

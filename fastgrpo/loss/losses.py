@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.kernels import chunked, chunked_logits
+from fastgrpo.kernels import chunked, chunked_logits, objectives
+from fastgrpo.kernels.products import needed
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss.checks import (
     HAS_TRITON,
@@ -158,8 +159,7 @@ def linear_grpo_loss(hidden, weight, targets, advantages, *, mask=None, cu_seqle
             softcap=logit_softcap, group=group,
         )  # fmt: skip
     else:
-        grad = torch.is_grad_enabled()
-        needs = tuple(grad and t is not None and t.requires_grad for t in (hidden, weight, bias))
+        needs = needed(hidden, weight, bias)
         loss, outputs = chunked.LinearGRPO.apply(
             flat, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needs, return_entropy,
             vocabulary, logit_softcap,
@@ -234,8 +234,8 @@ def grpo_loss(logps, old_logps, advantages, *, mask=None, cu_seqlens=None, rows=
     flat = flat if kept.index is None else flat[kept.index]
     if kept.active is not None:
         flat = torch.where(kept.active, flat, 0)
-    implementation = policy_loss if backend == "triton" else chunked
-    loss, outputs = implementation.PolicyLoss.apply(flat, kept, objective)
+    fwd = (policy_loss if backend == "triton" else objectives).policy_loss_fwd
+    loss, outputs = objectives.PolicyLoss.apply(flat, kept, objective, fwd)
     return _output(loss, outputs, kept, logps)
 
 

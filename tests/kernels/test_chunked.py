@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import chunked, objectives, reference
+from fastgrpo.kernels import chunked, policy_rows, reference
 
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
 
@@ -52,7 +52,7 @@ def test_ragged_sequences_in_chunks_of_any_size(monkeypatch, chunk, level, old):
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 3), (0, 7, 0, 0, 7, 0), (1,) * 9, (7, 7), (0,), (3, 4, 7, 1, 6)])
 def test_chunks_end_where_sequences_end(lengths):
-    parts = objectives.sequence_slices(lengths, 7)
+    parts = policy_rows.sequence_slices(lengths, 7)
     rows = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     assert parts[0][0].start == parts[0][1].start == 0
     assert (parts[-1][0].stop, parts[-1][1].stop) == (rows[-1], len(lengths))

@@ -12,7 +12,7 @@ import torch
 
 from fastgrpo import Objective
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.objectives import PolicyRows
+from fastgrpo.kernels.policy_rows import PolicyRows
 
 SLACK = 1e-5
 FACTORS = {"logps": 1.1, "entropy": 1.1, "hidden": 1.1, "weight": 1.5, "bias": 1.5, "logits": 1.1, "loss": 1.1}
