@@ -15,7 +15,7 @@ from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import chunked, products, reference
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.loss.rows import Layout, keep_rows
+from fastgrpo.loss.rows import TokenInputs, keep_rows
 
 LOGIT_STD = 7.0  # an entropy of 1.9 nats at V = 151936: nearer to a trained model than the 11 of unit logits
 LOG_RATIOS = (-0.5, -0.05, 0.05, 0.5)  # clipped or not by a wide margin: rounding decides for no token
@@ -105,9 +105,8 @@ def fastgrpo_chunks(chunk_rows):
 
     def call(batch):
         hidden, weight = batch.hidden, batch.weight
-        kept = keep_rows(Layout.of(batch.targets, None), OBJECTIVE, batch.targets, batch.advantages, mask=batch.mask,
-                         rows=batch.rows, old_logps=batch.old_logps, ref_logps=None, sampler_logps=None,
-                         token_weights=None, num_items_in_batch=None, temperature=1.0)  # fmt: skip
+        inputs = TokenInputs(batch.targets, batch.advantages, batch.mask, rows=batch.rows, old_logps=batch.old_logps)
+        kept = keep_rows(inputs, OBJECTIVE)
         if hidden.is_cuda and HAS_TRITON:
             from fastgrpo.kernels import linear_grpo
 

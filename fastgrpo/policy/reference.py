@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from fastgrpo.loss.losses import linear_logprob
+from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.policy.lora import adapters_off, has_adapters
 from fastgrpo.policy.model import completion_states, head

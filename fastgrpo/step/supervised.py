@@ -5,7 +5,7 @@ import random
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.losses import linear_logprob
+from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.model import completion_states, head
 from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.step.optim import MasterAdamW, make_schedule

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fastgrpo.loss.checks
 import fastgrpo.loss.losses
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernels import reference
@@ -40,7 +41,7 @@ def test_an_unknown_backend_is_named(head):
 
 
 def test_without_triton(head, monkeypatch):
-    monkeypatch.setattr(fastgrpo.loss.losses, "HAS_TRITON", False)
+    monkeypatch.setattr(fastgrpo.loss.checks, "HAS_TRITON", False)
     calls(head)["linear_logprob"](backend="auto")
     with pytest.raises(ValueError, match="needs Triton"):
         calls(head)["linear_logprob"](backend="triton")
@@ -72,25 +73,25 @@ def test_anomaly_mode_asserts_targets_on_the_device(monkeypatch):
     asserted = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: asserted.append((condition.shape, message)))
     targets = torch.zeros(N, dtype=torch.long, device="meta")
-    fastgrpo.loss.checks._check_targets(targets, V)
+    fastgrpo.loss.checks.check_targets(targets, V)
     assert asserted == []
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
-        fastgrpo.loss.checks._check_targets(targets, V)
+        fastgrpo.loss.checks.check_targets(targets, V)
     assert asserted == [(torch.Size([]), f"targets must be in [0, {V}) on active rows")]
 
 
 def test_what_anomaly_mode_asserts():
-    fastgrpo.loss.checks._assert_targets(torch.tensor([0, V - 1]), V)
+    fastgrpo.loss.checks.assert_targets(torch.tensor([0, V - 1]), V)
     for bad in (V, -1, -100):
         with pytest.raises(RuntimeError, match=rf"targets must be in \[0, {V}\) on active rows"):
-            fastgrpo.loss.checks._assert_targets(torch.tensor([0, bad]), V)
+            fastgrpo.loss.checks.assert_targets(torch.tensor([0, bad]), V)
 
 
 @pytest.mark.parametrize("setting", ("none", "ieee", "tf32"))
 def test_either_setting_of_tf32_is_read(setting):
     """torch raises where allow_tf32 is read after the newer setting was used."""
     pytest.importorskip("triton")
-    launch, matmul = fastgrpo.loss.losses.launch, torch.backends.cuda.matmul
+    launch, matmul = fastgrpo.loss.checks.launch, torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):
         pytest.skip("torch before 2.9 has one setting")
     before = matmul.fp32_precision
@@ -108,7 +109,7 @@ def test_either_setting_of_tf32_is_read(setting):
 
 def test_which_gpus_the_kernels_run_on(monkeypatch):
     pytest.importorskip("triton")
-    launch, device = fastgrpo.loss.losses.launch, torch.device("cuda", 0)
+    launch, device = fastgrpo.loss.checks.launch, torch.device("cuda", 0)
     aligned = torch.zeros(64, 64, dtype=torch.bfloat16)
     kinds = {(7, 5): "none", (8, 0): "pointers", (8, 9): "pointers", (9, 0): "descriptors", (10, 0): "descriptors",
              (12, 0): "pointers"}  # fmt: skip

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 
+import fastgrpo.loss.checks
 from fastgrpo import GRPOLossOutput, Objective, grpo_loss, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import reference
 
@@ -644,10 +645,8 @@ def test_errors_of_the_padded_layout():
 
 
 def test_backend_auto_says_what_it_chose(caplog):
-    from fastgrpo.loss import losses as loss
-
-    loss._log_choice.cache_clear()
-    with caplog.at_level("INFO", "fastgrpo.loss.losses"):
+    fastgrpo.loss.checks._log_choice.cache_clear()
+    with caplog.at_level("INFO", "fastgrpo.loss.checks"):
         for _ in range(2):
             linear_grpo_loss(**good())
     assert [record.message for record in caplog.records] == ["backend='auto' runs the chunked path"]
