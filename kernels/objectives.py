@@ -1,28 +1,38 @@
-"""The loss of every objective from log-probabilities, with its gradient in closed form: reference.policy_loss by hand.
+"""The loss of every objective from log-probs, with its gradient in closed form: reference.policy_loss by hand.
 
-Shapes: M rows (tokens), S sequences. Per row, with r the ratio, A the advantage, w the weight and I the importance
+Shapes: M kept tokens, S sequences. Per token, with r the ratio, A the advantage, w the weight and I the importance
 weight against the sampler,
 
     loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
 
-A surrogate s is one small function in SURROGATES: it returns its value, its slope through log r (which a
-sequence-level ratio spreads over the tokens of the sequence), and its slope through logp itself.
+A surrogate s is one small function in SURROGATES. It returns its value, its slope through log r (which a
+sequence-level ratio spreads over the tokens of the sequence), and its slope through logp itself. The same formulas
+stand as Triton in policy_loss.py.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.kernels.policy_rows import sequence_mean, sequence_sum
+from fastgrpo.kernels.policy_rows import PolicyRows, sequence_mean, sequence_sum
 from fastgrpo.kernels.products import compute_dtype
 
-LOG_RATIO_MAX = 20.0  # vespo: log-ratios are held to +-20, sequence weights to [1e-8, e^20], as TRL does
+LOG_RATIO_MAX = 20.0  # vespo holds log-ratios to [-20, 20] and sequence weights to [1e-8, e^20], as TRL does
 LOG_WEIGHT_MIN = math.log(1e-8)
 
 
 class Tokens(NamedTuple):
-    """What a surrogate reads, all [M]: ratio is at the objective's level, log_ratio per token; importance or None."""
+    """What a surrogate reads.
+
+    Attributes:
+        logps: [M] log-probs under the policy.
+        log_ratio: [M] log-ratio of each token.
+        ratio: [M] ratio at the objective's level, of the token or of its sequence.
+        advantages: [M].
+        importance: [M] importance weights against the sampler, or None.
+        lengths: [S] int64 tokens of each sequence, or None.
+    """
 
     logps: torch.Tensor
     log_ratio: torch.Tensor
@@ -33,7 +43,13 @@ class Tokens(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """value: [M]. by_log_ratio, by_logp: d value / d log r and d value / d logp, [M] or 0."""
+    """What a surrogate returns.
+
+    Attributes:
+        value: [M], s of each token.
+        by_log_ratio: ds/dlog r, [M] or 0.
+        by_logp: ds/dlogp apart from the ratio, [M] or 0.
+    """
 
     value: torch.Tensor
     by_log_ratio: torch.Tensor | float
@@ -72,8 +88,18 @@ def _vespo(tokens, objective):
     return Surrogate(slope * tokens.logps, 0.0, slope)
 
 
-def vespo_phi(tokens, objective):
-    """phi(W) [M], log phi = lambda + k log W - lambda W, W the ratio of the sequence. Reads no logps and no ratio."""
+def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
+    """Compute VESPO's weight (arXiv 2602.10693). It reads neither log-probs nor ratio.
+
+        log phi = lambda + k log W - lambda W,   W the product of the ratios of the sequence
+
+    Args:
+        tokens: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        phi(W) [M], the same for all tokens of a sequence whose advantages have one sign.
+    """
     log_w = sequence_sum(tokens.log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)
     if tokens.importance is not None:  # W is the ratio to the sampler: pi/old times old/sampler
         log_w = log_w + sequence_sum(tokens.importance.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX), tokens.lengths)
@@ -85,13 +111,14 @@ def vespo_phi(tokens, objective):
 
 
 def _choose(condition, yes, no, like):
-    """One of two floats per row in the dtype of `like`; torch.where would round both to fp32."""
+    """Choose one of two floats per token, in the dtype of `like`. torch.where would round both to fp32."""
     return torch.full_like(like, no).masked_fill_(condition, yes)
 
 
 SURROGATES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
 
 # Estimators of KL(policy || reference) from d = ref - logp: (value, derivative by logp).
+# Source: http://joschu.net/blog/kl-approx.html
 KL_ESTIMATORS = {
     "k1": lambda d: (-d, torch.ones_like(d)),
     "k2": lambda d: (d.square() / 2, -d),
@@ -100,11 +127,19 @@ KL_ESTIMATORS = {
 }
 
 
-def policy_loss_fwd(logps, rows, objective):
-    """reference.policy_loss with its gradient in closed form. logps [M] -> (loss [M], g [M], metrics).
+def policy_loss_fwd(
+    logps: torch.Tensor, rows: PolicyRows, objective: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the loss of each token and its gradient in closed form.
 
-    `loss` is per row, weight applied; g = d(sum loss)/d(logp). The metrics are per row [M]: `policy_loss` (weighted),
-    `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
+    Args:
+        logps: [M] log-probs under the policy.
+        rows: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and per-token metrics [M] by name: `policy_loss`
+        (weighted), `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
     """
     advantages, weights = rows.advantages, rows.weights
     per_sequence = objective.importance_sampling_level == "sequence"
@@ -114,14 +149,14 @@ def policy_loss_fwd(logps, rows, objective):
     surrogate = SURROGATES[objective.surrogate](
         Tokens(logps, log_ratio, ratio, advantages, importance, rows.lengths), objective
     )
-    # vespo has the importance weight inside of phi
+    # w I; vespo has the importance weight inside of phi
     scale = weights if importance is None or objective.surrogate == "vespo" else weights * importance
-    policy = scale * surrogate.value
+    policy = scale * surrogate.value  # w I s
     g, g_ratio = scale * surrogate.by_logp, scale * surrogate.by_log_ratio
     kl = torch.zeros_like(logps)
     if objective.beta != 0:
         kl, dkl = KL_ESTIMATORS[objective.kl](rows.ref_logps - logps)
-        if objective.use_bias_correction_kl:
+        if objective.use_bias_correction_kl:  # r KL, with gradient through both (arXiv 2512.02556)
             kl, dkl = kl * ratio, dkl * ratio
             g_ratio = g_ratio + objective.beta * weights * kl
         g = g + objective.beta * weights * dkl
@@ -135,13 +170,23 @@ def policy_loss_fwd(logps, rows, objective):
         "clipped_low": (ratio < low) & (advantages < 0),
         "clipped_high": (ratio > high) & (advantages > 0),
     }
-    return policy + objective.beta * weights * kl, g, metrics
+    return policy + objective.beta * weights * kl, g, metrics  # w (I s + beta KL)
 
 
-def importance_weights(logps, rows, objective):
-    """I = exp(old - sampler) per token or of the sequence, truncated or masked: ([M], metrics), (None, {}) without one.
+def importance_weights(
+    logps: torch.Tensor, rows: PolicyRows, objective: Any
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Compute I = exp(old - sampler) of each token or of its sequence, truncated to its bounds or masked outside them.
 
     No gradient flows through it. A token without a sampler's log-prob (NaN) counts as log-ratio 0.
+
+    Args:
+        logps: [M] log-probs under the policy, which stand for the old ones where these are None.
+        rows: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        I [M], and the metrics `importance` and `sampler_gap` [M]. Without sampler_logps None and no metrics.
     """
     if rows.sampler_logps is None:
         return None, {}
