@@ -204,7 +204,7 @@ def _sapo(tokens, objective):
 
 
 def _vespo(tokens, objective):
-    """s = -sg(phi(W)) A logp, phi(W) = e^lambda W^k e^(-lambda W), W a sequence's product of ratios (arXiv 2602.10693)."""
+    """s = -sg(phi(W)) A logp, phi(W) = e^lambda W^k e^(-lambda W), W the sequence's ratio (arXiv 2602.10693)."""
     log_w = _per_sequence(tokens.log_ratio.clamp(-20, 20), tokens.lengths, torch.sum)
     if tokens.importance is not None:
         log_w = log_w + _per_sequence(tokens.importance.log().clamp(math.log(1e-8), 20), tokens.lengths, torch.sum)
