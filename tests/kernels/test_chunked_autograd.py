@@ -182,7 +182,7 @@ def test_autocast_changes_nothing(monkeypatch, hidden_dtype, level, chunk):
 @oracle.CHUNKS
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_under_torch_compile(monkeypatch, level, chunk):
-    oracle.set_chunk(monkeypatch, chunk)
+    oracle.set_chunk(monkeypatch, chunk and 8)  # two chunks: each is traced anew
     torch._dynamo.reset()
     case = oracle.float32_case(bias=True)
     knobs = {"importance_sampling_level": level, "loss_type": "grpo", "beta": 0.1}

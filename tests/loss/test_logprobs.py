@@ -49,8 +49,8 @@ def test_linear_logprob(monkeypatch, bias, per_token, chunk):
         return linear_logprob(hidden, weight, bias=bias, **the_rest, return_entropy=True)
 
     assert torch.autograd.gradcheck(outputs, arguments)
-    assert torch.autograd.gradcheck(lambda *head: outputs(*head)[0], arguments)
-    assert torch.autograd.gradcheck(lambda *head: outputs(*head)[1], arguments)
+    assert torch.autograd.gradcheck(lambda *head: outputs(*head)[0], arguments, fast_mode=True)
+    assert torch.autograd.gradcheck(lambda *head: outputs(*head)[1], arguments, fast_mode=True)
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 1, 3), ()], ids=str)
