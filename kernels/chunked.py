@@ -19,7 +19,7 @@ from fastgrpo.kernels.policy_rows import cut, policy_parts
 from fastgrpo.kernels.products import compute_dtype, no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
-CHUNK_BYTES = 64 * 2**20  # of one chunk's logits: large enough for full-speed products, small beside a model
+CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, little beside a model
 MIN_CHUNK_ROWS = 128
 CAST_ROWS = 8192  # rows of a bf16 or fp16 weight cast to fp32 at a time
 
@@ -146,7 +146,7 @@ def linear_logprob_fwd(
         where = part if index is None else index[part]
         z, _ = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
-        del z  # here and below: before the next chunk's are allocated
+        del z  # free them before the next chunk's logits are allocated
         if return_entropy:
             entropy[part] = part_entropy
     return logps, entropy

@@ -45,7 +45,7 @@ class LogitsGRPO(torch.autograd.Function):
         with no_autocast(logits):
             for _, part, z in _chunks(logits, rows, size):
                 logps[part], part_entropy = softmax_(z, rows.targets[part], vocabulary, return_entropy)
-                del z  # here and below: before the next chunk's are allocated
+                del z  # free them before the next chunk's logits are allocated
                 if return_entropy:
                     entropy[part] = part_entropy
             loss, g, metrics = policy_loss_fwd(logps, rows, objective)

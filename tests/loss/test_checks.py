@@ -7,6 +7,8 @@ import fastgrpo.loss.checks
 import fastgrpo.loss.losses
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 
+N, D, V = 12, 8, 40
+
 
 def good():
     return {
@@ -78,9 +80,6 @@ def test_backend_auto_says_what_it_chose(caplog):
         for _ in range(2):
             linear_grpo_loss(**good())
     assert [record.message for record in caplog.records] == ["backend='auto' runs the chunked path"]
-
-
-N, D, V = 12, 8, 40
 
 
 @pytest.fixture

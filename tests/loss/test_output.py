@@ -3,12 +3,7 @@
 import oracle
 import pytest
 import torch
-from objective_cases import (
-    BOUNDS,
-    assert_close,
-    problem,
-    run,
-)
+from objective_cases import BOUNDS, assert_close, problem, run
 
 from fastgrpo import GRPOLossOutput, grpo_loss, linear_grpo_loss
 from fastgrpo.kernels import reference
