@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import fastgrpo.loss.checks
-import fastgrpo.loss.losses
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 
 N, D, V = 12, 8, 40
