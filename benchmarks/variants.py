@@ -12,9 +12,9 @@ from benchmarks.batches import OBJECTIVE, Batch
 from fastgrpo import linear_grpo_loss
 from fastgrpo.kernels import chunked, products, reference
 from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.loss.losses import GRPOLossOutput
-from fastgrpo.loss.rows import Layout, keep_rows
+from fastgrpo.loss.rows import TokenInputs, keep_rows
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 Head = Callable[[Batch], Gradients]
@@ -79,9 +79,8 @@ def fastgrpo_chunks(chunk_rows: int) -> Head:
 
     def call(batch: Batch) -> Gradients:
         hidden, weight = batch.hidden, batch.weight
-        kept = keep_rows(Layout.of(batch.targets, None), OBJECTIVE, batch.targets, batch.advantages, mask=batch.mask,
-                         rows=batch.rows, old_logps=batch.old_logps, ref_logps=None, sampler_logps=None,
-                         token_weights=None, num_items_in_batch=None, temperature=1.0)  # fmt: skip
+        inputs = TokenInputs(batch.targets, batch.advantages, batch.mask, rows=batch.rows, old_logps=batch.old_logps)
+        kept = keep_rows(inputs, OBJECTIVE)
         if hidden.is_cuda and HAS_TRITON:
             from fastgrpo.kernels import linear_grpo
 

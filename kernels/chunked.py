@@ -1,72 +1,66 @@
-"""The path that runs without Triton: chunks of rows, the results of reference.py, memory bounded by one chunk.
+"""The head's loss and log-probs without Triton: the results of reference.py, in memory bounded by one chunk of rows.
 
-Shapes: N rows, M <= N kept rows, V vocabulary, D hidden, S sequences. Three matrix products in all:
+Shapes: N rows (one a token), M <= N kept rows, V vocabulary, D hidden, S sequences. Three matrix products in all:
 
     z = (H W^T + b) / T,   logp = z_t - logsumexp(z),   g = dloss/dlogp,
     dz = g (onehot_t - softmax(z)) / T,   dH = dz W,   dW = dz^T H
 
 A GRPO gradient is separable by row: g is known as soon as logp is, so dz is formed in place of the logits, in the
-forward. One chunk alone keeps dz and runs the last two products in the backward (nothing is wasted inside a
-checkpointed region); several chunks run them at once and keep dH and dW. A weight sharded by rows over processes
-(vocabulary-parallel) adds all-reduces of per-row values (softmax.py) and of dH; dW and dbias stay with their shard.
+forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
+nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
+and dW. A weight whose rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values
+(softmax.py) and of dH; dW and dbias stay with their shard.
 """
 
 import torch
 
-from fastgrpo.kernels.objectives import PolicyRows, cut, policy_loss_fwd, sequence_slices
-from fastgrpo.kernels.products import no_autocast
+from fastgrpo.kernels.objectives import policy_loss_fwd
+from fastgrpo.kernels.policy_rows import cut, policy_parts
+from fastgrpo.kernels.products import compute_dtype, no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
-CHUNK_BYTES = 64 * 2**20  # of one chunk's logits: large enough for full-speed products, small beside a model
+CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, little beside a model
 MIN_CHUNK_ROWS = 128
 CAST_ROWS = 8192  # rows of a bf16 or fp16 weight cast to fp32 at a time
 
 
-def chunk_rows(vocab_size):
-    """Rows of a chunk for a vocabulary of this size."""
+def chunk_rows(vocab_size: int) -> int:
+    """Choose how many rows a chunk has.
+
+    Args:
+        vocab_size: Entries of the vocabulary, of the largest shard where it is sharded.
+
+    Returns:
+        Rows whose fp32 logits fill CHUNK_BYTES, and at least MIN_CHUNK_ROWS.
+    """
     return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
 
 
-def compute_dtype(tensor):
-    """fp32 for every input dtype but fp64."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+def row_slices(total: int, size: int) -> list[slice]:
+    """Cut rows into chunks.
 
+    Args:
+        total: Rows in all.
+        size: Most rows of a chunk.
 
-def row_slices(total, size):
-    """Slices of at most `size` of `total` rows; one empty slice where there are none."""
+    Returns:
+        The chunks; one empty slice where there are no rows.
+    """
     return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
 
 
-def _policy_parts(hidden, weight, bias, rows: PolicyRows, objective, size, vocabulary, softcap):
-    """The chunks as (rows, sequences), and the policy loss where it has to be known before the first chunk.
-
-    A sequence-level factor (rows.lengths is there) needs all log-probs of its sequence: chunks end with sequences; one
-    that is longer than a chunk costs a forward-only pass over all rows.
-    """
-    parts = [(part, slice(None)) for part in row_slices(len(rows.targets), size)]
-    if rows.lengths is None or len(parts) == 1:
-        return parts, None
-    lengths = rows.lengths.tolist()
-    if max(lengths) <= size:
-        return sequence_slices(lengths, size), None
-    logps, _ = linear_logprob_fwd(
-        hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary, softcap, index=rows.index
-    )
-    return parts, policy_loss_fwd(logps, rows, objective)
-
-
 def _weight_blocks(weight, dtype):
-    """(vocabulary slice, weight[slice] in dtype): one block where no cast is needed, so that a cast stays small."""
+    """Yield (slice of the vocabulary, weight[slice] in dtype), in small blocks where the weight must be cast."""
     step = weight.shape[0] if weight.dtype == dtype else CAST_ROWS
     for start in range(0, weight.shape[0], step):
         yield slice(start, start + step), weight[start : start + step].to(dtype)
 
 
 def _logits(hidden, weight, bias, temperature, softcap):
-    """z [n, V] in hidden's dtype (fp32 or fp64): product 1; and the soft-cap's slope dy/dx [n, V], or None."""
+    """Compute z [n, V] in the dtype of hidden (fp32 or fp64), and the slope dy/dx [n, V] of the soft-cap, or None."""
     z = hidden.new_empty(hidden.shape[0], weight.shape[0])
     for block, w in _weight_blocks(weight, hidden.dtype):
-        torch.mm(hidden, w.T, out=z[:, block])
+        torch.mm(hidden, w.T, out=z[:, block])  # z = h W^T, product 1
     if bias is not None:
         z += bias.to(z.dtype)
     slope = None
@@ -82,9 +76,9 @@ def _logits(hidden, weight, bias, temperature, softcap):
 
 
 class _Gradients:
-    """dH [N, D], dW [V, D], dbias [V] of the inputs that want one: products 2 and 3, summed over chunks in fp32.
+    """Sums dH [N, D], dW [V, D] and dbias [V] over chunks, for the inputs that want a gradient: products 2 and 3.
 
-    fp64 inputs sum in fp64. A sharded vocabulary sums dH over the ranks.
+    The sums are fp32, or fp64 for fp64 inputs. With a sharded vocabulary dH is summed over the ranks too.
     """
 
     def __init__(self, hidden, weight, bias, needs, vocabulary):
@@ -96,13 +90,13 @@ class _Gradients:
         ]
 
     def add(self, dz, h, rows):
-        """dz [n, V] and h [n, D] of the hidden rows `rows` (a slice or an index)."""
+        """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index among the N rows."""
         dh, dw, dbias = self.sums
         if dh is not None:
             products = (dz[:, block] @ w for block, w in _weight_blocks(self.inputs[1], self.dtype))
-            dh[rows] = self.vocabulary.sum_(sum(products))
+            dh[rows] = self.vocabulary.sum_(sum(products))  # dH = dz W
         if dw is not None:
-            dw.addmm_(dz.T, h)
+            dw.addmm_(dz.T, h)  # dW = dz^T H
         if dbias is not None:
             dbias += dz.sum(0)
 
@@ -112,8 +106,10 @@ def _dtypes(*inputs):
 
 
 def _rounded(sums, dtypes, scale=1.0):
-    """The sums times `scale`, rounded once to the dtypes of their inputs: a gradient of fp16 or bf16 that is rounded
-    before a loss scale multiplies it may have vanished. Out of place: they may be asked for again (retain_graph).
+    """Multiply the sums by `scale` and round them once, to the dtypes of their inputs.
+
+    A gradient that is rounded to fp16 before the loss scale multiplies it may have vanished. The sums themselves stay
+    as they are, because autograd may ask for them again (retain_graph).
     """
     return [
         None if total is None else torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
@@ -121,9 +117,28 @@ def _rounded(sums, dtypes, scale=1.0):
     ]
 
 
-def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy=False,
-                       index=None):  # fmt: skip
-    """logps [M] and entropy [M] (or None) of the rows `index` of hidden, by chunks of `size` rows: one product."""
+def linear_logprob_fwd(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+    temperature: float | torch.Tensor, size: int, vocabulary: Vocabulary, softcap: float | None,
+    return_entropy: bool = False, index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Compute log-probs and entropy by chunks of rows: one product.
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D].
+        bias: [V] or None.
+        targets: [M] int64 token ids.
+        temperature: A float, or [M].
+        size: Most rows of a chunk.
+        vocabulary: Which part of the vocabulary `weight` holds.
+        softcap: The cap of the logits, or None.
+        return_entropy: Whether to compute the entropy too.
+        index: [M] int64 rows of hidden, or None for all of them.
+
+    Returns:
+        logps [M], and entropy [M] in nats or None. fp32, or fp64 for fp64 inputs.
+    """
     dtype = compute_dtype(hidden)
     logps = torch.empty(len(targets), dtype=dtype, device=hidden.device)
     entropy = torch.empty_like(logps) if return_entropy else None
@@ -131,14 +146,17 @@ def linear_logprob_fwd(hidden, weight, bias, targets, temperature, size, vocabul
         where = part if index is None else index[part]
         z, _ = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
-        del z  # here and below: before the next chunk's are allocated
+        del z  # free them before the next chunk's logits are allocated
         if return_entropy:
             entropy[part] = part_entropy
     return logps, entropy
 
 
 class LinearLogprob(torch.autograd.Function):
-    """Log-probs and entropy with gradients of hidden, weight and bias; the backward recomputes the logits by chunk."""
+    """Log-probs [N] and entropy [N], differentiable by hidden, weight and bias.
+
+    The backward computes the logits of each chunk again: four products in all.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary, softcap):
@@ -177,9 +195,10 @@ class LinearLogprob(torch.autograd.Function):
 
 
 class LinearGRPO(torch.autograd.Function):
-    """The fused loss -> loss (scalar) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+    """The fused loss -> loss (scalar), and a dict of [M]: log-probs, metrics, and on request the entropy.
 
-    `needs` tells which of hidden, weight, bias want a gradient: ctx.needs_input_grad stays True under no_grad.
+    The loss alone is differentiable. `needs` tells which of hidden, weight and bias want a gradient, because
+    ctx.needs_input_grad stays True under no_grad.
     """
 
     @staticmethod
@@ -191,7 +210,12 @@ class LinearGRPO(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         outputs, dz = [], None
         with no_autocast(hidden):
-            parts, known = _policy_parts(hidden, weight, bias, rows, objective, size, vocabulary, softcap)
+            slices = row_slices(len(rows.targets), size)
+            parts, known = policy_parts(
+                rows, objective, slices, size, policy_loss_fwd,
+                lambda: linear_logprob_fwd(hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary,
+                                           softcap, index=rows.index)[0],
+            )  # fmt: skip
             keep_dz = any(needs) and len(parts) == 1
             grads = _Gradients(hidden, weight, bias, needs, vocabulary) if any(needs) and not keep_dz else None
             for part, sequences in parts:
@@ -240,21 +264,3 @@ class LinearGRPO(torch.autograd.Function):
                 products.add(dz, hidden[where].to(dz.dtype), where)
             sums = products.sums
         return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 7
-
-
-class PolicyLoss(torch.autograd.Function):
-    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M])."""
-
-    @staticmethod
-    def forward(ctx, logps, rows, objective):
-        ctx.set_materialize_grads(False)
-        logps = logps.to(compute_dtype(logps))
-        loss, g, metrics = policy_loss_fwd(logps, rows, objective)
-        ctx.save_for_backward(g)
-        return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps.detach(), **metrics}
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, _):
-        (g,) = ctx.saved_tensors
-        return (None if grad_loss is None else g * grad_loss), None, None

@@ -1,20 +1,25 @@
-"""The GRPO loss of logits that are already there, by chunks of rows: results of reference.logits_grpo_loss.
+"""The GRPO loss of logits that are already there, without Triton: the results of reference.logits_grpo_loss.
 
-Shapes: N rows, M <= N kept rows, V vocabulary. The forward reads the kept rows once and keeps vectors [M] alone; the
-backward reads them again and writes dz = g dlogp/dz chunk by chunk, each chunk computed in fp32 in one buffer, into the
-one [N, V] tensor that autograd receives: a new one in the logits' dtype, or, where asked, the logits themselves.
+Shapes: N rows (one a token), M <= N kept rows, V vocabulary. The forward reads the kept rows once and keeps vectors [M]
+alone. The backward reads them again and computes dz = g dlogp/dz chunk by chunk, in fp32 in one buffer. It writes each
+chunk into the one [N, V] tensor that autograd receives: a new one in the logits' dtype or, on request, the logits
+themselves.
 """
 
 import torch
 
-from fastgrpo.kernels.chunked import compute_dtype, row_slices
-from fastgrpo.kernels.objectives import cut, policy_loss_fwd
-from fastgrpo.kernels.products import no_autocast
+from fastgrpo.kernels.chunked import row_slices
+from fastgrpo.kernels.objectives import policy_loss_fwd
+from fastgrpo.kernels.policy_rows import cut
+from fastgrpo.kernels.products import compute_dtype, no_autocast
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 
 def _chunks(logits, rows, size):
-    """(rows of logits, their places among the kept rows, a copy in fp32 or fp64 divided by the temperature)."""
+    """Yield for each chunk its rows of the logits, its slice of the kept rows, and z = logits / T as a copy in fp32.
+
+    fp64 logits are copied in fp64.
+    """
     for part in row_slices(len(rows.targets), size):
         where = part if rows.index is None else rows.index[part]
         t = cut(rows.temperature, part)
@@ -23,9 +28,10 @@ def _chunks(logits, rows, size):
 
 
 class LogitsGRPO(torch.autograd.Function):
-    """logits [N, V] -> loss (scalar) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+    """logits [N, V] -> loss (scalar), and a dict of [M]: log-probs, metrics, and on request the entropy.
 
-    inplace: the backward overwrites the logits with their gradient; autograd then refuses a second backward.
+    The loss alone is differentiable. With `inplace` the backward overwrites the logits with their gradient, and
+    autograd refuses a second backward.
     """
 
     @staticmethod
@@ -39,7 +45,7 @@ class LogitsGRPO(torch.autograd.Function):
         with no_autocast(logits):
             for _, part, z in _chunks(logits, rows, size):
                 logps[part], part_entropy = softmax_(z, rows.targets[part], vocabulary, return_entropy)
-                del z  # here and below: before the next chunk's are allocated
+                del z  # free them before the next chunk's logits are allocated
                 if return_entropy:
                     entropy[part] = part_entropy
             loss, g, metrics = policy_loss_fwd(logps, rows, objective)

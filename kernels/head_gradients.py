@@ -121,9 +121,3 @@ def wanted(gradients, needs, bias_dtype):
     """(dH, dW, dbias), None where not needed."""
     dh, dw, db = gradients
     return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
-
-
-def needed(*tensors):
-    """Which tensors want a gradient now."""
-    grad = torch.is_grad_enabled()
-    return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)

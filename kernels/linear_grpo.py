@@ -18,7 +18,7 @@ Shapes: N rows, M <= N kept rows, V vocabulary, D hidden, S sequences.
 import torch
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, needed, wanted
+from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, wanted
 from fastgrpo.kernels.linear_logprob import (
     PATHS,
     chunk_slices,
@@ -26,8 +26,9 @@ from fastgrpo.kernels.linear_logprob import (
     linear_logprob_bwd,
     linear_logprob_fwd,
 )
-from fastgrpo.kernels.objectives import cut, sequence_slices
 from fastgrpo.kernels.policy_loss import policy_loss_fwd
+from fastgrpo.kernels.policy_rows import cut, policy_parts
+from fastgrpo.kernels.products import needed
 
 
 class LinearGRPO(torch.autograd.Function):
@@ -58,7 +59,10 @@ class LinearGRPO(torch.autograd.Function):
         parts = [(everything, slice(None))]
         if keeps and m > chunk_rows:
             ctx.form = "many"
-            parts, known = _parts(rows, objective, chunk_rows, lambda: head_fwd(everything, False)[1][0])
+            slices = chunk_slices(m, chunk_rows)
+            parts, known = policy_parts(
+                rows, objective, slices, chunk_rows, policy_loss_fwd, lambda: head_fwd(everything, False)[1][0]
+            )
         elif not keeps:
             ctx.form = "recompute" if any(needs) else "none"
         grads = HeadGradients(m, weight, needs, group, scaled=True) if ctx.form == "many" else None
@@ -134,21 +138,6 @@ def _gather(hidden, index, active, part):
 def _scatter(dh, index, shape):
     """dH of the kept rows [M, D] -> of all rows [N, D]."""
     return dh if dh is None or index is None else dh.new_zeros(shape).index_copy_(0, index, dh)
-
-
-def _parts(rows, objective, chunk_rows, forward_only):
-    """The chunks as (rows, sequences), and the policy loss where it must be known before the first chunk: where a
-    sequence is longer than a chunk, or where only the device knows how long they are and nothing may wait for it.
-    """
-    parts = [(part, slice(None)) for part in chunk_slices(len(rows.targets), chunk_rows)]
-    if rows.lengths is None:
-        return parts, None
-    lengths = rows.host_lengths
-    if lengths is None and rows.active is None and not torch.compiler.is_compiling():
-        lengths = rows.lengths.tolist()  # the host has waited for the rows already
-    if lengths is not None and max(lengths) <= chunk_rows:
-        return sequence_slices(lengths, chunk_rows), None
-    return parts, policy_loss_fwd(forward_only(), rows, objective)
 
 
 def linear_grpo_loss(hidden, weight, bias, rows, objective, *, return_entropy=False, softcap=None, group=None,

@@ -23,11 +23,11 @@ Shapes: N rows, V vocabulary, D hidden. The operators are opaque to torch.compil
 import torch
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, needed, wanted
+from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, wanted
 from fastgrpo.kernels.head_rows import Rows, entropy_bwd, finish_fwd, reduce_fwd
 from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
 from fastgrpo.kernels.online import online_fwd
-from fastgrpo.kernels.products import no_autocast
+from fastgrpo.kernels.products import needed, no_autocast
 from fastgrpo.kernels.softmax import ELSEWHERE, all_reduce_
 from fastgrpo.kernels.tiles import LN2, Head
 

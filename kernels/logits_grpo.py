@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.head_gradients import needed
 from fastgrpo.kernels.head_rows import log1p
 from fastgrpo.kernels.objectives import importance_weights
 from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics, policy_rows
+from fastgrpo.kernels.products import needed
 from fastgrpo.kernels.tiles import LN2, LOG2E, ROWS_VARY
 
 Tensor = torch.Tensor

@@ -1,71 +1,38 @@
-"""The loss of every objective from log-probabilities, with its gradient in closed form: reference.policy_loss by hand.
+"""The loss of every objective from log-probs, with its gradient in closed form: reference.policy_loss by hand.
 
-Shapes: M rows (tokens), S sequences. Per row, with r the ratio, A the advantage, w the weight and I the importance
+Shapes: M kept tokens, S sequences. Per token, with r the ratio, A the advantage, w the weight and I the importance
 weight against the sampler,
 
     loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
 
-A surrogate s is one small function in SURROGATES: it returns its value, its slope through log r (which a
-sequence-level ratio spreads over the tokens of the sequence), and its slope through logp itself.
+A surrogate s is one small function in SURROGATES. It returns its value, its slope through log r (which a
+sequence-level ratio spreads over the tokens of the sequence), and its slope through logp itself. The same formulas
+stand as Triton in policy_loss.py.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-LOG_RATIO_MAX = 20.0  # vespo: log-ratios are held to +-20, sequence weights to [1e-8, e^20], as TRL does
+from fastgrpo.kernels.policy_rows import PolicyRows, sequence_mean, sequence_sum
+from fastgrpo.kernels.products import compute_dtype
+
+LOG_RATIO_MAX = 20.0  # vespo holds log-ratios to [-20, 20] and sequence weights to [1e-8, e^20], as TRL does
 LOG_WEIGHT_MIN = math.log(1e-8)
 
 
-class PolicyRows(NamedTuple):
-    """What the loss needs to know of the M kept rows; nothing in it carries gradient.
-
-    index: [M] int64, increasing, the kept rows among the N rows of hidden, or None where all are kept.
-    targets: [M] int64. temperature: float or [M]. advantages, weights: [M] fp32. old_logps, ref_logps: [M] or None.
-    lengths: [S] int64, kept rows of each sequence, or None where the objective never looks at sequences.
-    sampler_logps: [M] or None; NaN where the sampler gave none. entropy_weights: [M], coefficient included, or None.
-    active: [M] bool where only the device knows which rows carry gradient, else None (all do). The others have finite
-    stand-ins everywhere, weight 0, and hidden states that must not be read. host_lengths: lengths, known on the host.
-    """
-
-    index: torch.Tensor | None
-    targets: torch.Tensor
-    temperature: float | torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    old_logps: torch.Tensor | None
-    ref_logps: torch.Tensor | None
-    lengths: torch.Tensor | None
-    sampler_logps: torch.Tensor | None = None
-    entropy_weights: torch.Tensor | None = None
-    active: torch.Tensor | None = None
-    host_lengths: tuple[int, ...] | None = None
-
-    def cut(self, part, sequences):
-        """The rows of slice `part`, which are those of the sequences in slice `sequences`."""
-        fields = {name: cut(value, part) for name, value in self._asdict().items()}
-        return PolicyRows(**{**fields, "lengths": cut(self.lengths, sequences)})
-
-
-def cut(value, part):
-    """A slice of a per-row value; floats and None stand for all rows."""
-    return value[part] if isinstance(value, torch.Tensor) else value
-
-
-def sequence_slices(lengths, size):
-    """(rows, sequences) of chunks that end where sequences end; no sequence is longer than `size`."""
-    parts, row, first, end = [], 0, 0, 0
-    for i, length in enumerate(lengths):
-        if end + length - row > size:
-            parts.append((slice(row, end), slice(first, i)))
-            row, first = end, i
-        end += length
-    return [*parts, (slice(row, end), slice(first, len(lengths)))]
-
-
 class Tokens(NamedTuple):
-    """What a surrogate reads, all [M]: ratio is at the objective's level, log_ratio per token; importance or None."""
+    """What a surrogate reads.
+
+    Attributes:
+        logps: [M] log-probs under the policy.
+        log_ratio: [M] log-ratio of each token.
+        ratio: [M] ratio at the objective's level, of the token or of its sequence.
+        advantages: [M].
+        importance: [M] importance weights against the sampler, or None.
+        lengths: [S] int64 tokens of each sequence, or None.
+    """
 
     logps: torch.Tensor
     log_ratio: torch.Tensor
@@ -76,7 +43,13 @@ class Tokens(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """value: [M]. by_log_ratio, by_logp: d value / d log r and d value / d logp, [M] or 0."""
+    """What a surrogate returns.
+
+    Attributes:
+        value: [M], s of each token.
+        by_log_ratio: ds/dlog r, [M] or 0.
+        by_logp: ds/dlogp apart from the ratio, [M] or 0.
+    """
 
     value: torch.Tensor
     by_log_ratio: torch.Tensor | float
@@ -115,8 +88,18 @@ def _vespo(tokens, objective):
     return Surrogate(slope * tokens.logps, 0.0, slope)
 
 
-def vespo_phi(tokens, objective):
-    """phi(W) [M], log phi = lambda + k log W - lambda W, W the ratio of the sequence. Reads no logps and no ratio."""
+def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
+    """Compute VESPO's weight (arXiv 2602.10693). It reads neither log-probs nor ratio.
+
+        log phi = lambda + k log W - lambda W,   W the product of the ratios of the sequence
+
+    Args:
+        tokens: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        phi(W) [M], the same for all tokens of a sequence whose advantages have one sign.
+    """
     log_w = sequence_sum(tokens.log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX), tokens.lengths)
     if tokens.importance is not None:  # W is the ratio to the sampler: pi/old times old/sampler
         log_w = log_w + sequence_sum(tokens.importance.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX), tokens.lengths)
@@ -128,13 +111,14 @@ def vespo_phi(tokens, objective):
 
 
 def _choose(condition, yes, no, like):
-    """One of two floats per row in the dtype of `like`; torch.where would round both to fp32."""
+    """Choose one of two floats per token, in the dtype of `like`. torch.where would round both to fp32."""
     return torch.full_like(like, no).masked_fill_(condition, yes)
 
 
 SURROGATES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
 
 # Estimators of KL(policy || reference) from d = ref - logp: (value, derivative by logp).
+# Source: http://joschu.net/blog/kl-approx.html
 KL_ESTIMATORS = {
     "k1": lambda d: (-d, torch.ones_like(d)),
     "k2": lambda d: (d.square() / 2, -d),
@@ -143,11 +127,19 @@ KL_ESTIMATORS = {
 }
 
 
-def policy_loss_fwd(logps, rows, objective):
-    """reference.policy_loss with its gradient in closed form. logps [M] -> (loss [M], g [M], metrics).
+def policy_loss_fwd(
+    logps: torch.Tensor, rows: PolicyRows, objective: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the loss of each token and its gradient in closed form.
 
-    `loss` is per row, weight applied; g = d(sum loss)/d(logp). The metrics are per row [M]: `policy_loss` (weighted),
-    `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
+    Args:
+        logps: [M] log-probs under the policy.
+        rows: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and per-token metrics [M] by name: `policy_loss`
+        (weighted), `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
     """
     advantages, weights = rows.advantages, rows.weights
     per_sequence = objective.importance_sampling_level == "sequence"
@@ -157,14 +149,14 @@ def policy_loss_fwd(logps, rows, objective):
     surrogate = SURROGATES[objective.surrogate](
         Tokens(logps, log_ratio, ratio, advantages, importance, rows.lengths), objective
     )
-    # vespo has the importance weight inside of phi
+    # w I; vespo has the importance weight inside of phi
     scale = weights if importance is None or objective.surrogate == "vespo" else weights * importance
-    policy = scale * surrogate.value
+    policy = scale * surrogate.value  # w I s
     g, g_ratio = scale * surrogate.by_logp, scale * surrogate.by_log_ratio
     kl = torch.zeros_like(logps)
     if objective.beta != 0:
         kl, dkl = KL_ESTIMATORS[objective.kl](rows.ref_logps - logps)
-        if objective.use_bias_correction_kl:
+        if objective.use_bias_correction_kl:  # r KL, with gradient through both (arXiv 2512.02556)
             kl, dkl = kl * ratio, dkl * ratio
             g_ratio = g_ratio + objective.beta * weights * kl
         g = g + objective.beta * weights * dkl
@@ -178,13 +170,23 @@ def policy_loss_fwd(logps, rows, objective):
         "clipped_low": (ratio < low) & (advantages < 0),
         "clipped_high": (ratio > high) & (advantages > 0),
     }
-    return policy + objective.beta * weights * kl, g, metrics
+    return policy + objective.beta * weights * kl, g, metrics  # w (I s + beta KL)
 
 
-def importance_weights(logps, rows, objective):
-    """I = exp(old - sampler) per token or of the sequence, truncated or masked: ([M], metrics), (None, {}) without one.
+def importance_weights(
+    logps: torch.Tensor, rows: PolicyRows, objective: Any
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    """Compute I = exp(old - sampler) of each token or of its sequence, truncated to its bounds or masked outside them.
 
     No gradient flows through it. A token without a sampler's log-prob (NaN) counts as log-ratio 0.
+
+    Args:
+        logps: [M] log-probs under the policy, which stand for the old ones where these are None.
+        rows: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        I [M], and the metrics `importance` and `sampler_gap` [M]. Without sampler_logps None and no metrics.
     """
     if rows.sampler_logps is None:
         return None, {}
@@ -201,13 +203,22 @@ def importance_weights(logps, rows, objective):
     return importance, {"importance": importance, "sampler_gap": gap.abs()}
 
 
-def sequence_sum(values, lengths):
-    """[M] -> [M]: each row gets the sum over its sequence. segment_reduce sums in a fixed order."""
-    total = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)  # safe looks at the lengths: a host sync
-    return total.repeat_interleave(lengths, output_size=len(values))
+class PolicyLoss(torch.autograd.Function):
+    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M]).
 
+    `fwd` is the `policy_loss_fwd` of this module, or the one of policy_loss.py, which runs it as a Triton kernel.
+    """
 
-def sequence_mean(values, lengths):
-    """[M] -> [M]: each row gets the mean over its sequence."""
-    mean = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True) / lengths.clamp(min=1)
-    return mean.repeat_interleave(lengths, output_size=len(values))
+    @staticmethod
+    def forward(ctx, logps, rows, objective, fwd):
+        ctx.set_materialize_grads(False)
+        logps = logps.to(compute_dtype(logps))
+        loss, g, metrics = fwd(logps, rows, objective)
+        ctx.save_for_backward(g)
+        return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps.detach(), **metrics}
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, _):
+        (g,) = ctx.saved_tensors
+        return (None if grad_loss is None else g * grad_loss), None, None, None

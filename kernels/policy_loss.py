@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch, objectives
-from fastgrpo.kernels.objectives import Tokens, sequence_mean
+from fastgrpo.kernels.objectives import Tokens
+from fastgrpo.kernels.policy_rows import sequence_mean
 from fastgrpo.kernels.tiles import ROWS_VARY
 
 # Rows of the kernel's [6, M] output.
@@ -193,21 +194,3 @@ def policy_loss_fwd(logps, rows, objective):
         # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
         g = g + sequence_mean(out[GRAD_RATIO], rows.lengths)
     return out[LOSS], g, {**metrics, **policy_metrics(out, rows.advantages, objective)}
-
-
-class PolicyLoss(torch.autograd.Function):
-    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M])."""
-
-    @staticmethod
-    def forward(ctx, logps, rows, objective):
-        ctx.set_materialize_grads(False)
-        logps = logps.float()
-        loss, g, metrics = policy_loss_fwd(logps, rows, objective)
-        ctx.save_for_backward(g)
-        return loss.sum(dtype=torch.float64).float(), {"logps": logps.detach(), **metrics}
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_loss, _):
-        (g,) = ctx.saved_tensors
-        return (None if grad_loss is None else g * grad_loss), None, None

@@ -1,7 +1,8 @@
 """Products 2 and 3 of the head's gradient, by cuBLAS: dH = v (E W), dW = E^T (v H), dbias = E^T v.
 
-Shapes: n rows of a chunk, V vocabulary, D hidden; E [n, V] and v [n] fp32, see linear_logprob.py. v scales rows after
-the first product, in fp32, and before the second: E itself is never touched again.
+Shapes: n rows of a chunk (one a token), V vocabulary, D hidden. E [n, V] is in the dtype of the weight and v [n] is
+fp32; linear_logprob.py says what they are. v scales the rows of dH after its product, in fp32, and the rows of H before
+the product of dW, so that E itself need not be written again.
 """
 
 from functools import cache
@@ -11,13 +12,58 @@ import torch
 from fastgrpo.kernels.softmax import all_reduce_
 
 
-def no_autocast(tensor):
-    """fp32 products stay fp32 inside torch.autocast."""
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: fp32 for every input but fp64, which stays fp64 (for gradcheck).
+
+    Args:
+        tensor: An input of the operation.
+
+    Returns:
+        torch.float32 or torch.float64.
+    """
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def no_autocast(tensor: torch.Tensor) -> torch.autocast:
+    """Keep fp32 products in fp32, even inside the caller's torch.autocast.
+
+    Args:
+        tensor: Any tensor on the device of the products.
+
+    Returns:
+        A context manager.
+    """
     return torch.autocast(tensor.device.type, enabled=False)
 
 
-def mm_fp32(a, b, out=None):
-    """a @ b with fp32 output whatever the operands; the CPU (interpreted tests) has no such product for 16 bits."""
+def needed(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
+    """Tell which tensors want a gradient now.
+
+    Autograd functions are told this from outside: their ctx.needs_input_grad stays True under no_grad.
+
+    Args:
+        tensors: The inputs of the operation; None is an input that was not given.
+
+    Returns:
+        One bool a tensor.
+    """
+    grad = torch.is_grad_enabled()
+    return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with fp32 output, whatever the dtype of the operands.
+
+    The CPU, on which the interpreted tests run, has no such product of 16-bit operands: there they are cast.
+
+    Args:
+        a: [n, k].
+        b: [k, m].
+        out: [n, m] fp32 that is written, or None for a new tensor.
+
+    Returns:
+        [n, m] fp32.
+    """
     if a.is_cuda and a.dtype != torch.float32:
         if out is None:
             return torch.mm(a, b, out_dtype=torch.float32)
@@ -27,7 +73,7 @@ def mm_fp32(a, b, out=None):
 
 @cache
 def _adds_in_place(device, dtype):
-    """Whether addmm takes an fp32 sum beside 16-bit operands: torch before 2.10 refuses."""
+    """Tell whether addmm takes an fp32 sum beside 16-bit operands. torch before 2.10 refuses."""
     try:
         total = torch.zeros(16, 16, device=device)
         operand = torch.zeros(16, 16, device=device, dtype=dtype)
@@ -37,8 +83,17 @@ def _adds_in_place(device, dtype):
     return True
 
 
-def add_mm_(total, a, b):
-    """total += a @ b, fp32, without a second [V, D] where torch can."""
+def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add a product to an fp32 sum, total += a @ b, without a second tensor of its size where torch can.
+
+    Args:
+        total: [n, m] fp32, changed in place.
+        a: [n, k].
+        b: [k, m].
+
+    Returns:
+        `total`.
+    """
     if a.dtype == torch.float32:
         return total.addmm_(a, b)
     if a.is_cuda and _adds_in_place(a.device, a.dtype):
@@ -46,8 +101,18 @@ def add_mm_(total, a, b):
     return total.add_(mm_fp32(a, b))
 
 
-def hidden_product(exps, v, weight, group=None):
-    """dH [n, D] = v (E W): the product in fp32, scaled, summed over the ranks of the group, rounded once."""
+def hidden_product(exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, group: str | None = None) -> torch.Tensor:
+    """Compute dH = v (E W): an fp32 product, scaled, summed over the ranks of the group, and rounded once.
+
+    Args:
+        exps: E [n, V].
+        v: [n] fp32.
+        weight: [V, D].
+        group: Name of the process group over which the rows of the weight are sharded, or None.
+
+    Returns:
+        dH [n, D] in the dtype of the weight.
+    """
     if group is not None:
         return all_reduce_(mm_fp32(exps, weight).mul_(v[:, None]), group).to(weight.dtype)
     out = torch.empty(len(exps), weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -55,15 +120,25 @@ def hidden_product(exps, v, weight, group=None):
 
 
 def _scaled(hidden, v):
-    """(v H in the dtype of H, a factor taken out or None): fp16 would lose small v."""
+    """Compute v H in the dtype of H, and the factor that was taken out of it for fp16, which would lose small v."""
     if hidden.dtype != torch.float16:
         return torch.mul(hidden, v[:, None], out=torch.empty_like(hidden)), None
     factor = v.abs().amax().clamp(min=1e-30)
     return torch.mul(hidden, (v / factor)[:, None], out=torch.empty_like(hidden)), factor
 
 
-def weight_product(exps, v, hidden, dtype):
-    """dW [V, D] = E^T (v H) in `dtype`, accumulated in fp32."""
+def weight_product(exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute dW = E^T (v H), accumulated in fp32.
+
+    Args:
+        exps: E [n, V].
+        v: [n] fp32.
+        hidden: H [n, D].
+        dtype: Dtype of the result.
+
+    Returns:
+        dW [V, D].
+    """
     scaled, factor = _scaled(hidden, v)
     if factor is None and dtype == exps.dtype:
         return exps.T @ scaled
@@ -71,8 +146,21 @@ def weight_product(exps, v, hidden, dtype):
     return (product if factor is None else product.mul_(factor)).to(dtype)
 
 
-def add_weight_product_(total, exps, v, hidden, first):
-    """total [V, D] fp32 += E^T (v H); the first is written: nothing is read, nothing need be zeroed."""
+def add_weight_product_(
+    total: torch.Tensor, exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, first: bool
+) -> torch.Tensor:
+    """Add a chunk to dW: total += E^T (v H).
+
+    Args:
+        total: [V, D] fp32, changed in place.
+        exps: E [n, V].
+        v: [n] fp32.
+        hidden: H [n, D].
+        first: Whether this is the first chunk, which writes `total` without reading it: nobody need zero it.
+
+    Returns:
+        `total`.
+    """
     scaled, factor = _scaled(hidden, v)
     if factor is None:
         return mm_fp32(exps.T, scaled, out=total) if first else add_mm_(total, exps.T, scaled)
@@ -80,7 +168,16 @@ def add_weight_product_(total, exps, v, hidden, first):
     return torch.mul(product, factor, out=total) if first else total.addcmul_(product, factor)
 
 
-def bias_product(exps, v):
-    """dbias [V] fp32 = E^T v; v goes in with its largest at 1, which no dtype loses."""
+def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Compute dbias = E^T v.
+
+    Args:
+        exps: E [n, V].
+        v: [n] fp32.
+
+    Returns:
+        dbias [V] fp32.
+    """
+    # v is scaled to a largest entry of 1, which no dtype loses
     factor = v.abs().amax().clamp(min=1e-30)
     return mm_fp32(exps.T, (v / factor).to(exps.dtype)[:, None])[:, 0] * factor

@@ -1,11 +1,13 @@
-"""Every operation in plain PyTorch with full logits: the specification, and the oracle of the tests.
+"""Every operation in plain PyTorch with full logits: the specification, and the truth of the tests.
 
-Shapes: N rows (tokens), V vocabulary, D hidden, S sequences. No cleverness here: whatever these functions and autograd
-return is right by definition. Results are fp32, or fp64 where the inputs are fp64 (for gradcheck).
+There is no cleverness here: whatever these functions and autograd return is right by definition. This file therefore
+imports nothing of what it checks. Results are fp32, or fp64 where the inputs are fp64.
+
+Shapes: N tokens, V vocabulary, D hidden, S sequences.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +24,23 @@ def _linear(hidden, weight, bias, logit_softcap):
     return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
-def logits_logprob(logits, targets, *, temperature=1.0, return_entropy=False):
-    """Log-probability of `targets` [N] under softmax(logits [N, V] / temperature); see linear_logprob."""
+def logits_logprob(
+    logits: torch.Tensor, targets: torch.Tensor, *, temperature: float | torch.Tensor = 1.0,
+    return_entropy: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute log-probs of `targets` under softmax(logits / temperature).
+
+        logp = log p_t,   H = -sum_v p_v log p_v
+
+    Args:
+        logits: [N, V] floating point.
+        targets: [N] int64 in [0, V).
+        temperature: A float, or [N].
+        return_entropy: Whether to return the entropy H too, in nats.
+
+    Returns:
+        logps [N], or (logps [N], entropy [N]).
+    """
     logits = logits.to(_compute_dtype(logits))
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to(logits.dtype)[:, None]
@@ -34,14 +51,20 @@ def logits_logprob(logits, targets, *, temperature=1.0, return_entropy=False):
     return logps, -(all_logps.exp() * all_logps).sum(-1)  # H = -sum_v p_v log p_v
 
 
-def linear_logprob(hidden, weight, targets, *, bias=None, logit_softcap=None, temperature=1.0, return_entropy=False):
-    """Log-probability of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
+def linear_logprob(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: torch.Tensor | None = None,
+    logit_softcap: float | None = None, temperature: float | torch.Tensor = 1.0, return_entropy: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute log-probs of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
 
     Args:
-        hidden: [N, D] floating point. weight: [V, D]. targets: [N] int64 in [0, V). bias: [V] or None.
-        logit_softcap: float or None; softcap(x) = cap tanh(x / cap), as in Gemma 2 (arXiv 2408.00118).
-        temperature: float, or tensor [N].
-        return_entropy: also return the entropy of each row, in nats.
+        hidden: [N, D] floating point.
+        weight: [V, D], the head.
+        targets: [N] int64 in [0, V).
+        bias: [V] or None.
+        logit_softcap: The cap of softcap(x) = cap tanh(x / cap), as in Gemma 2 (arXiv 2408.00118), or None.
+        temperature: A float, or [N].
+        return_entropy: Whether to return the entropy too, in nats.
 
     Returns:
         logps [N], or (logps [N], entropy [N]).
@@ -51,7 +74,7 @@ def linear_logprob(hidden, weight, targets, *, bias=None, logit_softcap=None, te
 
 
 def _kept(logits, temperature, top_k, top_p, min_p):
-    """[R, V] bool: what top-k, then top-p, then min-p keep. Each is a threshold: equal logits stay or go together."""
+    """Find what top-k, then top-p, then min-p keep: [R, V] bool. Equal logits stay or go together."""
     ordered = logits.sort(dim=-1, descending=True).values
     floor = ordered[:, -1:]
     if 0 < top_k < logits.shape[-1]:
@@ -59,25 +82,31 @@ def _kept(logits, temperature, top_k, top_p, min_p):
     if top_p < 1:
         probs = torch.softmax((ordered / temperature).masked_fill(ordered < floor, -torch.inf), dim=-1)
         likelier = probs.cumsum(-1) - probs
-        # of equal ones the first decides for all; it comes before them, and what it has above it is least
+        # Of equal logits the first decides for all of them: the least mass stands before it.
         floor = ordered.masked_fill((likelier >= top_p) | (probs == 0), torch.inf).amin(-1, keepdim=True)
     if min_p > 0:
         floor = floor.maximum(ordered[:, :1] + temperature * math.log(min_p))
     return logits >= floor
 
 
-def sample(logits, uniforms, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """Draw one token a row by inverting the cumulative distribution in the order of the vocabulary.
+def sample(
+    logits: torch.Tensor, uniforms: torch.Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Draw one token for each lane by inverting the cumulative distribution in the order of the vocabulary.
 
     Args:
-        logits: [R, V]. uniforms: [R] in [0, 1). temperature: 0 is greedy. top_k: 0 is off. top_p: 1 is off; a token
-            stays while the mass of the strictly likelier ones, of what top_k kept, is below it. min_p: least
-            probability relative to the likeliest.
+        logits: [R, V], one row a lane.
+        uniforms: [R] in [0, 1).
+        temperature: Temperature of the softmax; 0 is greedy.
+        top_k: How many of the likeliest tokens stay; 0 is off.
+        top_p: A token stays while the mass of the strictly likelier ones, of what top_k kept, is below it; 1 is off.
+        min_p: Least probability of a token that stays, relative to the likeliest.
 
     Returns:
-        tokens [R] int64: the first whose cumulative kept probability exceeds the uniform. logps [R]: their log-probs
-        under the full softmax at the temperature (1 when greedy). kept [R]: the mass that the filters kept. A row whose
-        softmax is undefined gives 0, NaN, NaN.
+        tokens [R] int64, the first whose cumulative kept probability exceeds the uniform; logps [R], their log-probs
+        under the full softmax at the temperature (at temperature 1 when greedy); and kept [R], the mass that the
+        filters kept. A lane whose softmax is undefined gives 0, NaN and NaN.
     """
     logits = logits.to(_compute_dtype(logits))
     if temperature == 0:
@@ -97,17 +126,25 @@ def sample(logits, uniforms, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
     return tokens, logps.masked_fill(undefined, torch.nan), kept.masked_fill(undefined, torch.nan)
 
 
-def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, prompt_lengths, members, *, scale,
-                 max_length=None, max_prompt_length=None):  # fmt: skip
-    """Attention of each lane to its prompt's keys and its own, one softmax over both.
+def group_decode(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, prompt_keys: torch.Tensor,
+    prompt_values: torch.Tensor, prompt_lengths: torch.Tensor, members: torch.Tensor, *, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Attend from each lane to its prompt's keys and its own, with one softmax over both.
 
     Args:
-        query: [R, H, d]. keys, values: [slots >= R, K, C, d], lengths: [R]. prompt_keys, prompt_values: [P, K, T, d],
-            prompt_lengths: [P]. members: [P, G], the lanes of each prompt, -1 where there is none. scale: of the
-            scores. max_length, max_prompt_length: of no consequence.
+        query: [R, H, d], one row a lane.
+        keys: [slots >= R, K, C, d], the keys of each lane's own tokens.
+        values: [slots >= R, K, C, d].
+        lengths: [R] own tokens of each lane.
+        prompt_keys: [P, K, T, d], the keys of each prompt.
+        prompt_values: [P, K, T, d].
+        prompt_lengths: [P] tokens of each prompt.
+        members: [P, G], the lanes of each prompt, -1 where there is none.
+        scale: Factor of the scores.
 
     Returns:
-        out [R, H, d]: zeros for a lane without any key.
+        [R, H, d] in the dtype of the query; zeros for a lane without any key.
     """
     dtype, repeats = _compute_dtype(query), query.shape[1] // keys.shape[1]
     prompt_of = {lane: prompt for prompt, row in enumerate(members.tolist()) for lane in row if lane >= 0}
@@ -126,7 +163,7 @@ def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, promp
 
 
 class _Tokens(NamedTuple):
-    """What a surrogate reads, [N] each: ratio is at the objective's level, log_ratio per token; importance or None."""
+    """What a surrogate reads, [N] each. The ratio is at the objective's level, the log-ratio per token."""
 
     logps: torch.Tensor
     log_ratio: torch.Tensor
@@ -142,7 +179,10 @@ def _per_sequence(values, lengths, reduce):
 
 
 def _clip(tokens, objective):
-    """-min(r A, clip(r) A)."""
+    """s = -min(r A, clip(r) A), PPO (arXiv 1707.06347 eq. 7).
+
+    The first r is held under delta (INTELLECT-2, arXiv 2505.07291 eq. 2).
+    """
     ratio, advantages = tokens.ratio, tokens.advantages
     clipped = ratio.clamp(1 - objective.epsilon, 1 + objective.epsilon_high)
     bounded = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
@@ -150,12 +190,12 @@ def _clip(tokens, objective):
 
 
 def _cispo(tokens, objective):
-    """-sg(min(r, epsilon_high)) A logp."""
+    """s = -sg(min(r, epsilon_high)) A logp (arXiv 2506.13585)."""
     return -tokens.ratio.clamp(max=objective.epsilon_high).detach() * tokens.advantages * tokens.logps
 
 
 def _sapo(tokens, objective):
-    """-4/tau sigmoid(tau (r - 1)) A."""
+    """s = -4/tau sigmoid(tau (r - 1)) A (arXiv 2511.20347)."""
     gates = [
         torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
         for tau in (objective.sapo_temperature_pos, objective.sapo_temperature_neg)
@@ -164,7 +204,7 @@ def _sapo(tokens, objective):
 
 
 def _vespo(tokens, objective):
-    """-sg(phi(W)) A logp, phi(W) = e^lambda W^k e^(-lambda W), W the product of the ratios of a sequence."""
+    """s = -sg(phi(W)) A logp, phi(W) = e^lambda W^k e^(-lambda W), W the sequence's ratio (arXiv 2602.10693)."""
     log_w = _per_sequence(tokens.log_ratio.clamp(-20, 20), tokens.lengths, torch.sum)
     if tokens.importance is not None:
         log_w = log_w + _per_sequence(tokens.importance.log().clamp(math.log(1e-8), 20), tokens.lengths, torch.sum)
@@ -182,7 +222,7 @@ def _vespo(tokens, objective):
 
 _SURROGATES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
 
-_KL = {  # of d = ref - logp
+_KL = {  # estimators from d = ref - logp: http://joschu.net/blog/kl-approx.html
     "k1": lambda d: -d,
     "k2": lambda d: d.square() / 2,
     "k3": lambda d: d.exp() - d - 1,
@@ -190,10 +230,19 @@ _KL = {  # of d = ref - logp
 }
 
 
-def importance_weights(old_logps, sampler_logps, objective, lengths=None):
-    """I [N] = exp(old - sampler), of the token or of its whole sequence, truncated to the bounds or 0 outside of them.
+def importance_weights(
+    old_logps: torch.Tensor, sampler_logps: torch.Tensor, objective: Any, lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute I = exp(old - sampler) of each token or of its sequence, truncated to its bounds or 0 outside of them.
 
-    The bounds are objective.importance_sampling_clip_min and _max (None: unbounded). NaN in sampler_logps: log-ratio 0.
+    Args:
+        old_logps: [N] log-probs under the policy that drew the tokens.
+        sampler_logps: [N] log-probs that the sampler reported. NaN counts as log-ratio 0.
+        objective: An Objective, which has the mode and the bounds.
+        lengths: [S] tokens of each sequence, needed by the modes of a sequence.
+
+    Returns:
+        I [N], without gradient.
     """
     log_ratio = (old_logps - sampler_logps).detach()
     log_ratio = log_ratio.masked_fill(log_ratio.isnan(), 0)
@@ -206,29 +255,36 @@ def importance_weights(old_logps, sampler_logps, objective, lengths=None):
     return importance.masked_fill((importance < low) | (importance > high), 0)
 
 
-def policy_loss(logps, old_logps, ref_logps, advantages, weights, objective, lengths=None, sampler_logps=None):
-    """The GRPO loss from log-probabilities: sum_n w_n (I_n s_n + beta KL_n), s_n the objective's surrogate.
+def policy_loss(
+    logps: torch.Tensor, old_logps: torch.Tensor | None, ref_logps: torch.Tensor | None, advantages: torch.Tensor,
+    weights: torch.Tensor, objective: Any, lengths: torch.Tensor | None = None,
+    sampler_logps: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Compute the GRPO loss from log-probs.
 
-    Sources: the clipped surrogate, PPO (arXiv 1707.06347 eq. 7) as used by GRPO (arXiv 2402.03300 eq. 3); the upper
-    bound `delta` on the ratio, INTELLECT-2 (arXiv 2505.07291 eq. 2); sequence-level ratios, GSPO (arXiv 2507.18071
-    eq. 7); cispo, arXiv 2506.13585; sapo, arXiv 2511.20347; vespo, arXiv 2602.10693; the KL estimators k1, k2, k3,
-    http://joschu.net/blog/kl-approx.html, times the ratio, DeepSeek-V3.2 (arXiv 2512.02556).
+        loss = sum_n w_n (I_n s_n + beta KL_n),   s_n the objective's surrogate
+
+    Sources: the clipped surrogate is PPO's (arXiv 1707.06347 eq. 7) as GRPO uses it (arXiv 2402.03300 eq. 3);
+    sequence-level ratios are GSPO's (arXiv 2507.18071 eq. 7); the KL estimators are those of
+    http://joschu.net/blog/kl-approx.html, and their product with the ratio is DeepSeek-V3.2's (arXiv 2512.02556).
 
     Args:
-        logps, advantages, weights: [N]; the weights carry the mask and the whole aggregation.
-        old_logps: [N], or None for the first update of a rollout, where the ratio is exactly 1.
-        ref_logps: [N], or None where objective.beta is 0.
-        objective: a fastgrpo.Objective, or anything with its attributes.
-        lengths: [S] rows of each sequence, in order; needed where objective.couples_tokens.
-        sampler_logps: [N] log-probs under the sampler, NaN where unknown, or None: no importance weights.
+        logps: [N] log-probs under the policy.
+        old_logps: [N] log-probs under the policy that drew the tokens, or None where the ratio is exactly 1.
+        ref_logps: [N] log-probs under the reference, or None where objective.beta is 0.
+        advantages: [N].
+        weights: [N], which carry the mask and the whole aggregation.
+        objective: A fastgrpo.Objective, or anything with its attributes.
+        lengths: [S] tokens of each sequence, in order, needed where objective.couples_tokens.
+        sampler_logps: [N] log-probs under the sampler, NaN where unknown, or None for no importance weights.
 
     Returns:
-        (loss scalar, metrics): the mean over the rows of `kl`, `ratio/mean`, `ratio/max`, `clip_ratio/low_mean`,
-        `clip_ratio/high_mean`, and `policy_loss`, the part of the loss without the KL.
+        The loss, a scalar; and metrics by name: `policy_loss`, the part of the loss without the KL, and the mean over
+        the tokens of `kl`, `ratio/mean`, `ratio/max`, `clip_ratio/low_mean` and `clip_ratio/high_mean`.
     """
     old_logps = logps.detach() if old_logps is None else old_logps
     log_ratio = ratio = logps - old_logps
-    if objective.importance_sampling_level == "sequence":
+    if objective.importance_sampling_level == "sequence":  # the geometric mean of the sequence's ratios (GSPO)
         ratio = _per_sequence(log_ratio, lengths, torch.mean)
     ratio = ratio.exp()
     importance = None
@@ -236,14 +292,14 @@ def policy_loss(logps, old_logps, ref_logps, advantages, weights, objective, len
         importance = importance_weights(old_logps, sampler_logps, objective, lengths)
     tokens = _Tokens(logps, log_ratio, ratio, advantages, importance, lengths)
     surrogate = _SURROGATES[objective.surrogate](tokens, objective)
-    if importance is not None and objective.surrogate != "vespo":  # which has it inside of W
+    if importance is not None and objective.surrogate != "vespo":  # vespo has it inside of W
         surrogate = importance * surrogate
     kl = torch.zeros_like(logps)
     if objective.beta != 0:
         kl = _KL[objective.kl](ref_logps - logps)
-        if objective.use_bias_correction_kl:
+        if objective.use_bias_correction_kl:  # arXiv 2512.02556
             kl = kl * ratio
-    loss = (weights * (surrogate + objective.beta * kl)).sum()
+    loss = (weights * (surrogate + objective.beta * kl)).sum()  # sum_n w_n (I_n s_n + beta KL_n)
     low, high = objective.ratio_bounds
     metrics = {
         "policy_loss": (weights * surrogate).sum(),
@@ -256,11 +312,32 @@ def policy_loss(logps, old_logps, ref_logps, advantages, weights, objective, len
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def logits_grpo_loss(logits, targets, advantages, weights, objective, *, old_logps=None, ref_logps=None,
-                     sampler_logps=None, lengths=None, entropy_weights=None, temperature=1.0):  # fmt: skip
-    """policy_loss of logits_logprob, less the entropy bonus sum_n entropy_weights_n H_n ([N], coefficient included).
+def logits_grpo_loss(
+    logits: torch.Tensor, targets: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor, objective: Any, *,
+    old_logps: torch.Tensor | None = None, ref_logps: torch.Tensor | None = None,
+    sampler_logps: torch.Tensor | None = None, lengths: torch.Tensor | None = None,
+    entropy_weights: torch.Tensor | None = None, temperature: float | torch.Tensor = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Compute the loss from logits: `policy_loss` of `logits_logprob`, less the entropy bonus.
 
-    logits: [N, V]; the rest as above. Returns (loss, logps [N], metrics).
+        loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n entropy_weights_n H_n
+
+    Args:
+        logits: [N, V].
+        targets: [N] int64 in [0, V).
+        advantages: [N].
+        weights: [N].
+        objective: As in `policy_loss`.
+        old_logps: [N] or None.
+        ref_logps: [N] or None.
+        sampler_logps: [N] or None.
+        lengths: [S] or None.
+        entropy_weights: [N], the coefficient included, or None for no bonus.
+        temperature: A float, or [N].
+
+    Returns:
+        The loss, a scalar; the log-probs [N]; and the metrics of `policy_loss`, with the mean `entropy` where there is
+        a bonus.
     """
     logps, entropy = logits_logprob(logits, targets, temperature=temperature, return_entropy=True)
     loss, metrics = policy_loss(logps, old_logps, ref_logps, advantages, weights, objective, lengths, sampler_logps)
@@ -270,8 +347,26 @@ def logits_grpo_loss(logits, targets, advantages, weights, objective, *, old_log
     return loss, logps.detach(), metrics
 
 
-def linear_grpo_loss(hidden, weight, targets, advantages, weights, objective, *, bias=None, logit_softcap=None,
-                     **per_row):  # fmt: skip
-    """The head, then logits_grpo_loss: hidden [N, D] x weight [V, D] -> (loss, logps [N], metrics)."""
+def linear_grpo_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor,
+    objective: Any, *, bias: torch.Tensor | None = None, logit_softcap: float | None = None,
+    **per_row: torch.Tensor | float | None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """Compute the loss of a language-model head: its logits, then `logits_grpo_loss`.
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D].
+        targets: [N] int64 in [0, V).
+        advantages: [N].
+        weights: [N].
+        objective: As in `policy_loss`.
+        bias: [V] or None.
+        logit_softcap: As in `linear_logprob`.
+        per_row: Keyword arguments of `logits_grpo_loss`.
+
+    Returns:
+        As `logits_grpo_loss`.
+    """
     logits = _linear(hidden, weight, bias, logit_softcap)
     return logits_grpo_loss(logits, targets, advantages, weights, objective, **per_row)

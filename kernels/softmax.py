@@ -1,6 +1,6 @@
-"""Logits of a chunk -> log-probs, entropy and gradient, in place, over a vocabulary held whole or sharded by rows.
+"""Logits of a chunk -> log-probs, entropy and gradient, in place, over a vocabulary that is whole or sharded.
 
-Shapes: n rows, V vocabulary entries here (all of them, or this process's shard), D hidden.
+Shapes: n rows of the chunk (one a token), V vocabulary entries here (all of them, or this process's shard), D hidden.
 """
 
 from typing import NamedTuple
@@ -8,22 +8,38 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# Instead of a target's id within the shard: another rank has it, or nobody.
+# These stand for a target's id within the shard where another rank holds the target, and where no rank does.
 ELSEWHERE, NOWHERE = -1, -2
 
 
-def all_reduce_(values, group, op=dist.ReduceOp.SUM):
-    """In place over the ranks of the process group of this name; None is one process."""
+def all_reduce_(
+    values: torch.Tensor, group: dist.ProcessGroup | str | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Reduce `values` in place over the ranks of a process group.
+
+    Args:
+        values: A tensor of the same shape on every rank.
+        group: The process group, or its name where an operator of torch.library cannot be handed the group itself.
+            None means that there is one process: nothing happens.
+        op: The reduction.
+
+    Returns:
+        `values`.
+    """
     if group is not None:
-        dist.all_reduce(values, op=op, group=dist.distributed_c10d._resolve_process_group(group))
+        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        dist.all_reduce(values, op=op, group=group)
     return values
 
 
 class Vocabulary(NamedTuple):
-    """Which part of the vocabulary this process holds. Targets are global ids; per-row values are equal on all ranks.
+    """Which part of the vocabulary this process holds. Targets are ids of the whole; per-row values agree on all ranks.
 
-    first: global id of the first entry here. total: entries over all ranks. largest: entries of the largest shard.
-    group: the process group over which the shards lie, in rank order; None where the vocabulary is whole.
+    Attributes:
+        first: Id of the first entry here.
+        total: Entries over all ranks.
+        largest: Entries of the largest shard.
+        group: The process group over which the shards lie, in rank order. None where this process holds all entries.
     """
 
     first: int
@@ -32,8 +48,19 @@ class Vocabulary(NamedTuple):
     group: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, weight, group):
-        """weight: [V, D], the shard of this rank. The sizes are exchanged: one small collective and a host sync."""
+    def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> "Vocabulary":
+        """Learn the shards from their weights. The ranks exchange their sizes: a small collective, and a host sync.
+
+        Args:
+            weight: [V, D], the shard of this rank.
+            group: The process group, or None.
+
+        Returns:
+            The part that this process holds.
+
+        Raises:
+            ValueError: A rank holds no row.
+        """
         if group is None:
             return cls(0, weight.shape[0], weight.shape[0], None)
         size = torch.tensor([weight.shape[0]], device=weight.device)
@@ -44,26 +71,52 @@ class Vocabulary(NamedTuple):
             raise ValueError(f"weight must hold at least one row on every rank of process_group, got {sizes} rows")
         return cls(sum(sizes[: dist.get_rank(group)]), sum(sizes), max(sizes), group)
 
-    def sum_(self, values):
-        """Sum over the ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place.
 
-    def max_(self, values):
-        """Maximum over the ranks, in place."""
-        if self.group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
-        return values
+        Args:
+            values: A tensor of the same shape on every rank.
 
-    def local(self, targets, size):
-        """Global ids [n] -> (ids within the shard of `size` entries, whether this rank holds them)."""
+        Returns:
+            `values`.
+        """
+        return all_reduce_(values, self.group)
+
+    def max_(self, values: torch.Tensor) -> torch.Tensor:
+        """Take the maximum over the ranks, in place.
+
+        Args:
+            values: A tensor of the same shape on every rank.
+
+        Returns:
+            `values`.
+        """
+        return all_reduce_(values, self.group, dist.ReduceOp.MAX)
+
+    def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn ids of the whole vocabulary into ids within this shard.
+
+        Args:
+            targets: [n] int64 ids of the whole.
+            size: Entries of this shard.
+
+        Returns:
+            Ids within the shard [n] int64 (clamped to it), and whether this rank holds them [n] bool.
+        """
         local = targets - self.first
         return local.clamp(0, size - 1), (local >= 0) & (local < size)
 
-    def located(self, targets, size):
-        """(targets, the group's name) for operators, which can be handed no group: ids within the shard of `size`
-        entries, ELSEWHERE or NOWHERE; without a group, the targets themselves and None."""
+    def located(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, str | None]:
+        """Translate targets and group for operators of torch.library, which cannot be handed a group.
+
+        Args:
+            targets: [n] int64 ids of the whole.
+            size: Entries of this shard.
+
+        Returns:
+            Ids within the shard, ELSEWHERE for those of another rank and NOWHERE for those of none; and the group's
+            name. Without a group, the targets themselves and None.
+        """
         if self.group is None:
             return targets, None
         local, mine = self.local(targets, size)
@@ -71,11 +124,24 @@ class Vocabulary(NamedTuple):
         return torch.where(mine, local, torch.where(legal, ELSEWHERE, NOWHERE)), self.group.group_name
 
 
-def softmax_(z, targets, vocabulary, return_entropy=False):
-    """z [n, V] becomes softmax(z) in place; returns logps [n] and entropy [n] (or None).
+def softmax_(
+    z: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, return_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn logits into their softmax in place, and compute log-probs and entropy.
 
-    Sharded: all-reduce of the maxima, of the target logits (the owner's, 0 elsewhere) and sums together, and of the
-    entropy sums.
+        logp = z_t - log sum_v e^z_v,   H = -sum_v p_v log p_v
+
+    A sharded vocabulary all-reduces the maxima, then the logits of the targets (the owner's, 0 elsewhere) together with
+    the sums, then the sums of the entropy.
+
+    Args:
+        z: [n, V] logits divided by the temperature. They become the probabilities.
+        targets: [n] int64 ids of the whole vocabulary.
+        vocabulary: Which part of it `z` covers.
+        return_entropy: Whether to compute the entropy too.
+
+    Returns:
+        logps [n], and entropy [n] in nats or None.
     """
     z -= vocabulary.max_(z.amax(-1))[:, None]
     local, mine = vocabulary.local(targets, z.shape[-1])
@@ -88,15 +154,29 @@ def softmax_(z, targets, vocabulary, return_entropy=False):
     return shifted_target - total.log(), entropy
 
 
-def logit_gradient_(probs, targets, vocabulary, g, entropy=None, h=None):
-    """g dlogp/dz + h dH/dz, in place of the probabilities [n, V]; g, and entropy and h where there are, are [n].
+def logit_gradient_(
+    probs: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, g: torch.Tensor,
+    entropy: torch.Tensor | None = None, h: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Turn probabilities into the gradient by the logits, in place.
 
-    dlogp/dz = onehot_t - p,   dH/dz = -p (log p + H)
+        dz = g dlogp/dz + h dH/dz,   dlogp/dz = onehot_t - p,   dH/dz = -p (log p + H)
+
+    Args:
+        probs: [n, V] probabilities. They become dz.
+        targets: [n] int64 ids of the whole vocabulary.
+        vocabulary: Which part of it `probs` covers.
+        g: [n] gradient of the log-prob.
+        entropy: [n] entropy H in nats, needed with `h`.
+        h: [n] gradient of the entropy, or None.
+
+    Returns:
+        `probs`.
     """
     g = g.to(probs.dtype)
     if h is None:
         probs *= -g[:, None]
-    else:
+    else:  # -p (g + h H) + h (-p log p), without log p where p is 0
         slope = torch.special.entr(probs).mul_(h[:, None])
         probs.mul_(-(g + h * entropy)[:, None]).add_(slope)
     local, mine = vocabulary.local(targets, probs.shape[-1])

@@ -1,6 +1,6 @@
-"""Rewards of a group of completions -> advantages.
+"""Turns the rewards of a group of completions into advantages.
 
-Shapes: S completions, group-contiguous: B prompts times G completions each. F reward functions.
+Shapes: S completions, those of one prompt side by side: B prompts times G completions each. F reward functions.
 """
 
 import math
@@ -12,25 +12,30 @@ BASELINES = ("group", "leave_one_out")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
-def group_advantages(rewards, group_size, *, scale="group", baseline="group", eps=1e-4, clip=None):
-    """A_i = (r_i - b_i) / (std + eps), b the group's mean: group-relative advantages (GRPO, arXiv 2402.03300, 4.1.2).
+def group_advantages(
+    rewards: torch.Tensor, group_size: int, *, scale: str = "group", baseline: str = "group", eps: float = 1e-4,
+    clip: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Standardize rewards within each group (GRPO, arXiv 2402.03300, section 4.1.2).
+
+        A_i = (r_i - mean) / (std + eps)
 
     Args:
-        rewards: [S] floats; the G completions of a prompt stand side by side. NaN marks a reward that was not given:
-            it takes no part in the mean and the deviation, and its advantage is 0.
-        group_size: G.
-        scale: "group" divides by the group's sample standard deviation; "batch" by that of all rewards (PPO Lite,
-            arXiv 2508.08221); "none" only centres (Dr. GRPO, arXiv 2503.20783).
-        baseline: "group" is the mean of the group; "leave_one_out" that of its other rewards, which makes r_i - b_i
-            larger by n / (n - 1), n the rewards given (RLOO, arXiv 2402.14740, with scale "none").
-        eps: added to the deviation, in units of the reward.
-        clip: bound on |A|, or None.
+        rewards: [S] floats. The G completions of a prompt stand side by side. NaN marks a reward that was not given: it
+            takes no part in the mean and the deviation, and its advantage is 0.
+        group_size: G, the completions of one prompt.
+        scale: What the centred rewards are divided by. "group" is the sample standard deviation of the group; "batch"
+            is that of all rewards (PPO Lite, arXiv 2508.08221); "none" divides by nothing (Dr. GRPO, arXiv 2503.20783).
+        baseline: What is subtracted from a reward. "group" is the mean of its group; "leave_one_out" is the mean of the
+            other rewards of its group (RLOO, arXiv 2402.14740, which goes with scale "none").
+        eps: Added to the standard deviation, in units of the reward.
+        clip: Bound on |A|, or None.
 
     Returns:
-        [S] fp32 (fp64 for fp64 rewards). A group whose given rewards are all equal gets exact zeros.
+        [S] fp32 advantages (fp64 for fp64 rewards). A group whose given rewards are all equal gets exact zeros.
 
     Raises:
-        ValueError: S is not a multiple of G, an unknown scale or baseline, or an infinite reward.
+        ValueError: S is not a multiple of G, the scale or the baseline is unknown, or a reward is infinite.
     """
     if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
         raise ValueError(
@@ -44,8 +49,8 @@ def group_advantages(rewards, group_size, *, scale="group", baseline="group", ep
         raise ValueError(f"rewards must be finite (NaN for one that was not given), got {rewards.tolist()}")
     groups = rewards.double().view(-1, group_size)
     given = ~groups.isnan()
-    centred = torch.where(given, groups - groups.nanmean(1, keepdim=True), 0.0)
-    # Rounding of the mean must not turn equal rewards into tiny advantages, which eps would blow up to noise.
+    centred = torch.where(given, groups - groups.nanmean(1, keepdim=True), 0.0)  # r_i - mean
+    # Rounding of the mean must not turn equal rewards into tiny advantages: dividing by eps would make noise of them.
     low = torch.where(given, groups, math.inf).amin(1, keepdim=True)
     high = torch.where(given, groups, -math.inf).amax(1, keepdim=True)
     centred = torch.where(low < high, centred, 0.0)
@@ -57,28 +62,42 @@ def group_advantages(rewards, group_size, *, scale="group", baseline="group", ep
         values = torch.where(given.flatten(), values - values.sum() / given.sum().clamp(min=1), 0.0)
         deviation = _sample_std(values, given.flatten(), dim=0)
     if baseline == "leave_one_out":
+        # r_i - (mean of the others) = (r_i - mean) n / (n - 1), with n the rewards given (arXiv 2402.14740)
         count = given.sum(1, keepdim=True)
         centred = centred * count / (count - 1).clamp(min=1)
     if deviation is not None:
-        centred = centred / (deviation + eps)
+        centred = centred / (deviation + eps)  # (r_i - mean) / (std + eps)
     return _clipped(centred.flatten(), clip).to(rewards.dtype if rewards.dtype == torch.float64 else torch.float32)
 
 
-def decoupled_advantages(rewards, weights, group_size, *, eps=1e-4, clip=None):
-    """A_i = x_i / (std(x) + eps), x_i = sum_k w_k A_ik: each reward function's advantages within the group, as
-    `group_advantages` makes them, then their weighted sum over the deviation of all sums (GDPO, arXiv 2601.05242). A
-    reward of small spread so counts as much as one of large spread, and groups keep apart what a sum would confound.
+def decoupled_advantages(
+    rewards: torch.Tensor, weights: torch.Tensor, group_size: int, *, eps: float = 1e-4, clip: float | None = None
+) -> torch.Tensor:
+    """Standardize each reward function by itself, then the weighted sum (GDPO, arXiv 2601.05242).
 
-    The mean of x, which TRL subtracts, is 0; taking away its rounding would give groups without spread an advantage.
+        A_i = x_i / (std(x) + eps),   x_i = sum_k w_k A_ik
+
+    A_ik are the advantages that `group_advantages` gives to the rewards of function k alone. A reward of small spread
+    thus counts as much as one of large spread, and groups that a sum of rewards would confound stay apart.
+
+    TRL also subtracts the mean of x. That mean is 0, and subtracting its rounding would give an advantage to groups
+    without spread.
 
     Args:
-        rewards: [S, F]; NaN marks one that was not given. weights: [F]. group_size, eps, clip: as `group_advantages`.
+        rewards: [S, F] floats. NaN marks a reward that was not given.
+        weights: [F], the weight of each reward function.
+        group_size: G, the completions of one prompt.
+        eps: Added to both standard deviations.
+        clip: Bound on |A|, or None.
 
     Returns:
-        [S] fp64; 0 where no function gave a reward.
+        [S] fp64 advantages, 0 where no function gave a reward.
+
+    Raises:
+        ValueError: As `group_advantages`.
     """
     parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
-    total = (torch.stack(parts, 1) * weights).sum(1)
+    total = (torch.stack(parts, 1) * weights).sum(1)  # x_i = sum_k w_k A_ik
     return _clipped(total / (_sample_std(total, ~rewards.isnan().all(1), dim=0) + eps), clip)
 
 
@@ -91,6 +110,6 @@ def _clipped(advantages, clip):
 
 
 def _sample_std(centred, given, dim):
-    """Square root of sum of squares / (n - 1) over the given entries; 0 where n < 2. `centred` is 0 elsewhere."""
+    """Take sqrt(sum of squares / (n - 1)) over the n given entries, 0 where n < 2. `centred` is 0 at the others."""
     count = given.sum(dim, keepdim=True)
     return (centred.square().sum(dim, keepdim=True) / (count - 1).clamp(min=1)).sqrt()

@@ -1,4 +1,4 @@
-"""What the losses accept, and which backend runs them."""
+"""Checks what the losses are given, and chooses the backend that runs them."""
 
 import logging
 from functools import cache
@@ -10,19 +10,30 @@ HAS_TRITON = find_spec("triton") is not None
 if HAS_TRITON:
     from fastgrpo.kernels import launch
 
-
 logger = logging.getLogger(__name__)
 
-
 BACKENDS = ("auto", "chunked", "triton")
-
-
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _check_head(hidden, weight, bias, softcap, targets):
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"logit_softcap must be positive, got {softcap}")
+def check_head(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logit_softcap: float | None,
+    targets: torch.Tensor,
+) -> None:  # fmt: skip
+    """Check that hidden states, head and targets fit each other.
+
+    Args:
+        hidden: [..., D] floating point.
+        weight: [V, D] floating point.
+        bias: [V] or None.
+        logit_softcap: The cap of the logits, or None.
+        targets: [...] integers.
+
+    Raises:
+        ValueError: A shape, dtype or device does not fit, or the soft-cap is not positive.
+    """
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap must be positive, got {logit_softcap}")
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight must be [V, D] with D={hidden.shape[-1]} of hidden {tuple(hidden.shape)}, got "
@@ -36,10 +47,20 @@ def _check_head(hidden, weight, bias, softcap, targets):
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.device != hidden.device:
             raise ValueError(f"{name} must be on {hidden.device} like hidden, got {value.device}")
-    _check_token_ids(targets, hidden, "hidden")
+    check_token_ids(targets, hidden, "hidden")
 
 
-def _check_token_ids(targets, like, name):
+def check_token_ids(targets: torch.Tensor, like: torch.Tensor, name: str) -> None:
+    """Check that targets are integers, one for each row of hidden states or logits.
+
+    Args:
+        targets: [...] token ids.
+        like: [..., D] hidden states or [..., V] logits.
+        name: What `like` is called in the error.
+
+    Raises:
+        ValueError: The shape, the device or the dtype does not fit.
+    """
     if targets.shape != like.shape[:-1]:
         raise ValueError(f"targets must be {tuple(like.shape[:-1])} like {name}, got {tuple(targets.shape)}")
     if targets.device != like.device:
@@ -48,9 +69,18 @@ def _check_token_ids(targets, like, name):
         raise ValueError(f"targets must be integers, got {targets.dtype}")
 
 
-def _check_targets(targets, vocab_size):
-    """A ValueError on the CPU. A look at GPU memory would stall: there the row is NaN, and in torch's anomaly
-    mode the device asserts. Nothing inside of a compiled graph, which cannot raise.
+def check_targets(targets: torch.Tensor, vocab_size: int) -> None:
+    """Check that the targets of active rows are in the vocabulary, where looking at them costs no wait.
+
+    On a GPU a look would make the host wait. There the kernels give NaN for a bad target, and torch's anomaly mode lets
+    the device assert. A compiled graph cannot raise, so nothing is checked inside of one.
+
+    Args:
+        targets: [M] token ids of the active rows.
+        vocab_size: V.
+
+    Raises:
+        ValueError: A target on the CPU lies outside [0, V).
     """
     if not targets.numel() or torch.compiler.is_compiling():
         return
@@ -59,17 +89,33 @@ def _check_targets(targets, vocab_size):
         if low < 0 or high >= vocab_size:
             raise ValueError(f"targets must be in [0, {vocab_size}) on active rows, got {low} to {high}")
     elif torch.is_anomaly_enabled():
-        _assert_targets(targets, vocab_size)
+        assert_targets(targets, vocab_size)
 
 
-def _assert_targets(targets, vocab_size):
-    """Without a wait: what fails is the device's queue, at its next look."""
+def assert_targets(targets: torch.Tensor, vocab_size: int) -> None:
+    """Let the device assert that targets are in the vocabulary. The host does not wait: a later call on it fails.
+
+    Args:
+        targets: [M] token ids.
+        vocab_size: V.
+    """
     legal = (targets >= 0) & (targets < vocab_size)
     torch._assert_async(legal.all(), f"targets must be in [0, {vocab_size}) on active rows")
 
 
-def _choose_backend(backend, **tensors):
-    """ "chunked" or "triton"; what was asked for and cannot be had is a ValueError."""
+def choose_backend(backend: str, **tensors: torch.Tensor) -> str:
+    """Choose the code path of a loss.
+
+    Args:
+        backend: "auto", "chunked" or "triton".
+        tensors: The inputs that the kernels would read, by the names that errors call them.
+
+    Returns:
+        "chunked" or "triton".
+
+    Raises:
+        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
@@ -90,8 +136,17 @@ def _choose_backend(backend, **tensors):
     return backend
 
 
-def _autocast(backend, hidden, weight):
-    """Both in autocast's dtype where it is on, as nn.Linear would have them; the chunked path is fp32 anyway."""
+def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast hidden states and head to the dtype of torch.autocast where it is on, as nn.Linear would.
+
+    Args:
+        backend: As the caller gave it. The chunked path computes in fp32 anyway, so it takes the tensors as they are.
+        hidden: [..., D].
+        weight: [V, D].
+
+    Returns:
+        (hidden, weight), unchanged where autocast is off or one of them is fp64.
+    """
     device = hidden.device.type
     if backend == "chunked" or (backend == "auto" and not hidden.is_cuda):
         return hidden, weight
@@ -101,8 +156,22 @@ def _autocast(backend, hidden, weight):
     return hidden.to(dtype), weight.to(dtype)
 
 
-def _compacts(compact, backend, tokens):
-    """Whether the host is to learn which rows carry gradient: free on the CPU."""
+def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
+    """Tell whether the host is to learn which rows carry gradient, so that the others can be left out.
+
+    On the CPU this is free. On a GPU the host must wait for the device.
+
+    Args:
+        compact: None, or "sync" where the caller accepts the wait.
+        backend: "chunked" or "triton".
+        tokens: Any tensor on the device of the tokens.
+
+    Returns:
+        Whether to leave these rows out.
+
+    Raises:
+        ValueError: `compact` is neither None nor "sync".
+    """
     if compact not in (None, "sync"):
         raise ValueError(f"compact must be None or 'sync', got {compact!r}")
     return compact == "sync" or backend == "chunked" or tokens.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""One frozen record of a policy-gradient objective: what is clipped, against what, and how tokens are weighted.
+"""Holds the knobs of a policy-gradient objective: what is clipped, against what, and how tokens are weighted.
 
     loss = sum_n w_n (I_n s_n + beta KL_n) - entropy_coef sum_n e_n H_n
 
@@ -16,12 +16,14 @@ the sampler (1 without `sampler_logps`), e_n = 1 / tokens of the step. A loss ty
 | sapo      | -4/tau sigmoid(tau (r - 1)) A          | 1 / (S len_s)        | arXiv 2511.20347 |
 | vespo     | -sg(phi(W_s)) A logp                   | 1 / tokens of step   | arXiv 2602.10693 |
 
-GSPO (arXiv 2507.18071) is grpo with importance_sampling_level="sequence". docs/objectives.md explains every
-symbol, and where TRL, Liger and the papers differ.
+GSPO (arXiv 2507.18071) is grpo with importance_sampling_level="sequence". docs/objectives.md explains every symbol, and
+where TRL, Liger and the papers differ. The surrogates s_n are computed in kernels/objectives.py (and as Triton
+in kernels/policy_loss.py), the weights w_n at the end of this file.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,28 +45,32 @@ IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate"
 
 @dataclass(frozen=True)
 class Objective:
-    """The knobs of the loss, under TRL's names; validated on construction.
+    """The knobs of the loss, under TRL's names. They are validated on construction, by a ValueError.
 
-    Args:
-        loss_type: surrogate and aggregation, see the table above.
-        importance_sampling_level: "token", or "sequence" for GSPO's geometric-mean ratio (arXiv 2507.18071 eq. 7).
-        epsilon, epsilon_high: the ratio is clipped to [1 - epsilon, 1 + epsilon_high]; epsilon_high None is epsilon.
-            For cispo epsilon_high is the cap on the ratio itself (5.0 in arXiv 2510.13786) and must be given.
-        delta: upper bound on the unclipped ratio (two-sided clip, arXiv 2505.07291), or None.
-        beta: coefficient of the KL to the reference; 0 needs no reference.
-        kl: "k1" = -d, "k2" = d^2/2, "k3" = e^d - d - 1, "abs" = |d|, with d = ref_logp - logp.
-        max_completion_length: the constant of dr_grpo, in tokens.
-        use_bias_correction_kl: multiply the KL by the ratio, gradient through both (arXiv 2512.02556).
-        entropy_coef: coefficient of the mean entropy over the tokens of the step, subtracted from the loss.
-        sapo_temperature_pos, sapo_temperature_neg: tau of sapo where A > 0 and elsewhere.
-        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: phi(W) = exp(lambda + k log W - lambda W) of
-            vespo, where A >= 0 and where A < 0.
-        importance_sampling_mode: how `sampler_logps`, where they are given, weigh the surrogate: I = exp(old - sampler)
-            per token, or of the whole sequence, truncated to the bounds or masked (0) outside of them.
-        importance_sampling_clip_min, importance_sampling_clip_max: the bounds of I; None is unbounded.
-
-    Raises:
-        ValueError: naming the knob, its value and what is expected.
+    Attributes:
+        loss_type: Surrogate and aggregation, by their name in the table above.
+        importance_sampling_level: Level of the ratio: "token", or "sequence" for the geometric mean over the sequence
+            (GSPO, arXiv 2507.18071 eq. 7).
+        epsilon: The ratio is clipped to at least 1 - epsilon.
+        epsilon_high: The ratio is clipped to at most 1 + epsilon_high; None is epsilon. For cispo it is the cap on the
+            ratio itself (5.0 in arXiv 2510.13786) and must be given.
+        delta: Upper bound on the unclipped ratio (two-sided clip, arXiv 2505.07291 eq. 2), or None.
+        beta: Coefficient of the KL to the reference. 0 needs no reference.
+        kl: Estimator of the KL from d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1, "abs" is |d|.
+        max_completion_length: The constant length that dr_grpo divides by, in tokens.
+        use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both (arXiv 2512.02556).
+        entropy_coef: Coefficient of the mean entropy over the tokens of the step, which is subtracted from the loss.
+        sapo_temperature_pos: Temperature tau of SAPO's gate for tokens with a positive advantage.
+        sapo_temperature_neg: Temperature tau of SAPO's gate for all other tokens.
+        vespo_k_pos: k of VESPO's phi(W) = exp(lambda + k log W - lambda W) for tokens with advantage >= 0.
+        vespo_lambda_pos: lambda of VESPO's phi for tokens with advantage >= 0.
+        vespo_k_neg: k of VESPO's phi for tokens with a negative advantage.
+        vespo_lambda_neg: lambda of VESPO's phi for tokens with a negative advantage.
+        importance_sampling_mode: How `sampler_logps`, where they are given, weigh the surrogate. I = exp(old - sampler)
+            is taken per token or over the whole sequence ("token_", "sequence_"), and then is truncated to its bounds
+            ("truncate") or becomes 0 outside of them ("mask").
+        importance_sampling_clip_max: Upper bound of I; None is unbounded.
+        importance_sampling_clip_min: Lower bound of I; None is unbounded.
     """
 
     loss_type: str = "dapo"
@@ -136,63 +142,100 @@ class Objective:
         if self.delta is not None and self.surrogate != "clip":
             raise ValueError(f"delta bounds the clipped surrogate, which {self.loss_type} has not; pass delta=None")
 
+    @classmethod
+    def of(cls, objective: "Objective | None", knobs: dict[str, Any]) -> "Objective":
+        """Accept an objective, or its fields by name in its place.
+
+        Args:
+            objective: An objective, or None.
+            knobs: Fields by name, empty where an objective is given.
+
+        Returns:
+            The objective.
+
+        Raises:
+            ValueError: Both are given, or a field has a value that it refuses.
+        """
+        if objective is None:
+            return cls(**knobs)
+        if knobs:
+            raise ValueError(f"{', '.join(knobs)} are fields of objective: pass either them or objective, not both")
+        return objective
+
     @property
-    def surrogate(self):
+    def surrogate(self) -> str:
         """Name of the per-token function: "clip", "cispo", "sapo" or "vespo"."""
         return LOSS_TYPES[self.loss_type][0]
 
     @property
-    def ratio_bounds(self):
-        """(low, high): where the surrogate holds the ratio; (0, inf) where it never does."""
+    def ratio_bounds(self) -> tuple[float, float]:
+        """(low, high), between which the surrogate holds the ratio; (0, inf) where it holds it nowhere."""
         if self.surrogate == "clip":
             return 1 - self.epsilon, 1 + self.epsilon_high
         return 0.0, self.epsilon_high if self.surrogate == "cispo" else math.inf
 
     @property
-    def importance_bounds(self):
-        """(low, high) of the importance weight against the sampler."""
+    def importance_bounds(self) -> tuple[float, float]:
+        """(low, high), the bounds of the importance weight against the sampler."""
         low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
         return 0.0 if low is None else low, math.inf if high is None else high
 
-    def couples_tokens(self, with_sampler=False):
-        """Whether a token's loss depends on the other tokens of its sequence, so that sequences must stay whole.
+    def couples_tokens(self, with_sampler: bool = False) -> bool:
+        """Tell whether the loss of a token depends on the other tokens of its sequence, so that it must stay whole.
 
-        with_sampler: whether `sampler_logps` are given.
+        Args:
+            with_sampler: Whether `sampler_logps` are given.
+
+        Returns:
+            True for sequence-level ratios, sequence-level importance weights, and vespo.
         """
         by_sampler = with_sampler and self.importance_sampling_mode.startswith("sequence")
         return self.importance_sampling_level == "sequence" or self.surrogate == "vespo" or by_sampler
 
     @property
-    def needs_sequences(self):
-        """Whether the objective, without a sampler's log-probs, looks at sequences beyond the tokens."""
+    def needs_sequences(self) -> bool:
+        """Whether the loss, without a sampler's log-probs, must know where sequences begin and end."""
         return LOSS_TYPES[self.loss_type][1].startswith("sequence") or self.couples_tokens()
 
-    def token_weights(self, mask, cu_seqlens=None, num_items_in_batch=None):
-        """w_n of the table above, 0 where the mask is.
+    def token_weights(
+        self, mask: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute w_n of the table above.
 
         Args:
-            mask: [N] bool, the tokens that count. cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo.
-            num_items_in_batch: tokens of the whole step (int or tensor), read by dapo, cispo and vespo; None is
-                mask.sum().
+            mask: [N] bool, the tokens that count.
+            cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo.
+            num_items_in_batch: Tokens of the whole step, read by dapo, cispo and vespo. None is mask.sum().
 
         Returns:
-            [N] fp32.
+            [N] fp32, 0 where the mask is 0.
         """
         divisor = _DIVISORS[LOSS_TYPES[self.loss_type][1]]
         return mask.float() / divisor(mask, cu_seqlens, num_items_in_batch, self.max_completion_length)
 
-    def entropy_weights(self, mask, num_items_in_batch=None):
-        """entropy_coef e_n: [N] fp32 like the mask; the normalizer is the tokens of the step for every loss type, so
-        that micro-batches sum to the whole batch. None, as above, is mask.sum().
+    def entropy_weights(self, mask: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None) -> torch.Tensor:
+        """Compute entropy_coef e_n, where e_n = 1 / tokens of the step for every loss type.
+
+        Micro-batches therefore sum to the bonus of the whole batch.
+
+        Args:
+            mask: [N] bool, the tokens that count.
+            num_items_in_batch: Tokens of the whole step. None is mask.sum().
+
+        Returns:
+            [N] fp32, 0 where the mask is 0.
         """
         return self.entropy_coef * mask.float() / _step_tokens(mask, None, num_items_in_batch, None)
 
 
 def _batch_tokens(mask, cu_seqlens, num_items, max_length):
+    """w_n = 1 / tokens here (TRL's bnpo)."""
     return mask.sum().float().clamp(min=1)
 
 
 def _step_tokens(mask, cu_seqlens, num_items, max_length):
+    """w_n = 1 / tokens of the step (DAPO, arXiv 2503.14476 eq. 8)."""
     if num_items is None:
         return _batch_tokens(mask, cu_seqlens, num_items, max_length)
     if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
@@ -201,20 +244,23 @@ def _step_tokens(mask, cu_seqlens, num_items, max_length):
 
 
 def _sequence_mean(mask, cu_seqlens, num_items, max_length):
+    """w_n = 1 / (S len_s), len_s the tokens of the sequence that count (GRPO, arXiv 2402.03300 eq. 3)."""
     lengths = cu_seqlens.diff()
     kept = torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True).clamp(min=1)
     return (len(lengths) * kept).repeat_interleave(lengths, output_size=len(mask))
 
 
 def _sequence_sum(mask, cu_seqlens, num_items, max_length):
+    """w_n = 1 / S (LUSPO, arXiv 2602.05261)."""
     return len(cu_seqlens) - 1
 
 
 def _sequence_constant(mask, cu_seqlens, num_items, max_length):
+    """w_n = 1 / (S max_length) (Dr. GRPO, arXiv 2503.20783 eq. 2)."""
     return (len(cu_seqlens) - 1) * max_length
 
 
-# aggregation -> what w_n divides by: a number, a scalar tensor or [N]
+# aggregation -> what the mask is divided by to give w_n: a number, a scalar tensor or [N]
 _DIVISORS = {
     "batch_tokens": _batch_tokens,
     "step_tokens": _step_tokens,

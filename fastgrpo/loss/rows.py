@@ -1,20 +1,61 @@
-"""From the tensors a person passes to the rows that the kernels compute: layout, weights, and which rows matter.
+"""Turns the tensors that a person passes into the rows that the kernels compute: layout, weights, rows that matter.
 
-Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows.
+Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows. A row is one token's row of the
+hidden states or logits; it is kept where it is computed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from fastgrpo.kernels.objectives import PolicyRows
+from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.loss.objective import Objective
+
+# fields of TokenInputs that must be on the device of the tokens, where they are tensors
+_PER_TOKEN = ("advantages", "mask", "old_logps", "ref_logps", "sampler_logps", "token_weights", "temperature")
+
+
+class TokenInputs(NamedTuple):
+    """What a caller of a loss says about the tokens. `linear_grpo_loss` documents each field where it is an argument.
+
+    Attributes:
+        targets: [B, T] or [N] token ids. `grpo_loss`, which reads none, gives its log-probs in their place.
+        advantages: [B] or [B, T]; packed [S] or [N].
+        mask: [B, T] or [N], nonzero where a token counts, or None.
+        cu_seqlens: [S+1] integers of the packed layout, or None.
+        rows: [M] int64, the rows that carry gradient, or None.
+        old_logps: [B, T] or [N], or None.
+        ref_logps: [B, T] or [N], or None.
+        sampler_logps: [B, T] or [N], or None.
+        token_weights: [B, T] or [N], or None.
+        num_items_in_batch: Tokens of the whole step, or None.
+        temperature: A float, or [B, T] or [N].
+    """
+
+    targets: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None
+    rows: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    sampler_logps: torch.Tensor | None = None
+    token_weights: torch.Tensor | None = None
+    num_items_in_batch: int | torch.Tensor | None = None
+    temperature: float | torch.Tensor = 1.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where sequences lie among the N flat tokens. shape: of per-token tensors. cu_seqlens: [S+1] or None.
+    """Where sequences lie among the N tokens.
 
-    host_cu_seqlens: the same on the host, where it is known there.
+    Attributes:
+        shape: Shape of per-token tensors, [B, T] or [N].
+        cu_seqlens: [S+1] int64 on the device: where each sequence starts, and the end of the last. None where the
+            packed layout came without them.
+        host_cu_seqlens: The same on the host, where it is known there.
     """
 
     shape: torch.Size
@@ -22,8 +63,19 @@ class Layout:
     host_cu_seqlens: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, per_token, cu_seqlens):
-        """per_token: [B, T], or packed [N]. ValueError where cu_seqlens does not partition it."""
+    def of(cls, per_token: torch.Tensor, cu_seqlens: torch.Tensor | Sequence[int] | None) -> "Layout":
+        """Read the layout off a per-token tensor.
+
+        Args:
+            per_token: [B, T], or packed [N].
+            cu_seqlens: [S+1] integers of the packed layout, or None.
+
+        Returns:
+            The layout.
+
+        Raises:
+            ValueError: cu_seqlens does not partition the packed tokens, or comes with padded ones.
+        """
         shape = per_token.shape
         if per_token.ndim == 2:
             if cu_seqlens is not None:
@@ -41,8 +93,19 @@ class Layout:
             return cls(shape, to_device(cu_seqlens, per_token), cu_seqlens if on_host else None)
         return cls(shape, None)
 
-    def per_token(self, value, name):
-        """[S], [B, T] or [N] -> flat [N]."""
+    def per_token(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """Spread a value over the tokens.
+
+        Args:
+            value: [S], one value a sequence; or [B, T] or [N], one a token.
+            name: What the value is called in the error.
+
+        Returns:
+            [N].
+
+        Raises:
+            ValueError: The shape is neither of them.
+        """
         if value.shape == self.shape:
             return value.reshape(-1)
         if self.cu_seqlens is not None and value.shape == (len(self.cu_seqlens) - 1,):
@@ -59,13 +122,33 @@ def _is_partition(cu_seqlens, total):
     )
 
 
-def to_device(value, like):
-    """Without a wait for the device; a copy from pageable memory is staged before the call returns."""
+def to_device(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Move a tensor without waiting for the device. A copy from pageable memory is staged before the call returns.
+
+    Args:
+        value: A tensor on any device.
+        like: A tensor on the device to move to.
+
+    Returns:
+        `value` on the device of `like`.
+    """
     return value.to(like.device, non_blocking=True)
 
 
-def per_token(value, name, shape):
-    """Floats and None pass; a tensor must have the tokens' shape and comes back flat."""
+def per_token(value: float | torch.Tensor | None, name: str, shape: torch.Size) -> float | torch.Tensor | None:
+    """Flatten a per-token tensor. Floats and None pass.
+
+    Args:
+        value: A float, None, or a tensor in the tokens' shape.
+        name: What the value is called in the error.
+        shape: The tokens' shape.
+
+    Returns:
+        The value, [N] where it is a tensor.
+
+    Raises:
+        ValueError: The tensor has another shape.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != shape:
@@ -73,33 +156,46 @@ def per_token(value, name, shape):
     return value.reshape(-1)
 
 
-def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, ref_logps, sampler_logps,
-              token_weights, num_items_in_batch, temperature, compact=True):  # fmt: skip
-    """Flatten everything, compute the weights over all rows, then drop the rows that carry no gradient: PolicyRows.
+def keep_rows(inputs: TokenInputs, objective: Objective, compact: bool = True) -> PolicyRows:
+    """Compute the weights over all tokens, then drop the rows that carry no gradient.
 
-    How many those are, the host must learn from the device, unless the caller passes `rows`. compact=False spares that
-    wait: the rows that carry gradient are moved to the front, the others follow with finite stand-ins.
+    How many rows carry gradient, the host must learn from the device, unless the caller gives `inputs.rows`.
+
+    Args:
+        inputs: What the caller of the loss gave.
+        objective: The objective of the loss.
+        compact: Whether the host may wait for that number. If not, the rows that carry gradient are moved to the front,
+            and the others follow with finite stand-ins.
+
+    Returns:
+        The kept rows.
+
+    Raises:
+        ValueError: A shape or a device does not fit, a log-prob requires grad, or something that the objective needs is
+            not given.
     """
-    ref_logps = ref_logps if objective.beta != 0 else None
-    given = {"advantages": advantages, "mask": mask, "old_logps": old_logps, "ref_logps": ref_logps,
-             "sampler_logps": sampler_logps, "token_weights": token_weights, "temperature": temperature}  # fmt: skip
-    for name, value in given.items():
+    layout = Layout.of(inputs.targets, inputs.cu_seqlens)
+    targets, rows = inputs.targets, inputs.rows
+    if objective.beta == 0:
+        inputs = inputs._replace(ref_logps=None)
+    for name in _PER_TOKEN:
+        value = getattr(inputs, name)
         if isinstance(value, torch.Tensor) and value.device != targets.device:
             raise ValueError(f"{name} must be on {targets.device} like the tokens, got {value.device}")
-    coupled = objective.couples_tokens(sampler_logps is not None)
-    _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, token_weights, coupled)
-    dtype = torch.float64 if advantages.dtype == torch.float64 else torch.float32
+    coupled = objective.couples_tokens(inputs.sampler_logps is not None)
+    _check(layout, objective, inputs, coupled)
+    dtype = torch.float64 if inputs.advantages.dtype == torch.float64 else torch.float32
     total = layout.shape.numel()
-    mask = per_token(mask, "mask", layout.shape)
+    mask = per_token(inputs.mask, "mask", layout.shape)
     mask = torch.ones(total, dtype=torch.bool, device=targets.device) if mask is None else mask != 0
-    if token_weights is None:
-        weights = objective.token_weights(mask, layout.cu_seqlens, num_items_in_batch)
+    if inputs.token_weights is None:
+        weights = objective.token_weights(mask, layout.cu_seqlens, inputs.num_items_in_batch)
     else:
-        weights = per_token(token_weights, "token_weights", layout.shape).masked_fill(~mask, 0)
+        weights = per_token(inputs.token_weights, "token_weights", layout.shape).masked_fill(~mask, 0)
     entropy_weights = None
     if objective.entropy_coef != 0:
-        entropy_weights = objective.entropy_weights(mask, num_items_in_batch).to(dtype)
-    advantages = layout.per_token(advantages, "advantages").to(dtype)
+        entropy_weights = objective.entropy_weights(mask, inputs.num_items_in_batch).to(dtype)
+    advantages = layout.per_token(inputs.advantages, "advantages").to(dtype)
     active = lengths = host_lengths = None
     if rows is not None:
         index = None if len(rows) == total else to_device(rows, targets)
@@ -118,23 +214,25 @@ def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, 
             lengths = torch.searchsorted(index, layout.cu_seqlens).diff()
     active = None if active is None or compact else active[index]
 
-    def keep(value):
+    def keep(value, stand_in=0):
         if index is None or not isinstance(value, torch.Tensor):
             return value
         kept = value[index]
-        return kept if active is None else torch.where(active, kept, 1 if value is temperature else 0)
+        return kept if active is None else torch.where(active, kept, stand_in)
 
-    temperature = per_token(temperature, "temperature", layout.shape)
+    def keep_input(name, stand_in=0):
+        return keep(per_token(getattr(inputs, name), name, layout.shape), stand_in)
+
     return PolicyRows(
         index=index,
         targets=keep(targets.reshape(-1)),
-        temperature=keep(temperature),
+        temperature=keep_input("temperature", stand_in=1),
         advantages=keep(advantages),
         weights=keep(weights.to(dtype)),
-        old_logps=keep(per_token(old_logps, "old_logps", layout.shape)),
-        ref_logps=keep(per_token(ref_logps, "ref_logps", layout.shape)),
+        old_logps=keep_input("old_logps"),
+        ref_logps=keep_input("ref_logps"),
         lengths=lengths,
-        sampler_logps=keep(per_token(sampler_logps, "sampler_logps", layout.shape)),
+        sampler_logps=keep_input("sampler_logps"),
         entropy_weights=keep(entropy_weights),
         active=active,
         host_lengths=host_lengths,
@@ -142,28 +240,29 @@ def keep_rows(layout, objective, targets, advantages, *, mask, rows, old_logps, 
 
 
 def _host_lengths(layout, rows, total):
-    """Kept rows of each sequence as a tuple, where the host knows enough; else None."""
+    """Count the kept rows of each sequence on the host: a tuple, or None where the host does not know enough."""
     bounds = layout.host_cu_seqlens
     if bounds is None or (len(rows) != total and rows.device.type != "cpu"):
         return None
     return tuple((bounds if len(rows) == total else torch.searchsorted(rows, bounds)).diff().tolist())
 
 
-def _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, token_weights, coupled):
-    if objective.beta != 0 and ref_logps is None:
+def _check(layout, objective, inputs, coupled):
+    """Raise a ValueError where the inputs lack what the objective needs, or carry gradient where none can flow."""
+    if objective.beta != 0 and inputs.ref_logps is None:
         raise ValueError(f"beta={objective.beta} needs ref_logps; pass them, or beta=0")
-    given = {"advantages": advantages, "old_logps": old_logps, "ref_logps": ref_logps, "sampler_logps": sampler_logps}
-    for name, value in given.items():
+    for name in ("advantages", "old_logps", "ref_logps", "sampler_logps"):
+        value = getattr(inputs, name)
         if value is not None and value.requires_grad:
             raise ValueError(f"{name} must not require grad: the loss differentiates by the policy alone; detach it")
     mode = objective.importance_sampling_mode
-    if sampler_logps is not None and objective.surrogate == "vespo" and mode.startswith("sequence"):
+    if inputs.sampler_logps is not None and objective.surrogate == "vespo" and mode.startswith("sequence"):
         raise ValueError(
             "vespo folds the sampler's weights into its own sequence weight token by token: importance_sampling_mode "
             f"must be 'token_truncate' or 'token_mask' with sampler_logps, got {mode!r}"
         )
-    if layout.cu_seqlens is None and (coupled or (objective.needs_sequences and token_weights is None)):
-        by_sampler = f", importance_sampling_mode={mode!r}" if sampler_logps is not None else ""
+    if layout.cu_seqlens is None and (coupled or (objective.needs_sequences and inputs.token_weights is None)):
+        by_sampler = f", importance_sampling_mode={mode!r}" if inputs.sampler_logps is not None else ""
         raise ValueError(
             f"cu_seqlens is needed by loss_type={objective.loss_type!r}, "
             f"importance_sampling_level={objective.importance_sampling_level!r}{by_sampler} in the packed layout"
@@ -171,8 +270,9 @@ def _check(layout, objective, advantages, old_logps, ref_logps, sampler_logps, t
 
 
 def _active_rows(layout, objective, mask, weights, advantages, coupled):
-    """[N] bool, the rows that carry gradient: masked-in, weighted, and (at beta = 0) of nonzero advantage; with
-    an entropy bonus all that are masked-in.
+    """Find the rows that carry gradient, [N] bool: those in the mask that have a weight and, at beta = 0, an advantage.
+
+    With an entropy bonus all rows in the mask carry gradient.
     """
     active = mask & (weights != 0)
     if objective.beta == 0:

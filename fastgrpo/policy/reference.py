@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.losses import linear_logprob
+from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.policy.lora import adapters_off, has_adapters
 from fastgrpo.policy.model import Policy

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.losses import linear_logprob
+from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.step.optim import MasterAdamW, make_schedule

@@ -1,3 +1,5 @@
+"""Advantages by hand, their baselines and scales, and the rewards that were not given."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""The knobs of the loss: the weights of every aggregation by hand, and what is refused."""
+
 import dataclasses
 import math
 
@@ -8,6 +10,8 @@ from fastgrpo import Objective
 
 # Four sequences of 3, 2, 0 and 4 tokens; the second is all masked out, the third has no token at all.
 MASK = torch.tensor([1, 1, 0, 0, 0, 1, 1, 0, 1]).bool()
+
+
 CU_SEQLENS = torch.tensor([0, 3, 5, 5, 9])
 
 
@@ -109,3 +113,25 @@ def test_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Objective().beta = 0.1
     assert hash(Objective()) == hash(Objective(epsilon_high=0.2))
+
+
+@pytest.mark.parametrize(
+    "knobs, message",
+    [
+        ({"loss_type": "luspo"}, "luspo.*importance_sampling_level='sequence'"),
+        ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "vespo.*importance_sampling_level='token'"),
+        ({"loss_type": "cispo"}, "cispo needs epsilon_high"),
+        ({"loss_type": "cispo", "epsilon_high": 0.28}, "cispo needs epsilon_high"),
+        ({"loss_type": "sapo", "delta": 2.0}, "delta"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be positive"),
+        ({"loss_type": "vespo", "vespo_lambda_pos": 0.0}, "vespo_lambda_pos must be positive"),
+        ({"vespo_k_neg": -1.0}, "vespo_k_neg must be at least 0"),
+        ({"kl": "k4"}, "kl must be one of"),
+        ({"importance_sampling_mode": "tis"}, "importance_sampling_mode must be one of"),
+        ({"importance_sampling_clip_min": 3.0}, "importance_sampling_clip_min"),
+        ({"entropy_coef": float("nan")}, "entropy_coef must be finite"),
+    ],
+)
+def test_refuses_what_would_be_wrong(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(**knobs)

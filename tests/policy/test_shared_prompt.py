@@ -8,7 +8,7 @@ import torch
 from runs import make_trainer
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.losses import linear_logprob
+from fastgrpo.loss import linear_logprob
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy import varlen
 from fastgrpo.policy.batch import Batch

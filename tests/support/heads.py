@@ -1,18 +1,19 @@
-"""Inputs, truth and tolerance for the tests of the head: what the Triton kernels are held to.
+"""Heads to try the Triton kernels on, and the tolerance that they are held to.
 
-Truth is reference.py in fp64. Plain is PyTorch in the inputs' dtype with fp32 logits: fp32 accumulation, dz rounded to
-the inputs' dtype for its two products, as autograd rounds it. A kernel may err 1.1 times as much as plain in log-probs
-and dH and 1.5 times in dW, plus 1e-5; errors of log-probs are absolute (nats, or relative past one nat), those of
-gradients relative in norm.
+The truth is that of oracle.py, in fp64. Plain is PyTorch in the inputs' dtype with fp32 logits: fp32 accumulation, dz
+rounded to the inputs' dtype for its two products, as autograd rounds it. A kernel may err 1.1 times as much as plain
+in log-probs and dH and 1.5 times in dW, plus 1e-5; errors of log-probs are absolute (nats, or relative past one nat),
+those of gradients relative in norm.
 """
 
 from dataclasses import dataclass, replace
 
+import oracle
 import torch
 
 from fastgrpo import Objective
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.objectives import PolicyRows
+from fastgrpo.kernels.policy_rows import PolicyRows
 
 SLACK = 1e-5
 FACTORS = {"logps": 1.1, "entropy": 1.1, "hidden": 1.1, "weight": 1.5, "bias": 1.5, "logits": 1.1, "loss": 1.1}
@@ -68,7 +69,10 @@ def random_head(n, d, v, dtype=torch.float32, *, bias=False, temperature=1.0, so
                 _ragged(n).to(device), randn(v).to(dtype) if bias else None, temperature, softcap, randn(n),
                 randn(n))  # fmt: skip
     if n * v < 2**26:
-        logps = logprob(head).detach().float()
+        logps = reference.linear_logprob(
+            hidden.double(), weight.double(), targets, bias=None if head.bias is None else head.bias.double(),
+            logit_softcap=softcap, temperature=temperature,
+        ).float()  # fmt: skip
         head = replace(head, old_logps=logps + 0.3 * randn(n), ref_logps=logps + 0.3 * randn(n))
     return head
 
@@ -79,24 +83,10 @@ def _ragged(n):
     return torch.tensor([first, 0, second, n - first - second])
 
 
-def logprob(head, return_entropy=False, dtype=torch.float64, leaves=None):
-    """The fp64 truth."""
-    tensors = leaves or {"hidden": head.hidden, "weight": head.weight, "bias": head.bias}
-    cast = {k: None if x is None else x.to(dtype) for k, x in tensors.items()}
-    return reference.linear_logprob(
-        cast["hidden"], cast["weight"], head.targets, bias=cast.get("bias"), logit_softcap=head.softcap,
-        temperature=head.temperature, return_entropy=return_entropy,
-    )  # fmt: skip
-
-
 def truth(head, scalar):
-    """`scalar(logps, entropy)` -> a loss; the truth of it all as a dict of logps, entropy, loss and gradients, fp64."""
-    leaves = {k: v.double().requires_grad_() for k, v in head.leaves().items()}
-    leaves = {k: v.detach().requires_grad_() for k, v in leaves.items()}
-    logps, entropy = logprob(head, True, leaves=leaves)
-    loss = scalar(logps, entropy)
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {"logps": logps, "entropy": entropy, "loss": loss, **dict(zip(leaves, grads, strict=True))}
+    """oracle.truth_of the head in fp64, for a loss `scalar(logps, entropy)`."""
+    leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in head.leaves().items()}
+    return oracle.truth_of(leaves, head.targets, scalar, temperature=head.temperature, softcap=head.softcap)
 
 
 def plain(head, scalar):
@@ -117,10 +107,11 @@ def plain(head, scalar):
 
 
 def error(name, value, true):
+    """Largest error of log-probs, entropy and loss, in nats or relative past one nat; relative in norm of gradients."""
     value, true = value.detach().double(), true.detach().double()
     if name in ("logps", "entropy", "loss"):
         return ((value - true).abs() / true.abs().clamp(min=1)).max().item() if true.numel() else 0.0
-    return ((value - true).norm() / true.norm().clamp(min=1e-30)).item()
+    return oracle.error(value, true)
 
 
 def check(ours, head, scalar):
@@ -133,18 +124,7 @@ def check(ours, head, scalar):
 
 def policy_scalar(head, objective, **fields):
     """The loss of `objective` as a function of logps and entropy, for truth and plain."""
-
-    def scalar(logps, entropy):
-        rows = head.rows(objective, **fields)
-        per_row = [None if x is None else x.to(logps.dtype) for x in (rows.old_logps, rows.ref_logps)]
-        bonus, sampler = rows.entropy_weights, rows.sampler_logps
-        loss, _ = reference.policy_loss(
-            logps, *per_row, rows.advantages.to(logps.dtype), rows.weights.to(logps.dtype), objective,
-            lengths=head.lengths, **({} if sampler is None else {"sampler_logps": sampler.to(logps.dtype)}),
-        )  # fmt: skip
-        return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()
-
-    return scalar
+    return oracle.policy_scalar(head.rows(objective, **fields), objective)
 
 
 __all__ = ["Objective", "check", "error", "plain", "policy_scalar", "random_head", "truth"]

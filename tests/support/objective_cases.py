@@ -1,11 +1,13 @@
-"""Objectives by name, and a ragged batch to try them on: for test_objectives.py and test_objectives_peers.py."""
+"""Objectives by name, and a ragged batch to try them on: for the tests of objectives and of peers."""
 
 from types import SimpleNamespace
 
+import oracle
 import torch
 
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import reference
+from fastgrpo.kernels.policy_rows import PolicyRows
 
 LOSS_TYPES = {
     "grpo": {"loss_type": "grpo"},
@@ -104,24 +106,24 @@ def run(p, knobs, *, old=True, sampler=False, **kwargs):
 
 
 def run_reference(p, knobs, *, old=True, sampler=False, rows=None):
-    """The specification over the masked-in tokens (or `rows`), by autograd."""
+    """The truth over the tokens in the mask (or `rows`): (loss, logps, metrics, gradients)."""
     objective = Objective(**knobs)
     mask = p.mask.flatten()
-    rows = mask.nonzero()[:, 0] if rows is None else rows.flatten().nonzero()[:, 0]
+    index = mask.nonzero()[:, 0] if rows is None else rows.flatten().nonzero()[:, 0]
     starts = torch.arange(p.mask.shape[0] + 1) * p.mask.shape[1]
-    per_token = p.advantages if p.advantages.ndim == 2 else p.advantages[:, None].expand(p.mask.shape)
-    hidden, weight, bias = leaves(p)
-    loss, logps, metrics = reference.linear_grpo_loss(
-        hidden.flatten(0, 1)[rows], weight, p.targets.flatten()[rows], per_token.flatten()[rows],
-        objective.token_weights(mask, starts).to(p.hidden.dtype)[rows], objective, bias=bias,
-        old_logps=p.old_logps.flatten()[rows] if old else None, ref_logps=p.ref_logps.flatten()[rows],
-        sampler_logps=p.sampler_logps.flatten()[rows] if sampler else None,
-        lengths=torch.searchsorted(rows, starts).diff(),
-        entropy_weights=objective.entropy_weights(mask).to(p.hidden.dtype)[rows] if objective.entropy_coef else None,
-        temperature=p.temperature,
+    advantages = p.advantages if p.advantages.ndim == 2 else p.advantages[:, None].expand(p.mask.shape)
+    kept = PolicyRows(
+        index=index, targets=p.targets.flatten()[index], temperature=p.temperature,
+        advantages=advantages.flatten()[index], weights=objective.token_weights(mask, starts)[index],
+        old_logps=p.old_logps.flatten()[index] if old else None, ref_logps=p.ref_logps.flatten()[index],
+        lengths=torch.searchsorted(index, starts).diff(),
+        sampler_logps=p.sampler_logps.flatten()[index] if sampler else None,
+        entropy_weights=objective.entropy_weights(mask)[index] if objective.entropy_coef else None,
     )  # fmt: skip
-    loss.backward()
-    return loss, logps, metrics, [hidden.grad, weight.grad, bias.grad]
+    hidden, weight, bias = leaves(p)
+    flat = {"hidden": hidden.detach().flatten(0, 1).requires_grad_(), "weight": weight, "bias": bias}
+    loss, logps, metrics, grads = oracle.kept_truth(flat, kept, objective)
+    return loss, logps, metrics, [grads["hidden"].view_as(hidden), grads["weight"], grads["bias"]]
 
 
 def assert_close(actual, expected, tolerance):

@@ -1,17 +1,78 @@
-"""Cases for the tests of the losses, and their truth: kernels/reference.py differentiated by autograd.
+"""The truth of the losses, for every test of them, and packed batches to try the losses on.
 
-Shapes: N tokens, M masked-in tokens, V vocabulary, D hidden, S sequences.
+The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of`. The tests of the Triton
+kernels (heads.py) and of the objectives (objective_cases.py) take theirs from here.
+
+Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgrpo import Objective
 from fastgrpo.kernels import chunked, reference
-from fastgrpo.loss.objective import Objective
+from fastgrpo.kernels.policy_rows import PolicyRows
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
+CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
+KNOBS = {"none": {"beta": 0.0}, "k1": {"kl": "k1"}, "k2": {"kl": "k2"}, "k3": {"kl": "k3"}}
+OBJECTIVES = [
+    pytest.param({"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1, **KNOBS[kl],
+                  "max_completion_length": 8 if loss_type == "dr_grpo" else None},
+                 id=f"{loss_type}-{level}-{kl}")
+    for loss_type, level, kl in product(("grpo", "bnpo", "dapo", "dr_grpo"), ("token", "sequence"), KNOBS)
+]  # fmt: skip
+
+
+def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None, grad_output=1.0):
+    """Log-probs and entropy by reference.py, the loss that `scalar(logps, entropy)` makes of them, and its gradients.
+
+    leaves: hidden [N, D], weight [V, D] and maybe bias [V], which require grad; their dtype is that of the arithmetic
+    (fp32 for 16-bit ones). Returns a dict: logps, entropy, loss, and a gradient by the name of each leaf.
+    """
+    logps, entropy = reference.linear_logprob(
+        leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"), logit_softcap=softcap,
+        temperature=temperature, return_entropy=True,
+    )  # fmt: skip
+    loss = scalar(logps, entropy)
+    grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, grad_output))
+    found = {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach()}
+    return {**found, **dict(zip(leaves, grads, strict=True))}
+
+
+def policy_loss(logps, rows, objective):
+    """reference.policy_loss of kept tokens (a PolicyRows), in the dtype of the log-probs: (loss, metrics)."""
+    old, ref, advantages, weights, sampler = (
+        None if x is None else x.to(logps.dtype)
+        for x in (rows.old_logps, rows.ref_logps, rows.advantages, rows.weights, rows.sampler_logps)
+    )
+    return reference.policy_loss(logps, old, ref, advantages, weights, objective, rows.lengths, sampler)
+
+
+def policy_scalar(rows, objective):
+    """The loss of an objective, with its entropy bonus, as a function of log-probs and entropy."""
+
+    def scalar(logps, entropy):
+        loss, _ = policy_loss(logps, rows, objective)
+        bonus = rows.entropy_weights
+        return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()  # - sum_n e_n H_n
+
+    return scalar
+
+
+def kept_truth(leaves, rows, objective, grad_output=1.0):
+    """(loss, logps [M], metrics, gradients) of the kept tokens (a PolicyRows) of the leaves, hidden [N, D] whole."""
+    kept = leaves | {"hidden": leaves["hidden"][rows.index]}
+    scalar = policy_scalar(rows, objective)
+    found = truth_of(kept, rows.targets, scalar, temperature=rows.temperature, grad_output=grad_output)
+    hidden = torch.zeros_like(leaves["hidden"]).index_copy_(0, rows.index, found["hidden"])
+    gradients = {name: found[name] for name in leaves} | {"hidden": hidden}
+    return found["loss"], found["logps"], policy_loss(found["logps"], rows, objective)[1], gradients
 
 
 @dataclass(frozen=True)
@@ -74,7 +135,7 @@ def make_case(lengths=(5, 1, 7, 3), vocab=11, dim=6, dtype=torch.float64, old=Tr
 
 
 def truth(case, *, num_items_in_batch=None, token_weights=None, grad_output=1.0, dtype=None, **knobs):
-    """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the masked-in rows, full logits, plain autograd.
+    """(loss, logps [M], metrics, gradients {hidden, weight, bias}) of the tokens in the mask.
 
     dtype: compute there, from the same (already rounded) inputs; gradients come in that dtype too.
     """
@@ -84,22 +145,13 @@ def truth(case, *, num_items_in_batch=None, token_weights=None, grad_output=1.0,
     if weights is None:
         weights = objective.token_weights(case.mask, case.cu_seqlens, num_items_in_batch)
     case = case if dtype is None else case.to(dtype)
-    head = case.head()
-    loss, logps, metrics = reference.linear_grpo_loss(
-        head["hidden"][keep],
-        head["weight"],
-        case.targets[keep],
-        case.advantages[keep],
-        weights[keep],
-        objective,
-        old_logps=None if case.old_logps is None else case.old_logps[keep],
-        ref_logps=None if case.ref_logps is None else case.ref_logps[keep],
-        lengths=torch.searchsorted(keep, case.cu_seqlens).diff(),
-        bias=head.get("bias"),
-        temperature=case.temperature[keep] if isinstance(case.temperature, torch.Tensor) else case.temperature,
-    )
-    loss.backward(torch.tensor(grad_output, dtype=loss.dtype))
-    return loss.detach(), logps, metrics, {name: tensor.grad for name, tensor in head.items()}
+    per_token = {
+        "targets": case.targets, "advantages": case.advantages, "weights": weights, "old_logps": case.old_logps,
+        "ref_logps": case.ref_logps, "temperature": case.temperature,
+    }  # fmt: skip
+    kept = {name: x[keep] if isinstance(x, torch.Tensor) else x for name, x in per_token.items()}
+    rows = PolicyRows(index=keep, lengths=torch.searchsorted(keep, case.cu_seqlens).diff(), **kept)
+    return kept_truth(case.head(), rows, objective, grad_output)
 
 
 def run(case, loss, grad_output=1.0, **knobs):
@@ -113,6 +165,17 @@ def run(case, loss, grad_output=1.0, **knobs):
 def error(actual, expected):
     """Relative error in the Euclidean norm, against an fp64 truth."""
     return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def hand_case():
+    """Logits (ln 2, 0, 0) and (0, ln 3, 0): probabilities (1/2, 1/4, 1/4) and (1/5, 3/5, 1/5)."""
+    hidden = torch.tensor([[math.log(2), 0.0], [0.0, math.log(3)]], requires_grad=True)
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], requires_grad=True)
+    return hidden, weight, torch.tensor([0, 2])
+
+
+def float32_case(**knobs):
+    return make_case(dtype=torch.float32, masked=0.0, **knobs)
 
 
 def set_chunk(monkeypatch, rows):

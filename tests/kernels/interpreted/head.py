@@ -12,7 +12,7 @@ from heads import check, error, policy_scalar, random_head, truth
 
 from fastgrpo import Objective
 from fastgrpo.kernels import head_gradients, head_rows, launch, linear_exp, linear_grpo, linear_logprob, logits_grpo
-from fastgrpo.kernels.objectives import PolicyRows
+from fastgrpo.kernels.policy_rows import PolicyRows
 
 if not launch.INTERPRET:
     pytest.skip("needs TRITON_INTERPRET=1 before the import", allow_module_level=True)

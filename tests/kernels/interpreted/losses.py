@@ -55,7 +55,7 @@ def batch():
 
 def device_only_mask(monkeypatch):
     """As on a GPU, where the host does not learn which rows carry gradient."""
-    monkeypatch.setattr(fastgrpo.loss.losses, "_compacts", lambda compact, backend, tokens: False)
+    monkeypatch.setattr(fastgrpo.loss.losses, "compacts", lambda compact, backend, tokens: False)
 
 
 def run(function, tensors, kwargs, backend, factor=1.0):
@@ -103,7 +103,7 @@ def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows,
     for name in ("tolist", "item"):
         monkeypatch.setattr(torch.Tensor, name, refused)
     monkeypatch.setattr(
-        fastgrpo.loss.losses, "_check_targets", lambda targets, vocab_size: None
+        fastgrpo.loss.losses, "check_targets", lambda targets, vocab_size: None
     )  # looks, on the CPU alone
     monkeypatch.setattr(fastgrpo.loss.rows, "_is_partition", lambda cu_seqlens, total: True)  # likewise
     ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")

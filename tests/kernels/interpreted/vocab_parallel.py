@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import fastgrpo.loss.losses
+import fastgrpo.loss.checks
 from fastgrpo import linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import launch, linear_grpo, reference, softmax
 from fastgrpo.kernels import linear_logprob as triton_logprob

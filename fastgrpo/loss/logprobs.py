@@ -1,0 +1,76 @@
+"""The public log-prob of a language-model head: hidden states -> log-probs and entropy, without logits in memory.
+
+The formula stands in kernels/linear_logprob.py (Triton) and kernels/chunked.py (plain PyTorch); kernels/reference.py
+has the plain function that both are held to.
+
+Shapes: V vocabulary, D hidden; [...] is any shape of tokens.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fastgrpo.kernels import chunked
+from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.loss.checks import HAS_TRITON, cast_for_autocast, check_head, check_targets, choose_backend
+from fastgrpo.loss.rows import per_token
+
+if HAS_TRITON:
+    from fastgrpo.kernels import linear_logprob as triton_logprob
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def linear_logprob(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: torch.Tensor | None = None,
+    logit_softcap: float | None = None, temperature: float | torch.Tensor = 1.0, return_entropy: bool = False,
+    process_group: "ProcessGroup | None" = None, backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Compute the log-probs of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
+
+    The logits are never in memory as a whole.
+
+    Args:
+        hidden: [..., D] floating point.
+        weight: [V, D], the head.
+        targets: [...] integers in [0, V).
+        bias: [V] or None.
+        logit_softcap: The cap of softcap(x) = cap tanh(x / cap), as in Gemma 2 (arXiv 2408.00118), or None.
+        temperature: A float, or a tensor [...].
+        return_entropy: Whether to return the entropy too, in nats.
+        process_group: Group of torch.distributed over whose ranks the rows of weight and bias are sharded, in rank
+            order, in equal or unequal parts. It is there for trainers of your own; the engine here does not pass it.
+            Targets stay ids of the whole vocabulary. All arguments but weight and bias are the same on every rank, and
+            so are the results. The gradient of hidden comes back whole on every rank, those of weight and bias for the
+            shard. Every rank must make the call, and run its backward.
+        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
+
+    Returns:
+        logps [...] fp32 (fp64 for fp64 inputs), differentiable by hidden, weight and bias. With `return_entropy` the
+        pair (logps, entropy), both differentiable.
+
+    Raises:
+        ValueError: A shape does not fit, a target lies outside [0, V), a rank holds no rows of the weight, or the
+            backend is unknown.
+    """
+    check_head(hidden, weight, bias, logit_softcap, targets)
+    hidden, weight = cast_for_autocast(backend, hidden, weight)
+    backend = choose_backend(backend, hidden=hidden, weight=weight)
+    vocabulary = Vocabulary.of(weight, process_group)
+    flat = targets.reshape(-1).long()
+    check_targets(flat, vocabulary.total)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    temperature = per_token(temperature, "temperature", targets.shape)
+    if backend == "triton":
+        located, group = vocabulary.located(flat, len(weight))
+        logps, entropy = triton_logprob.linear_logprob(
+            hidden, weight, located, bias=bias, temperature=temperature, softcap=logit_softcap,
+            return_entropy=return_entropy, group=group,
+        )  # fmt: skip
+    else:
+        logps, entropy = chunked.LinearLogprob.apply(
+            hidden, weight, bias, flat, temperature, chunked.chunk_rows(vocabulary.largest), return_entropy, vocabulary,
+            logit_softcap,
+        )  # fmt: skip
+    logps = logps.view(targets.shape)
+    return (logps, entropy.view(targets.shape)) if return_entropy else logps

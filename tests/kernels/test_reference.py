@@ -1,0 +1,86 @@
+"""The specification itself, against numbers by hand; its parts against its wholes."""
+
+import ast
+import math
+
+import oracle
+import pytest
+import torch
+from paths import ROOT
+
+from fastgrpo import Objective
+from fastgrpo.kernels import reference
+
+
+def test_it_imports_nothing_of_what_it_checks():
+    tree = ast.parse((ROOT / "kernels" / "reference.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert imported == {"math", "typing", "torch"}
+
+
+def test_log_probs_and_entropy_by_hand():
+    logps, entropy = reference.linear_logprob(*oracle.hand_case(), return_entropy=True)
+    assert logps.tolist() == pytest.approx([-math.log(2), -math.log(5)])
+    expected = [0.5 * math.log(2) + 0.5 * math.log(4), 0.4 * math.log(5) + 0.6 * math.log(5 / 3)]
+    assert entropy.tolist() == pytest.approx(expected)
+
+
+def test_softcap_by_hand():
+    """Two logits, 0 and 3: the cap 2 makes 0 and 2 tanh(1.5) of them."""
+    logps = reference.linear_logprob(
+        torch.ones(1, 1), torch.tensor([[0.0], [3.0]]), torch.tensor([0]), logit_softcap=2.0
+    )
+    assert logps.item() == pytest.approx(-math.log(1 + math.exp(2 * math.tanh(1.5))))
+
+
+def test_clip_and_kl_by_hand():
+    """Ratio 3/2 with advantage 2 is clipped to 6/5; d = ln 2 gives k3 = 2 - ln 2 - 1."""
+    loss, metrics = reference.policy_loss(
+        torch.zeros(1), torch.tensor([-math.log(1.5)]), torch.tensor([math.log(2)]), torch.tensor([2.0]), torch.ones(1),
+        Objective(beta=0.1),
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(-2.4 + 0.1 * (1 - math.log(2)))
+    assert metrics["clip_ratio/high_mean"] == 1 and metrics["ratio/mean"].item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [2.0, 0.5, 2.0]),
+        ("token_mask", [0.0, 0.0, 2.0]),
+        ("sequence_truncate", [1.0, 1.0, 2.0]),  # 4 times 1/4; 2
+        ("sequence_mask", [1.0, 1.0, 2.0]),
+    ],
+)
+def test_importance_weights_by_hand(mode, expected):
+    objective = Objective(
+        importance_sampling_mode=mode, importance_sampling_clip_min=0.5, importance_sampling_clip_max=2.0
+    )
+    old = torch.tensor([4.0, 0.25, 2.0]).double().log()
+    weights = reference.importance_weights(old, torch.zeros(3).double(), objective, torch.tensor([2, 1]))
+    assert weights.tolist() == pytest.approx(expected)
+
+
+def test_the_wholes_are_made_of_the_parts():
+    """linear_grpo_loss is the head, then logits_grpo_loss; that is logits_logprob, then policy_loss less the bonus."""
+    case = oracle.make_case(masked=0.0, bias=True)
+    objective, weights, bonus = Objective(beta=0.1), torch.rand(16).double(), torch.rand(16).double()
+    per_row = {"old_logps": case.old_logps, "ref_logps": case.ref_logps, "entropy_weights": bonus, "temperature": 0.8}
+    head = case.head()
+    loss, logps, metrics = reference.linear_grpo_loss(
+        **head, targets=case.targets, advantages=case.advantages, weights=weights, objective=objective, **per_row
+    )
+    loss.backward()
+    logits = case.hidden @ case.weight.T + case.bias
+    from_logits = reference.logits_grpo_loss(logits, case.targets, case.advantages, weights, objective, **per_row)
+    torch.testing.assert_close(from_logits, (loss.detach(), logps, metrics))
+
+    def scalar(logps, entropy):
+        policy, _ = reference.policy_loss(logps, case.old_logps, case.ref_logps, case.advantages, weights, objective)
+        return policy - (bonus * entropy).sum()
+
+    found = oracle.truth_of(case.head(), case.targets, scalar, temperature=0.8)
+    torch.testing.assert_close(found["loss"], loss.detach())
+    torch.testing.assert_close(found["logps"], logps)
+    torch.testing.assert_close({name: found[name] for name in head}, {name: leaf.grad for name, leaf in head.items()})
