@@ -9,6 +9,7 @@ TEMPERATURE = Interval(at_least=0)  # 0 is greedy
 TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
+REWARD_ERRORS = ("raise", "skip")
 
 WITH_ENGINE = When("rollout_backend is fast", lambda settings: settings.rollout_backend == "fast")
 WITH_DRAWS = When("eval_num_generations is above 0", lambda settings: settings.eval_num_generations > 0)
@@ -135,7 +136,7 @@ class RewardConfig:
         "raise",
         "What happens where a reward function fails: raise ends the run, skip counts its reward as not given and "
         "counts the failures.",
-        choices=("raise", "skip"),
+        choices=REWARD_ERRORS,
         resume="free",
     )
 

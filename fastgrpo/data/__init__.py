@@ -1,1 +1,18 @@
 """Rows, prompts and completions: the records that cross stages, and the sources that rows are drawn from."""
+
+from fastgrpo.data.load import load_rows
+from fastgrpo.data.records import Completion, Prompt, Rollout, Sample, TrainerState
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows, Source
+
+__all__ = [
+    "Completion",
+    "Curriculum",
+    "Level",
+    "Prompt",
+    "Rollout",
+    "Sample",
+    "ShuffledRows",
+    "Source",
+    "TrainerState",
+    "load_rows",
+]

@@ -1,23 +1,29 @@
 """Data sets by name: a .jsonl file, a folder of them, or a data set of the hub."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def load_rows(name, config=None, split="train", columns=()):
-    """Rows of a .jsonl file, of SPLIT.jsonl in a folder, or of a hub data set.
+def load_rows(
+    name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ()
+) -> Sequence[dict] | None:
+    """Read the rows of a .jsonl file, of SPLIT.jsonl in a folder, or of a hub data set.
 
-    A file serves its own split: for another one, SPLIT.jsonl beside it is looked up.
+    A file holds the split train. For another split, SPLIT.jsonl beside the file is read.
 
     Args:
-        columns: names that every row must have.
+        name: The file, the folder or the hub id.
+        config: The configuration name of a hub data set.
+        split: The split.
+        columns: Names that every row must have.
 
     Returns:
-        A sequence of dicts, or None where there is no such split.
+        The rows, or None where there is no such split.
 
     Raises:
-        ValueError: no such data set, no rows, or a row that is not a JSON object with these columns (file and line are
-            named).
+        ValueError: There is no such data set, it has no rows, or a row is not a JSON object with these columns; file
+            and line are named.
     """
     path = Path(name)
     if path.is_dir():
@@ -58,8 +64,19 @@ def _load_from_hub(name, config, split, columns):
     return rows
 
 
-def read_jsonl(path, columns=()):
-    """A list of dicts, one a line, each with these columns; empty lines are passed over."""
+def read_jsonl(path: Path, columns: Sequence[str] = ()) -> list[dict]:
+    """Read a file of one JSON object a line; empty lines are passed over.
+
+    Args:
+        path: The file.
+        columns: Names that every object must have.
+
+    Returns:
+        The objects.
+
+    Raises:
+        ValueError: A line is not UTF-8, not JSON, not an object, or lacks a column; it is named.
+    """
     rows = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

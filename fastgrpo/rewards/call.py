@@ -14,10 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fastgrpo.config.sections import REWARD_ERRORS
 from fastgrpo.data.prompts import shortened
 from fastgrpo.data.records import Completion, TrainerState
-
-ON_ERROR = ("raise", "skip")
 
 
 def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
@@ -108,8 +107,8 @@ class Rewards:
     ):
         if not functions:
             raise ValueError("at least one reward function is needed")
-        if on_error not in ON_ERROR:
-            raise ValueError(f"reward_errors must be one of {', '.join(ON_ERROR)}, got {on_error!r}")
+        if on_error not in REWARD_ERRORS:
+            raise ValueError(f"reward_errors must be one of {', '.join(REWARD_ERRORS)}, got {on_error!r}")
         if weights and len(weights) != len(functions):
             raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
         self.judges = len(functions)

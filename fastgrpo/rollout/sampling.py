@@ -9,6 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fastgrpo.config.fields import Interval
+from fastgrpo.config.sections import MIN_P, TEMPERATURE, TOP_K, TOP_P
+
+# The settings of the same names have the same bounds.
+BOUNDS = {
+    "temperature": TEMPERATURE,
+    "top_p": TOP_P,
+    "top_k": TOP_K,
+    "min_p": MIN_P,
+    "max_tokens": Interval(at_least=1),
+}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -37,15 +49,8 @@ class SamplingParams:
 
     def __post_init__(self):
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for name, good, expected in (
-            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-        ):
-            if not good:
-                raise ValueError(f"{name} must be {expected}, got {getattr(self, name)}")
+        for name, bounds in BOUNDS.items():
+            bounds.check(name, getattr(self, name))
 
     @property
     def filters(self) -> bool:

@@ -59,6 +59,13 @@ METRICS = {
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
     "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
     "rollout/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
+    "sampling/importance_sampling_ratio/min": "smallest importance weight of the policy against the distribution that "
+    "was drawn from, over active tokens, with --importance_sampling_mode",
+    "sampling/importance_sampling_ratio/mean": "mean importance weight over active tokens, as it was used",
+    "sampling/importance_sampling_ratio/max": "largest importance weight over active tokens",
+    "sampling/sampling_logp_difference/mean": "mean absolute difference of the old policy's log-probs and those of the "
+    "distribution that was drawn from, nats",
+    "sampling/sampling_logp_difference/max": "largest such difference, nats",
     "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
     "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
@@ -329,6 +336,9 @@ _REDUCED = {
     "completions/max_length": max,
     "skipped_updates": sum,
     "rollout/logp_gap_max": max,
+    "sampling/importance_sampling_ratio/min": min,
+    "sampling/importance_sampling_ratio/max": max,
+    "sampling/sampling_logp_difference/max": max,
     "memory/peak_gib": max,
 }
 _WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}

@@ -14,8 +14,7 @@ from itertools import chain, pairwise
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.losses import GRPOLossOutput, linear_grpo_loss
-from fastgrpo.loss.objective import Objective
+from fastgrpo.loss import GRPOLossOutput, Objective, linear_grpo_loss
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Reference, Scoring, score

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 import torch
 
-from fastgrpo.loss.losses import GRPOLossOutput
+from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.policy.batch import Batch
 
 EXTREMES = {"min": min, "max": max}  # metrics whose name ends so are not averaged

@@ -1,0 +1,118 @@
+"""Runs that are stopped and go on: a reward that draws from every generator, and what two runs must share."""
+
+import json
+import os
+import random
+
+import numpy
+import tiny
+import torch
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.run.checkpoint import checkpoints
+
+
+def noisy(completions, log_metric, **columns):
+    """A learnable reward that draws from every global generator."""
+    log_metric("drawn", random.gauss(0, 1) + numpy.random.rand() + torch.rand(()).item())
+    return [text.count("a") / max(len(text), 1) + 0.1 * random.random() for text in completions]
+
+
+def curriculum():
+    rows = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "?")]
+    levels = [Level("short", ShuffledRows(rows[:2], seed=1), until_steps=3), Level("all", ShuffledRows(rows, seed=1))]
+    return Curriculum(levels)
+
+
+def make_trainer(tmp_path, name, reward=noisy, seed=0, **settings):
+    """A run of 8 steps; `seed` stands for whatever else the process did with the global generators."""
+    defaults = {
+        "output_dir": str(tmp_path / str(name)),
+        "max_steps": 8,
+        "prompts_per_step": 4,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "beta": 0.05,
+        "num_iterations": 2,
+        "logging_steps": 3,
+        "eval_steps": 4,
+        "save_steps": 2,
+        "device": "cpu",
+        "dtype": "float32",
+        "gradient_checkpointing": False,
+    }
+    model = tmp_path / "model"
+    if not model.exists():
+        tiny.save(model)
+    random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
+    rows = [{"prompt": text} for text in ("x", "yz")]
+    return GRPOTrainer(str(model), reward, GRPOConfig(**{**defaults, **settings}), curriculum(), rows)
+
+
+def signalled(step, number, reward=noisy):
+    """The reward, which sends a signal to its own process during one step; 0 is the evaluation before the first."""
+
+    def noisy(trainer_state, completions, **arguments):
+        evaluation = len(completions) == 2
+        if (step, evaluation) in ((0, trainer_state.global_step == 0), (trainer_state.global_step + 1, False)):
+            os.kill(os.getpid(), number)
+        return reward(completions=completions, **arguments)
+
+    return noisy
+
+
+def lines(run, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+CLOCK = ("tokens/s", "rollout/tokens/s", "rollout/share", "mfu")  # with time/..., eval/time and step_time
+
+
+def untimed(run):
+    """metrics.jsonl without what a clock says."""
+    return [{k: v for k, v in row.items() if "time" not in k and k not in CLOCK} for row in lines(run)]
+
+
+WEIGHTS = {"model.safetensors", "adapter_model.safetensors"}
+
+
+def assert_same_run(run, whole):
+    """All that two runs left behind, times aside, is the same."""
+    assert untimed(run) == untimed(whole)
+    assert (run / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
+    (_, mine), (_, theirs) = checkpoints(run).popitem(), checkpoints(whole).popitem()
+    assert mine.name == theirs.name
+    for name in ("model.safetensors", "adapter_model.safetensors", "reference.pt", "../merged/model.safetensors"):
+        assert (mine / name).exists() == (theirs / name).exists(), name
+        assert not (mine / name).exists() or (mine / name).read_bytes() == (theirs / name).read_bytes(), name
+    files = {path.name for path in mine.iterdir()}
+    assert files == {path.name for path in theirs.iterdir()} and len(files & WEIGHTS) == 1
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
+    assert all(summary.pop("wall_seconds") > 0 for summary in summaries)
+    assert summaries[0] == summaries[1]
+
+
+ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
+
+
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+
+
+class Crash(BaseException):
+    """The end of a run for no reason that anybody expects."""
+
+
+def crash(step):
+    """The reward, which fails in one step: everything since the last save is lost."""
+
+    def noisy_or_not(trainer_state, completions, **arguments):
+        if trainer_state.global_step == step - 1 and len(completions) > 2:
+            raise Crash
+        return noisy(completions=completions, **arguments)
+
+    noisy_or_not.__name__ = "noisy"
+    return noisy_or_not

@@ -1,0 +1,130 @@
+"""Runs in processes of their own that are told to stop or killed, and go on."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny
+import torch
+from paths import ROOT
+from resumed import (
+    assert_same_run,
+)
+from transformers import AutoModelForCausalLM
+
+from fastgrpo.run.checkpoint import checkpoints, verify
+from fastgrpo.train import main
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+
+TOY_REWARD = """
+import random
+
+def share_of_a(completions, **columns):
+    return [text.count("a") / max(len(text), 1) + 0.1 * random.random() for text in completions]
+"""
+
+
+def write_toy(folder):
+    tiny.save(folder / "model")
+    rows = "".join(json.dumps({"prompt": text}) + "\n" for text in ("ab", "c", "hello ", "1+1=", "?"))
+    (folder / "train.jsonl").write_text(rows)
+    (folder / "test.jsonl").write_text(rows)
+    (folder / "toy_reward.py").write_text(TOY_REWARD)
+
+
+def toy_flags(folder, name, steps, *more):
+    """The command line of a toy run."""
+    settings = {
+        "task": "dataset", "dataset_name": folder, "model_name_or_path": folder / "model",
+        "reward_funcs": "toy_reward:share_of_a", "output_dir": folder / name, "max_steps": steps,
+        "prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6, "learning_rate": 1e-3, "beta": 0.05,
+        "logging_steps": 3, "eval_steps": 7, "save_steps": 1, "save_total_limit": 3, "device": "cpu",
+        "gradient_checkpointing": False, "resume_from_checkpoint": "auto",
+    }  # fmt: skip
+    return [*(str(part) for name, value in settings.items() for part in (f"--{name}", value)), *more]
+
+
+def start(folder, *run):
+    """The process of a toy run; `run` as in `toy_flags`."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fastgrpo.train", *toy_flags(folder, *run)], env=environment, cwd=folder, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def wait_for_a_save(process, run, at_start):
+    """Until the process has written a checkpoint that was not there when it started, or has ended."""
+    while process.poll() is None and set(checkpoints(run) if run.exists() else ()) <= set(at_start):
+        time.sleep(0.01)
+
+
+def test_a_process_that_is_told_to_stop_says_how_to_go_on(tmp_path):
+    write_toy(tmp_path)
+    process = start(tmp_path, "run", 100_000)
+    wait_for_a_save(process, tmp_path / "run", ())
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    step = list(checkpoints(tmp_path / "run"))[-1]
+    verify(tmp_path / "run" / f"checkpoint-{step}")
+    assert "SIGTERM: finishing the step, then saving; a second signal ends the process at once" in said
+    last = said.strip().splitlines()[-1]
+    assert last == f"stopped after step {step}; --resume_from_checkpoint auto --output_dir {tmp_path / 'run'} goes on"
+
+
+def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    write_toy(tmp_path)
+    run, adapters = tmp_path / "run", ("--use_peft", "True", "--lora_target_modules", "all-linear")
+    process = start(tmp_path, "run", 100_000, *adapters)
+    wait_for_a_save(process, run, ())
+    process.kill()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, said
+    killed, last = list(checkpoints(run))[-1], list(checkpoints(run))[-1] + 2
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(toy_flags(tmp_path, "run", last, *adapters)) == 0
+    assert f"going on from {run / f'checkpoint-{killed}'}" in capsys.readouterr().out
+    assert not (run / f"checkpoint-{last}" / "model.safetensors").exists()
+    merged = AutoModelForCausalLM.from_pretrained(run / "merged").state_dict()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    moved = [name for name, value in merged.items() if not torch.equal(value, base.pop(name))]
+    assert not base and moved and all("_proj" in name for name in moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills, steps, seed", [(20, 600, 0)])
+def test_kills_at_random_moments_change_nothing(tmp_path, kills, steps, seed):
+    """SIGKILL, at every second one within a few steps of the first new checkpoint, saves always under way; at every
+    tenth one while the process still starts."""
+    write_toy(tmp_path)
+    process = start(tmp_path, "whole", steps)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    rng, run, report = random.Random(seed), tmp_path / "run", []
+    for kill in range(kills):
+        before = list(checkpoints(run)) if run.exists() else []
+        process = start(tmp_path, "run", steps)
+        if kill % 10 == 9:
+            time.sleep(rng.uniform(0.1, 8))
+        else:
+            wait_for_a_save(process, run, before)
+            time.sleep(rng.uniform(0, 0.15 if kill % 2 else 1.5))
+        assert process.poll() is None, process.communicate()[0]  # it was alive
+        process.kill()
+        process.communicate()
+        report.append((list(checkpoints(run))[-1], len(list(run.glob(".tmp-checkpoint-*")))))
+    process = start(tmp_path, "run", steps)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    print(f"\n{kills} kills after steps {[step for step, _ in report]}, {sum(n for _, n in report)} inside of a save")
+    assert "damaged" not in said
+    assert_same_run(run, tmp_path / "whole")
