@@ -1,16 +1,19 @@
-"""From logits to a token, its log-prob and the mass that the filters kept.
+"""Draw a token from each row of logits, with its log-prob and the probability mass that the filters kept.
 
-    p_v = exp((z_v - max z) / T) / S,   S = sum_v exp((z_v - max z) / T),   token = the first whose kept sum exceeds u
+    p_v = exp((z_v - max z) / T) / S,   S = sum_v exp((z_v - max z) / T)
+    token = the first one whose cumulative kept probability exceeds u
 
-Unfiltered, two launches and one pass: every (row, tile of the vocabulary) gives its maximum and sum; a program a row
-picks the tile by the sums over tiles and reads that one tile again to pick the token.
+Without a filter there are two launches and one pass over the logits. `_tile_sums_kernel` gives the maximum and the sum
+of every (row, tile of the vocabulary). `_draw_kernel`, one program a row, picks a tile by these sums and reads that one
+tile again to pick the token.
 
-Filters keep the logits from a floor upwards; equal logits stay or go together. That of min-p is max z + T log(min_p);
-those of top-k and top-p are found in sampling_floor.py (seven launches each, three partial passes). Then every (row,
-tile) sums what is kept, one more pass, and the draw is from these sums. Nothing waits for the host and the launches do
-not depend on the data.
+A filter keeps the logits from a floor upwards, so equal logits stay or go together. The floor of min-p is
+max z + T log(min_p); those of top-k and top-p are found in sampling_floor.py (seven launches each, three partial
+passes). `_kept_sums_kernel` then sums what is kept of every (row, tile) in one more pass, and the draw is from these
+sums. Nothing waits for the host, and the launches do not depend on the data.
 
-Shapes: R rows, V vocabulary. All arithmetic is fp32; sums run in fixed order, the same for any number of rows.
+Shapes: R rows of logits, V vocabulary. All arithmetic is fp32. Sums run in an order that does not depend on R, so a row
+draws the same token in any batch.
 """
 
 import math
@@ -28,7 +31,7 @@ LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _row_floor(floor_ptr, row, top, min_p_span):
-    """The least logit kept; min_p_span = -T log(min_p), inf without. -inf itself is never kept."""
+    """Return the least logit that is kept. min_p_span is -T log(min_p), inf without min-p; -inf is never kept."""
     floor = tl.maximum(top - min_p_span, LOWEST_FLOAT)
     if floor_ptr is not None:
         floor = tl.maximum(floor, tl.load(floor_ptr + row))
@@ -37,7 +40,7 @@ def _row_floor(floor_ptr, row, top, min_p_span):
 
 @triton.jit
 def _tile_sums_kernel(z_ptr, z_stride, top_ptr, total_ptr, vocab, n_tiles, scale, TILE: tl.constexpr):
-    """Maximum of a tile and its sum of exp((z - maximum) / T)."""
+    """Store the maximum of one tile, and the sum of exp((z - maximum) / T) over it."""
     place = tl.program_id(0)
     row, tile = place // n_tiles, place % n_tiles
     _, z = load_tile(z_ptr + row.to(tl.int64) * z_stride, tile, vocab, TILE)
@@ -49,7 +52,7 @@ def _tile_sums_kernel(z_ptr, z_stride, top_ptr, total_ptr, vocab, n_tiles, scale
 @triton.jit
 def _kept_sums_kernel(z_ptr, z_stride, top_ptr, floor_ptr, kept_ptr, vocab, n_tiles, scale, min_p_span,
                       TILE: tl.constexpr, TILES: tl.constexpr):  # fmt: skip
-    """Sum over the kept tokens of a tile of exp((z - max z) / T), with the maximum of the row."""
+    """Store the sum of exp((z - max z) / T) over the kept tokens of one tile, with max z that of the whole row."""
     place = tl.program_id(0)
     row, tile = place // n_tiles, place % n_tiles
     tiles = tl.arange(0, TILES)
@@ -66,7 +69,7 @@ def _kept_sums_kernel(z_ptr, z_stride, top_ptr, floor_ptr, kept_ptr, vocab, n_ti
 def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, kept_ptr, token_ptr, logp_ptr, mass_ptr,
                  vocab, n_tiles, scale, min_p_span, GREEDY: tl.constexpr, TILE: tl.constexpr,
                  TILES: tl.constexpr):  # fmt: skip
-    """The tile, then the token in it. kept_ptr: None where no filter is on."""
+    """Pick the tile of one row, then the token within it. kept_ptr is None where no filter is on."""
     row = tl.program_id(0)
     z_ptr += row.to(tl.int64) * z_stride
     tiles = tl.arange(0, TILES)
@@ -80,7 +83,8 @@ def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, ke
     else:
         kept_total = tl.sum(kept)
         limit = tl.load(uniform_ptr + row) * kept_total
-        # Only what has mass can be drawn; where rounding leaves nothing above the limit, the last that has.
+        # Only a tile with mass can be drawn. Where rounding leaves no cumulative sum above the limit, take the last one
+        # that has mass.
         tile = tl.min(tl.where((tl.cumsum(kept) > limit) & (kept > 0), tiles, n_tiles))
         tile = tl.minimum(tile, tl.max(tl.where(kept > 0, tiles, 0)))
         limit -= tl.sum(tl.where(tiles < tile, kept, 0.0))
@@ -99,7 +103,8 @@ def _draw_kernel(z_ptr, z_stride, uniform_ptr, top_ptr, total_ptr, floor_ptr, ke
     tl.store(mass_ptr + row, tl.where(good, share, float("nan")))
 
 
-def _check(logits, uniforms, temperature, top_k, top_p, min_p):
+def _check(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
+    """Raise ValueError unless the two tensors are what the kernels read."""
     if logits.device.type == "cpu" and not launch.INTERPRET:
         raise ValueError("sample needs CUDA tensors, got logits on the CPU; draw with plain PyTorch there")
     if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(-1) != 1 or 0 in logits.shape:
@@ -112,39 +117,46 @@ def _check(logits, uniforms, temperature, top_k, top_p, min_p):
             f"uniforms must be fp32 [{len(logits)}] on {logits.device}, one a row of logits, got {uniforms.dtype} "
             f"{tuple(uniforms.shape)} on {uniforms.device}"
         )
-    for name, value, good, expected in (
-        ("temperature", temperature, temperature >= 0, "at least 0 (0 is greedy)"),
-        ("top_k", top_k, top_k >= 0, "at least 0 (0 is off)"),
-        ("top_p", top_p, 0 < top_p <= 1, "in (0, 1]"),
-        ("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]"),
-    ):
-        if not good:
-            raise ValueError(f"{name} must be {expected}, got {value}")
 
 
 @launch.on_its_device
-def sample(logits, uniforms, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """Draw one token a row by inverting the cumulative distribution, in the order of the vocabulary.
+def sample(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw one token from each row of logits, by inverting its cumulative distribution in vocabulary order.
 
-    Filters, in this order: top_k keeps the k likeliest (ties with the k-th stay); top_p, of those and renormalized,
-    keeps a token while the mass of the strictly likelier ones is below it (equal logits stay or go together); min_p
-    keeps what has at least this probability relative to the likeliest.
+    The filters work in this order. top_k keeps the k likeliest tokens and those that tie with the k-th. top_p, over
+    what top_k kept and renormalized, keeps a token while the mass of the strictly likelier ones is below it. min_p
+    keeps the tokens with at least this probability relative to the likeliest one. The ranges of the four numbers are
+    the caller's to check (`SamplingParams`).
 
     Args:
-        logits: [R, V] fp32, the vocabulary contiguous. uniforms: [R] fp32 in [0, 1), one draw each.
-        temperature: 0 is greedy: the first of the largest logits; uniforms and filters are not looked at.
-        top_k: 0 is off. top_p: in (0, 1]. min_p: in [0, 1].
+        logits: [R, V] fp32, the vocabulary contiguous.
+        uniforms: [R] fp32 in [0, 1), one draw for each row of logits.
+        temperature: T, at least 0. At 0 the first of the largest logits is taken, whatever uniforms and filters are.
+        top_k: How many tokens are kept; 0 keeps all.
+        top_p: The mass that is kept, in (0, 1]; 1 keeps all.
+        min_p: The least relative probability that is kept, in [0, 1]; 0 keeps all.
 
     Returns:
-        tokens [R] int64: the first whose cumulative kept probability exceeds the uniform; never one of probability 0.
-        logps [R] fp32: its log-prob under the full softmax at the temperature (1 when greedy), whatever filters cut.
-        kept [R] fp32: the mass that the filters kept, of the same softmax; 1 where none is on.
-        A row whose softmax is undefined (NaN, +inf, or -inf alone) gives token 0, logp NaN and kept NaN.
+        tokens: [R] int64, the first one whose cumulative kept probability exceeds the uniform. Its probability is
+            never 0.
+        logps: [R] fp32, the token's log-prob under the full softmax at the temperature (at 1 when greedy), whatever
+            the filters cut.
+        kept: [R] fp32, the mass of that softmax which the filters kept; 1 where no filter is on.
+        A row whose softmax is undefined (NaN, +inf, or -inf alone) gives token 0, log-prob NaN and mass NaN.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or value that is none of the above.
+        ValueError: A shape, dtype, stride or device is none of the above.
     """
-    _check(logits, uniforms, temperature, top_k, top_p, min_p)
+    _check(logits, uniforms)
+    assert temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1, (temperature, top_k, top_p, min_p)
     (rows, vocab), device = logits.shape, logits.device
     tile, options = launch.sample_tile(), {"num_warps": launch.SAMPLE_WARPS}
     n_tiles = triton.cdiv(vocab, tile)
@@ -155,7 +167,7 @@ def sample(logits, uniforms, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
     tops, totals = torch.empty(2, rows, n_tiles, dtype=torch.float32, device=device)
     _tile_sums_kernel[(rows * n_tiles,)](top_ptr=tops, total_ptr=totals, **row, **options)
 
-    def kept_sums(floor, min_p_span):
+    def kept_sums(floor: torch.Tensor | None, min_p_span: float) -> torch.Tensor:
         kept = torch.empty_like(tops)
         _kept_sums_kernel[(rows * n_tiles,)](
             top_ptr=tops, floor_ptr=floor, kept_ptr=kept, min_p_span=min_p_span, **row, **tiles, **options

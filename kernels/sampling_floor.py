@@ -1,22 +1,22 @@
 """The least logit of a row that top-k or top-p keeps, exactly, without sorting the row.
 
-A value is kept while what lies strictly above it is below a limit: k tokens, or top_p of the mass. That holds from a
-floor upwards, and the search narrows (lo, hi], lo cut and hi kept:
+A logit is kept while what lies strictly above it is below a limit: k tokens, or top_p of the mass. That holds from a
+floor upwards. The search narrows an interval (lo, hi], where lo is known to be cut and hi is known to be kept.
 
-1. Bracket, a program a row. Tile maxima alone bound it: a value with k of them above it is cut, as is one with the
-   limit's mass of them above it. So is one so unlikely that V of its kind would not make up 1 - top_p.
-2. Sweep, a program a (row, tile): the tokens or the mass above each of PIVOTS values in (lo, hi], and a program a row
-   that narrows to the interval between two of them. SWEEPS times; tiles whose maximum is not above lo are not read.
-   Two sweeps leave a 289th of the bracket: a twentieth of a nat, some thousand tokens of a flat row, a few of a peaked.
-3. Gather, a program a (row, tile): up to CANDIDATES values in (lo, hi].
-4. Finish, a program a row: goes on with the same pivots over the candidates, until one value is left. Where a tile
-   held more of them it goes over the whole row instead: slower, as exact. Pivots lie evenly in value for VALUE_PASSES
-   passes, then evenly among the floats, 17 times fewer a pass: at most 13 passes end it, whatever the row holds.
+1. `_bracket_kernel`, one program a row, bounds the floor by the maxima of the tiles alone: a value with k tile maxima
+   above it is cut, as is one with tile maxima of the limit's mass above it. A value is also cut when it is so unlikely
+   that V tokens of its kind would not make up 1 - top_p.
+2. `_sweep_kernel`, one program a (row, tile), counts the tokens or the mass above each of PIVOTS values in (lo, hi],
+   and `_narrow_kernel`, one program a row, narrows to the interval between two of them. That happens SWEEPS times; a
+   tile whose maximum is not above lo is not read. Two sweeps leave a 289th of the bracket: a twentieth of a nat, which
+   holds some thousand tokens of a flat row and a few of a peaked one.
+3. `_gather_kernel`, one program a (row, tile), collects up to CANDIDATES values in (lo, hi].
+4. `_finish_kernel`, one program a row, goes on with the same kind of pivots over the candidates until one value is
+   left. Where a tile held more than CANDIDATES, it goes over the whole row instead, which is slower and as exact. The
+   pivots lie evenly in value for VALUE_PASSES passes and then evenly among the floats, of which each pass leaves a
+   17th: at most 13 passes end the search, whatever the row holds.
 
-Every sum over one source has a fixed order whatever the pivot, so it grows as the set does, and the rounded condition
-has one boundary as the exact one has. The launches do not depend on the data.
-
-Shapes: R rows, V vocabulary. mass: exp((z - max z) / T). All arithmetic is fp32.
+Shapes: R rows of logits, V vocabulary. The mass of a token is exp((z - max z) / T). All arithmetic is fp32.
 """
 
 import torch
@@ -27,28 +27,53 @@ from fastgrpo.kernels import launch
 
 SWEEPS = 2
 VALUE_PASSES = tl.constexpr(4)
-SLACK = tl.constexpr(1.00001)  # the bound of the tile maxima sums in another order than the sweeps
-# of the state of a row [8]: base is what lies above hi, top the maximum of the row
+SLACK = tl.constexpr(1.00001)  # the bracket sums in another order than the sweeps, and must not cut what they keep
+# Places in the state of a row, [8] fp32. BASE is the mass or count above HI, TOP the maximum of the row.
 LO, HI, BASE, LIMIT, TOP = (tl.constexpr(i) for i in range(5))
 FIELDS = tl.constexpr(8)
 
 
 @triton.jit
 def token_mass(z, top, scale):
-    """exp((z - top) / T), scale = log2(e) / T; 1 at the top exactly. No product feeds the subtraction: no fma."""
+    """Return exp((z - top) / T), which is exactly 1 at the top.
+
+    The subtraction comes before the product, so that no fused multiply-add can change it.
+
+    Args:
+        z: Logits.
+        top: The maximum of the row.
+        scale: log2(e) / T.
+    """
     return tl.exp2((z - top) * scale)
 
 
 @triton.jit
 def load_tile(z_ptr, tile, vocab, TILE: tl.constexpr):
-    """Columns and values of one tile of a row, -inf past its end."""
+    """Return the columns and the logits of one tile of a row; the logits are -inf past the row's end.
+
+    Args:
+        z_ptr: The first logit of the row.
+        tile: Number of the tile.
+        vocab: V, the logits of the row.
+        TILE: Columns of a tile.
+    """
     cols = tile * TILE + tl.arange(0, TILE)
     return cols, tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf"))
 
 
 @triton.jit
 def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.constexpr):
-    """Maxima of the tiles, maximum of the row, masses of the tiles, and of what is kept of them where there is kept."""
+    """Return a row's tile maxima, its maximum, its tile masses and the kept masses of its tiles.
+
+    Args:
+        top_ptr: [R, tiles] maxima of the tiles.
+        total_ptr: [R, tiles] sums of exp((z - maximum of the tile) / T).
+        kept_ptr: [R, tiles] masses that the filters before kept, or None where everything is kept.
+        row: Number of the row.
+        n_tiles: Tiles of a row.
+        scale: log2(e) / T.
+        TILES: n_tiles, rounded up to a power of two.
+    """
     tiles = tl.arange(0, TILES)
     places, there = row * n_tiles + tiles, tiles < n_tiles
     tops = tl.load(top_ptr + places, mask=there, other=float("-inf"))
@@ -63,13 +88,13 @@ def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.cons
 
 @triton.jit
 def _ordered(bits):
-    """Bits of floats <-> integers in the order of the floats; its own inverse."""
+    """Turn the bits of floats into integers in the order of the floats, or back: the function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _pivots(lo, hi, scale, PIVOTS: tl.constexpr):
-    """Evenly in (lo, hi); 0.7, 1, 1.4, 2, ... nats / T below hi while lo is not known."""
+    """Return PIVOTS values evenly in (lo, hi), or 0.7, 1, 1.4, 2, ... nats / T below hi while lo is not known."""
     place = tl.arange(0, PIVOTS).to(tl.float32)
     share = (place + 1.0) / (PIVOTS + 1)
     return tl.where(lo == float("-inf"), hi - tl.exp2(0.5 * place) / scale, lo * (1 - share) + hi * share)
@@ -77,7 +102,7 @@ def _pivots(lo, hi, scale, PIVOTS: tl.constexpr):
 
 @triton.jit
 def _above(z, pivots, top, scale, BY_MASS: tl.constexpr):
-    """[values, PIVOTS]: the weight of each value for each of the pivots that it is strictly above."""
+    """Return [values, PIVOTS]: a value's weight (its mass, or 1) at the pivots that it is strictly above, else 0."""
     weight = token_mass(z, top, scale) if BY_MASS else tl.full(z.shape, 1.0, tl.float32)
     return tl.where(z[:, None] > pivots[None, :], weight[:, None], 0.0)
 
@@ -85,7 +110,7 @@ def _above(z, pivots, top, scale, BY_MASS: tl.constexpr):
 @triton.jit
 def _bracket_kernel(top_ptr, total_ptr, kept_ptr, state_ptr, vocab, n_tiles, scale, limit, BY_MASS: tl.constexpr,
                     TILES: tl.constexpr):  # fmt: skip
-    """limit: k, or top_p, of the mass in kept_ptr where that is not None."""
+    """Bound the floor of one row by its tile maxima. limit is k, or the share of the kept mass."""
     row = tl.program_id(0)
     tops, top, _, kept = row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES)
     lo = float("-inf")
@@ -106,7 +131,7 @@ def _bracket_kernel(top_ptr, total_ptr, kept_ptr, state_ptr, vocab, n_tiles, sca
 @triton.jit
 def _sweep_kernel(z_ptr, z_stride, top_ptr, state_ptr, above_ptr, vocab, n_tiles, scale, BY_MASS: tl.constexpr,
                   TILE: tl.constexpr, STEP: tl.constexpr, PIVOTS: tl.constexpr):  # fmt: skip
-    """above [R, tiles, PIVOTS] of each pivot."""
+    """Store above [R, tiles, PIVOTS]: the tokens or the mass of one tile that lie above each pivot."""
     place = tl.program_id(0)
     row, tile = place // n_tiles, place % n_tiles
     state_ptr += row * FIELDS
@@ -124,6 +149,7 @@ def _sweep_kernel(z_ptr, z_stride, top_ptr, state_ptr, above_ptr, vocab, n_tiles
 
 @triton.jit
 def _narrow_kernel(above_ptr, state_ptr, n_tiles, scale, TILES: tl.constexpr, PIVOTS: tl.constexpr):
+    """Narrow (lo, hi] of one row to the interval between two pivots."""
     row = tl.program_id(0)
     tiles = tl.arange(0, TILES)
     places = (row * n_tiles + tiles).to(tl.int64)[:, None] * PIVOTS + tl.arange(0, PIVOTS)[None, :]
@@ -140,7 +166,10 @@ def _narrow_kernel(above_ptr, state_ptr, n_tiles, scale, TILES: tl.constexpr, PI
 @triton.jit
 def _gather_kernel(z_ptr, z_stride, top_ptr, state_ptr, found_ptr, candidate_ptr, vocab, n_tiles, TILE: tl.constexpr,
                    CANDIDATES: tl.constexpr):  # fmt: skip
-    """found [R, tiles] values in (lo, hi]; candidates [R, tiles, CANDIDATES], the first of them, then -inf."""
+    """Store found [R, tiles], how many values lie in (lo, hi], and the first of them as [R, tiles, CANDIDATES].
+
+    Places without a candidate hold -inf.
+    """
     place = tl.program_id(0)
     row, tile = place // n_tiles, place % n_tiles
     state_ptr += row * FIELDS
@@ -161,8 +190,11 @@ def _gather_kernel(z_ptr, z_stride, top_ptr, state_ptr, found_ptr, candidate_ptr
 @triton.jit
 def _search(z_ptr, n, lo, hi, base, limit, top, scale, BY_MASS: tl.constexpr, STEP: tl.constexpr,
             PIVOTS: tl.constexpr):  # fmt: skip
-    """The least of n values in (lo, hi] above which lies less than the limit, base included; hi if there is none."""
-    least, most = lo, hi  # of the values in (lo, hi]
+    """Return the least of n values in (lo, hi] above which lies less than the limit; hi where there is none.
+
+    base is what lies above hi; it counts against the limit.
+    """
+    least, most = lo, hi  # the least and the greatest value in (lo, hi]
     passes = 0
     while least < most:
         pivots = _pivots(lo, hi, scale, PIVOTS)
@@ -182,7 +214,7 @@ def _search(z_ptr, n, lo, hi, base, limit, top, scale, BY_MASS: tl.constexpr, ST
             largest = tl.maximum(largest, tl.where(inside, z, lo))
         least, most = tl.min(smallest), tl.max(largest)
         kept = base + tl.sum(above, axis=0) < limit
-        # no value lies between hi and the greatest one in (lo, hi], and all from a kept one up are kept
+        # No value lies between the greatest one in (lo, hi] and hi, and everything above a kept value is kept.
         hi = tl.maximum(tl.minimum(tl.min(tl.where(kept, pivots, hi)), most), least)
         lo = tl.maximum(lo, tl.max(tl.where(kept, lo, pivots)))
         passes += 1
@@ -193,7 +225,7 @@ def _search(z_ptr, n, lo, hi, base, limit, top, scale, BY_MASS: tl.constexpr, ST
 def _finish_kernel(z_ptr, z_stride, state_ptr, found_ptr, candidate_ptr, floor_ptr, vocab, n_tiles, scale,
                    BY_MASS: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, CANDIDATES: tl.constexpr,
                    PIVOTS: tl.constexpr):  # fmt: skip
-    """floor [R]; -inf where the row has no softmax, whose limit or maximum is then no number."""
+    """Store floor [R]. It is -inf where the row has no softmax: its limit or its maximum is then not a number."""
     row = tl.program_id(0)
     state_ptr += row * FIELDS
     lo, hi, base = tl.load(state_ptr + LO), tl.load(state_ptr + HI), tl.load(state_ptr + BASE)
@@ -209,12 +241,29 @@ def _finish_kernel(z_ptr, z_stride, state_ptr, found_ptr, candidate_ptr, floor_p
     tl.store(floor_ptr + row, floor)
 
 
-def least_kept(logits, scale, tops, totals, kept, limit, *, by_mass):
-    """floor [R]: the least logit above which lie less than `limit` tokens, or less than this share of the mass.
+def least_kept(
+    logits: torch.Tensor,
+    scale: float,
+    tops: torch.Tensor,
+    totals: torch.Tensor,
+    kept: torch.Tensor | None,
+    limit: float,
+    *,
+    by_mass: bool,
+) -> torch.Tensor:
+    """Find the least logit of each row above which lies less than a limit.
 
     Args:
-        logits: [R, V] fp32. scale: log2(e) / T. tops, totals: [R, tiles] maxima and masses of the tiles. kept: [R,
-            tiles] the mass that counts, or None for all of it.
+        logits: [R, V] fp32, the vocabulary contiguous.
+        scale: log2(e) / T.
+        tops: [R, tiles] fp32, the maxima of the tiles.
+        totals: [R, tiles] fp32, sums of exp((z - maximum of the tile) / T).
+        kept: [R, tiles] fp32, the masses that count, or None where all of it counts.
+        limit: Number of tokens, or share of the mass that counts.
+        by_mass: Whether the limit is a share of the mass.
+
+    Returns:
+        [R] fp32 floors; -inf for a row whose softmax is undefined.
     """
     (rows, vocab), n_tiles, device = logits.shape, tops.shape[1], logits.device
     tile, pivots, step = launch.sample_tile(), launch.SEARCH_PIVOTS, launch.search_step()
