@@ -1,14 +1,17 @@
-"""The GRPO loss of logits that are already there: one read, one in-place write of their gradient.
+"""The GRPO loss of logits that are already there: one read, and one write of their gradient in their place.
 
     logp = z_t - log sum_v exp(z_v),   z = logits / T,   dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / T
 
-One program a row. In place, where no token looks at the others of its sequence, the program goes on from the row's
-log-prob to its loss and gradient and writes the latter at once: its second read comes from the cache. Otherwise the
-forward reads and keeps vectors [M], and the backward reads again and writes, over the logits or into a new tensor.
+One program computes one row of logits. In place, where no token looks at the others of its sequence, the program goes
+on from the log-prob to the token's loss and gradient and writes the latter at once: its second read comes from the
+cache. Otherwise the forward reads the logits and keeps vectors [M], and the backward reads them again and writes the
+gradient, over the logits or into a new tensor.
 
-Shapes: N rows, M <= N kept rows, V vocabulary. All arithmetic is fp32. Rows are counted on the grid's first axis, which
-ends at 2^31: N above 65,535 is fine.
+Shapes: N rows of logits (tokens), M <= N kept ones, V vocabulary. All arithmetic is fp32. The rows are counted on the
+grid's first axis, which ends at 2^31, so that N may be above 65,535.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +20,7 @@ import triton.language as tl
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.head_gradients import needed
 from fastgrpo.kernels.head_rows import log1p
-from fastgrpo.kernels.objectives import importance_weights
+from fastgrpo.kernels.objectives import PolicyRows, importance_weights
 from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics, policy_rows
 from fastgrpo.kernels.tiles import LN2, LOG2E, ROWS_VARY
 
@@ -26,7 +29,7 @@ Tensor = torch.Tensor
 
 @triton.jit
 def _row_place(place_ptr, row):
-    """Where among the kept rows a row stands; -1 is nowhere. No map: every row is kept."""
+    """Return the place of a row among the kept ones, -1 where it is not kept. Without a map every row is kept."""
     if place_ptr is None:
         return row
     return tl.load(place_ptr + row)
@@ -34,7 +37,7 @@ def _row_place(place_ptr, row):
 
 @triton.jit
 def _row_scale(inv_t, inv_t_ptr, row):
-    """log2(e) / T as [1]."""
+    """Return log2(e) / T of a row, as [1]."""
     scale = tl.full((1,), 1.0, tl.float32) * inv_t
     if inv_t_ptr is not None:
         scale = tl.load(inv_t_ptr + row)
@@ -43,8 +46,12 @@ def _row_scale(inv_t, inv_t_ptr, row):
 
 @triton.jit
 def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
-    """(logp, log2 sum, 1 - p_t, entropy), each [1]: an online softmax with the target's column apart."""
-    # Ahead of the reductions and their barriers: after them, a faster warp may write the gradient over it.
+    """Return (logp, log2 sum_v exp(z_v), 1 - p_t, entropy) of a row, each [1], by an online softmax.
+
+    The target's column is kept apart, so that a confident token's log-prob has full relative precision.
+    """
+    # The target's logit is read ahead of the reductions and their barriers: after them, a faster warp may write the
+    # gradient over it.
     legal = (target >= 0) & (target < vocab)
     y2 = tl.load(z_ptr + target, mask=legal, other=float("nan")).to(tl.float32) * scale
     top = tl.full((1,), float("-inf"), tl.float32)
@@ -76,9 +83,9 @@ def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK: tl.constexpr):
-    """dz of one row; lse2 = log2 sum_v exp(z_v), rest = 1 - p_t. out may be the logits themselves.
+    """Write dz of one row, where lse2 = log2 sum_v exp(z_v) and rest = 1 - p_t. out may be the logits themselves.
 
-    From the end: what the first pass read last is what the cache still has.
+    The columns are read from the last to the first: what the first pass read last is what the cache still has.
     """
     t = scale * LN2  # 1 / T
     last = tl.cdiv(vocab, BLOCK) - 1
@@ -148,7 +155,7 @@ def _logits_grpo_bwd_kernel(z_ptr, z_stride, d_ptr, d_stride, place_ptr, target_
 
 @triton.jit
 def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
-    """A row times a number on the device, in place; 1 costs nothing, and nobody waits to learn that it is 1."""
+    """Multiply a row by a number on the device, in place. A factor of 1 costs nothing, and no host has to know it."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return
@@ -160,7 +167,7 @@ def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
 
 
 def _places(index, active, total):
-    """Row -> its place among the kept rows, -1 where it carries no gradient; None where every row has its own place."""
+    """Return [N] places among the kept tokens, -1 where a token carries no gradient; None where all are kept."""
     if index is None:
         return None
     places = torch.arange(len(index), device=index.device)
@@ -174,7 +181,7 @@ def _options():
 
 
 def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_rows, bonus, knobs, fused):
-    """-> stats [4, M]: logp, entropy, log2 of the sum, 1 - p_t; 0 where a row carries no gradient."""
+    """Return stats [4, M]: logp, entropy, log2 sum_v exp(z_v) and 1 - p_t; 0 where a token carries no gradient."""
     n, vocab = logits.shape
     m = len(targets)
     stats = torch.zeros(4, m, dtype=torch.float32, device=logits.device)
@@ -190,7 +197,18 @@ def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_
 @launch.operator("fastgrpo::logits_stats")
 def logits_stats(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
                  temperatures: Tensor | None) -> Tensor:  # fmt: skip
-    """One read of the logits [N, V] -> stats [4, M]."""
+    """Read the logits once and compute what loss and backward need.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+
+    Returns:
+        [4, M] fp32: logp, entropy, log2 sum_v exp(z_v), and 1 - p_t.
+    """
     if logits.shape[0] == 0:
         return logits.new_zeros(4, len(targets), dtype=torch.float32)
     knobs = ("clip", "k3", False, 0.0, 0.0, None, 0.0, 0.0, 0.0)
@@ -208,7 +226,33 @@ def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, tempera
                  weights: Tensor, importance: Tensor | None, bonus: Tensor | None, surrogate: str, kl: str,
                  correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
                  tau_neg: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One read of the logits and one write of dloss/dlogits over them -> (stats [4, M], policy rows [6, M])."""
+    """Read the logits once, compute the loss, and write its gradient over the logits.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
+        ref: [M] log-probs under the reference, or None for no KL.
+        advantages: [M].
+        weights: [M], which carry the mask and the whole aggregation.
+        importance: [M] importance weights against the sampler, or None for 1.
+        bonus: [M] weights of the entropy, which the loss subtracts, or None.
+        surrogate: Name of the surrogate: clip, cispo or sapo.
+        kl: Name of the KL estimator: k1, k2, k3 or abs.
+        correct_kl: Whether the KL is multiplied by the ratio.
+        low: Lower bound of the clipped ratio.
+        high: Upper bound of the clipped ratio.
+        delta: Upper bound of the unclipped ratio, or None.
+        beta: Factor of the KL.
+        tau_pos: SAPO's temperature for tokens with a positive advantage.
+        tau_neg: SAPO's temperature for the other tokens.
+
+    Returns:
+        [4, M] as `logits_stats` returns it, and [6, M] as `policy_loss_rows` returns it.
+    """
     out = torch.zeros(6, len(targets), dtype=torch.float32, device=logits.device)
     if logits.shape[0] == 0:
         return torch.zeros_like(out[:4]), out
@@ -237,7 +281,21 @@ def _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, 
 @launch.operator("fastgrpo::logits_bwd")
 def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
                stats: Tensor, g: Tensor, h: Tensor | None) -> Tensor:  # fmt: skip
-    """Gradients g of logp and h of the entropy [M] -> dlogits [N, V], a new tensor."""
+    """Compute the gradient of the logits from those of log-prob and entropy.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        stats: [4, M], as `logits_stats` returns it.
+        g: [M] fp32, gradient of the log-probs.
+        h: [M] fp32, gradient of the entropies, or None.
+
+    Returns:
+        [N, V] in the dtype of the logits, a new tensor.
+    """
     out = torch.empty_like(logits)
     _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h)
     return out
@@ -251,22 +309,38 @@ def _(logits, *_):
 @launch.operator("fastgrpo::logits_bwd_", mutates_args=("logits",))
 def logits_bwd_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
                 stats: Tensor, g: Tensor, h: Tensor | None) -> None:  # fmt: skip
-    """The same over the logits."""
+    """Write the gradient of the logits over the logits.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        stats: [4, M], as `logits_stats` returns it.
+        g: [M] fp32, gradient of the log-probs.
+        h: [M] fp32, gradient of the entropies, or None.
+    """
     _launch_bwd(logits, logits, places, targets, temperature, temperatures, stats, g, h)
 
 
 @launch.operator("fastgrpo::scale_rows_", mutates_args=("matrix",))
 def scale_rows_(matrix: Tensor, factor: Tensor) -> None:
-    """matrix [N, V] times a scalar on the device, in place; free where it is 1."""
+    """Multiply a matrix by a scalar on the device, in place; a factor of 1 costs nothing.
+
+    Args:
+        matrix: [N, V] with contiguous rows.
+        factor: Scalar on the device of the matrix.
+    """
     if len(matrix):
         _scale_rows_kernel[(len(matrix),)](matrix, matrix.stride(0), factor, matrix.shape[1], **_options())
 
 
 class LogitsGRPO(torch.autograd.Function):
-    """logits [N, V] -> loss (scalar) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+    """The loss (a scalar) and a dict of [M]: logps, metrics, entropy on request. Only the loss differentiates.
 
-    inplace: the gradient is written over the logits, in the forward where each token's loss is its own; autograd then
-    refuses a second backward.
+    With `inplace`, the gradient is written over the logits, and already in the forward where each token's loss is its
+    own. Autograd then refuses a second backward.
     """
 
     @staticmethod
@@ -276,7 +350,7 @@ class LogitsGRPO(torch.autograd.Function):
         t = 1.0 if ts is not None else float(rows.temperature)
         places = _places(rows.index, rows.active, len(logits))
         head = (places, rows.targets, t, ts)
-        by_old = rows.sampler_logps is None or rows.old_logps is not None  # no importance weight waits for logp
+        by_old = rows.sampler_logps is None or rows.old_logps is not None  # importance weights do not wait for logp
         ctx.written = inplace and needs and rows.lengths is None and by_old
         if ctx.written:
             importance, metrics = importance_weights(rows.old_logps, rows, objective)
@@ -313,7 +387,22 @@ class LogitsGRPO(torch.autograd.Function):
         return grad, *(None,) * 5
 
 
-def logits_grpo_loss(logits, rows, objective, *, return_entropy=False, inplace=False):
-    """(loss, dict of [M]); logits [N, V], rows a PolicyRows of M rows."""
+def logits_grpo_loss(
+    logits: Tensor, rows: PolicyRows, objective: Any, *, return_entropy: bool = False, inplace: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss from logits, differentiably.
+
+        loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n e_n H_n
+
+    Args:
+        logits: [N, V] bf16, fp16 or fp32.
+        rows: The M kept tokens; e_n are its entropy weights.
+        objective: An Objective.
+        return_entropy: Whether the entropy is returned.
+        inplace: Whether the gradient takes the place of the logits.
+
+    Returns:
+        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
+    """
     logits = launch.rows_contiguous(logits)
     return LogitsGRPO.apply(logits, rows, objective, return_entropy, inplace, needed(logits)[0])

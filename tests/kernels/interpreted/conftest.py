@@ -2,14 +2,14 @@
 
 import warnings
 
-import loss_runs
 import pytest
-
-from fastgrpo.kernels import launch
 
 
 @pytest.fixture(autouse=True)
 def interpreter():
+    # Imported here: pytest reads this file where there is no Triton too.
+    from fastgrpo.kernels import launch
+
     if not launch.INTERPRET:
         pytest.skip("needs TRITON_INTERPRET=1 before the import")
     with warnings.catch_warnings():  # numpy warns of exp2(-inf), of NaN, and of every exp that overflows to a flag
@@ -19,4 +19,7 @@ def interpreter():
 
 @pytest.fixture
 def batch():
+    """Return hidden, weight and keyword arguments of a ragged batch."""
+    import loss_runs
+
     return loss_runs.ragged_batch()

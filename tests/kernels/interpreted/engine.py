@@ -1,6 +1,6 @@
 """The engine on the CPU with the kernels that it has on a GPU: group_decode and sample under the interpreter.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Decode attention over shared prompts on the CPU, against plain PyTorch.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import math

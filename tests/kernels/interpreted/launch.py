@@ -1,6 +1,6 @@
 """What every launcher does: on which device it launches, and what it does with strides.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import pytest

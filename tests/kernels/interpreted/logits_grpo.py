@@ -2,7 +2,7 @@
 
 This file mirrors logits_grpo.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 The kernels have their own files; this one mirrors loss/losses.py with the Triton backend.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import math

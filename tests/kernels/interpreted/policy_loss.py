@@ -1,6 +1,6 @@
 """The loss of given log-probs on the CPU. This file mirrors policy_loss, as does linear_grpo.py with every objective.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """The Triton kernels of a head sharded by vocabulary rows over 2 processes give what one process gives.
 
-Run by test_interpreted.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import warnings
