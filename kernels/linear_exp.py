@@ -81,6 +81,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
                            GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                            BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute every PROGRAMS-th tile; loads and stores go through tensor descriptors."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
@@ -133,6 +134,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
                                vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
                                PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
     block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
@@ -153,6 +155,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
 def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, cap, out_ptr, n_rows, vocab, depth,
                        PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute y at the targets of one row block, as the diagonal of a product."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0)
     legal = (target >= 0) & (target < vocab)

@@ -104,6 +104,7 @@ def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t
                             advantage_ptr, weight_ptr, importance_ptr, bonus_ptr, out_ptr, low, high, delta, beta,
                             tau_pos, tau_neg, n_rows, vocab, SURROGATE: tl.constexpr, KIND: tl.constexpr,
                             CORRECT_KL: tl.constexpr, FUSED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Compute the stats of one row and, where FUSED, its loss and gradient; rows that are not kept get zeros."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     rows = _row_place(place_ptr, row) + tl.zeros((1,), tl.int64)
@@ -133,6 +134,7 @@ def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t
 @triton.jit(**ROWS_VARY)
 def _logits_grpo_bwd_kernel(z_ptr, z_stride, d_ptr, d_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, g_ptr,
                             h_ptr, n_rows, vocab, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the gradient of one row from its stats; rows that are not kept get zeros."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * z_stride
     d_ptr += row * d_stride

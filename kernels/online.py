@@ -21,6 +21,7 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
                        total_ptr, entropy_ptr, flag_ptr, n_rows, vocab, depth, SPLITS, PRECISION: tl.constexpr,
                        EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute the online softmax of one row block over the vocabulary tiles of one split."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
     block_m = tl.program_id(0) % num_m
     split = tl.program_id(0) // num_m

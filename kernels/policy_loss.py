@@ -156,6 +156,7 @@ def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage
                             phi_ptr, out_ptr, low, high, delta, beta, tau_pos, tau_neg, n_rows,
                             SURROGATE: tl.constexpr, KIND: tl.constexpr, CORRECT_KL: tl.constexpr,
                             BLOCK: tl.constexpr):  # fmt: skip
+    """Compute the loss of one block of tokens."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     logp = tl.load(logp_ptr + rows, mask=rows < n_rows, other=0.0)
     policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
