@@ -4,7 +4,7 @@ A kernel that spills is a kernel that is slow; one without matrix instructions c
 shared memory than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads
 0 for kernels that spill: the stack and the machine code's own STL and LDL are what tells.
 
-This file mirrors every kernel module that launches something: head_rows, linear_exp, online, policy_loss, logits_grpo,
+This file mirrors every kernel module that launches something: head_rows, linear_exp, online, policy_loss, logits_rows,
 sampling, sampling_floor, group_decode, with the block sizes of launch and the pieces of tiles.
 
 The compilations of the selected tests run in threads, as many as there are cores. Every launch is compiled at sm_80,
@@ -29,7 +29,7 @@ from fastgrpo.kernels import (  # noqa: E402
     head_rows,
     launch,
     linear_exp,
-    logits_grpo,
+    logits_rows,
     online,
     policy_loss,
     sampling,
@@ -207,12 +207,12 @@ ROW_KERNELS = {
     "entropy": (head_rows._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
     "policy": (policy_loss._policy_loss_fwd_kernel, {**POLICY, "BLOCK": policy_loss.BLOCK}, 4),
     "logits": (
-        logits_grpo._logits_grpo_fwd_kernel,
+        logits_rows._logits_grpo_fwd_kernel,
         {**POLICY, "FUSED": True, "BLOCK": launch.LOGITS_BLOCK},
         launch.LOGITS_WARPS,
     ),
-    "logits-backward": (logits_grpo._logits_grpo_bwd_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
-    "scale": (logits_grpo._scale_rows_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
+    "logits-backward": (logits_rows._logits_grpo_bwd_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
+    "scale": (logits_rows._scale_rows_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
 }
 
 
@@ -237,7 +237,7 @@ def test_row_kernels(case, compiled, request):
 
 KERNELS = [
     kernel
-    for module in (head_rows, linear_exp, logits_grpo, online, policy_loss)
+    for module in (head_rows, linear_exp, logits_rows, online, policy_loss)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 ]

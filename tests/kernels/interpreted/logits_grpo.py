@@ -1,6 +1,6 @@
 """The loss of given logits on the CPU: in place and into a new tensor, masked rows, and torch.compile.
 
-This file mirrors logits_grpo.
+This file mirrors logits_grpo and logits_rows.
 
 Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
