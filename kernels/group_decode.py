@@ -79,7 +79,7 @@ def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, ls
         total = total * shrink + tl.sum(e, axis=1)
         acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
-    tl.store(lse_ptr + places, top + tl.log2(total), mask=there)  # -inf without keys
+    tl.store(lse_ptr + places, top + tl.log2(total), mask=there)  # -inf where the split holds no key
     if start < end:
         out_ptrs = out_ptr + places[:, None] * DEPTH + depth[None, :]
         tl.store(out_ptrs, acc / total[:, None], mask=there[:, None] & in_depth[None, :])

@@ -72,7 +72,7 @@ def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_
             others = tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0)
             total = tl.sum(others, axis=1)
             if ENTROPY:
-                entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite: 0 * -inf is NaN
+                entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
     return stored, total, entropy
 
 

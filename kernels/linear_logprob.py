@@ -109,7 +109,7 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
     """
     tops, totals, entropies = splits
     top = all_reduce_(tops.amax(0, keepdim=True), group, torch.distributed.ReduceOp.MAX)
-    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf is NaN, where a split holds the target alone
+    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf would be NaN, where a split holds the target alone
     shrink = moved.exp2()
     total = all_reduce_((totals * shrink).sum(0, keepdim=True), group)
     if entropies is None:

@@ -58,7 +58,7 @@ def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
         x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32) * scale[:, None]
         x2 = tl.where(cols == target[:, None], float("-inf"), x2)
         new_top = tl.maximum(top, tl.max(x2, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         e = tl.exp2(x2 - base[:, None])
         shrink = tl.exp2(top - base)
         entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
@@ -88,7 +88,7 @@ def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g,
     for i in range(0, last + 1):
         cols = (last - i) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32) * scale[:, None]
-        log_p2 = tl.maximum(x2 - lse2[:, None], -1e30)  # finite: 0 * -inf is NaN
+        log_p2 = tl.maximum(x2 - lse2[:, None], -1e30)  # finite, since 0 * -inf would be NaN
         dz = -tl.exp2(log_p2) * (g + h * entropy + h * LN2 * log_p2)
         at_target = g * rest - h * tl.exp(logp) * (logp + entropy)
         dz = tl.where(cols == target[:, None], at_target[:, None], dz) * t[:, None]

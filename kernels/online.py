@@ -46,7 +46,7 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
         x2 = y * scale[:, None]
         x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
         new_top = tl.maximum(top, tl.max(x2, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         e = tl.exp2(x2 - base[:, None])
         shrink = tl.exp2(top - base)
         if entropy_ptr is not None:
