@@ -25,7 +25,7 @@ RUNS = {
     "engine": (["engine.py"], 6, 0),
     "linear_grpo": (["linear_grpo.py"], 81, 0),
     "linear_logprob": (["linear_logprob.py", "launch.py"], 109, 0),
-    "rollout": (["sampling.py", "group_decode.py"], 155, 0),
+    "rollout": (["sampling.py", "group_decode.py"], 120, 39),
     "losses": (["losses.py", "logits_grpo.py", "policy_loss.py"], 84, 6),
     "vocab_parallel": (["vocab_parallel.py"], 1, 0),
 }
@@ -45,14 +45,13 @@ def runs(request):
         pool.shutdown(cancel_futures=True)
 
 
-def cases():
-    for name, (*_, slow) in RUNS.items():
-        yield pytest.param(name, "not slow", id=name)
-        if slow:
-            yield pytest.param(name, "slow", id=f"{name}-slow", marks=pytest.mark.slow)
+CASES = [
+    *(pytest.param(name, "not slow", id=name) for name in RUNS),
+    *(pytest.param(name, "slow", id=f"{name}-slow", marks=pytest.mark.slow) for name, run in RUNS.items() if run[2]),
+]
 
 
-@pytest.mark.parametrize(("name", "marked"), cases())
+@pytest.mark.parametrize(("name", "marked"), CASES)
 def test_interpreted(name, marked, runs):
     pytest.importorskip("triton")
     run = runs[name, marked].result()

@@ -22,7 +22,8 @@ GROUPS = {  # name -> members, lengths of the prompts and of the lanes, in any o
 }
 
 
-@pytest.mark.parametrize("layout", ("KC", "CK", "mixed"))
+# "mixed" has both of the other layouts, one for keys and one for values.
+@pytest.mark.parametrize("layout", (*(pytest.param(x, marks=pytest.mark.slow) for x in ("KC", "CK")), "mixed"))
 @pytest.mark.parametrize("heads", ((2, 2), (14, 2), (6, 1)), ids="{0[0]}-over-{0[1]}".format)
 @pytest.mark.parametrize("name", GROUPS)
 def test_group_decode(name, heads, layout):
@@ -46,7 +47,9 @@ def test_more_query_rows_than_a_block_holds():
     torch.testing.assert_close(group_decode(**case), reference.group_decode(**case), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("heads", ((40, 1), (71, 1), (80, 2)), ids="{0[0]}-over-{0[1]}".format)
+@pytest.mark.parametrize(
+    "heads", (pytest.param((40, 1), marks=pytest.mark.slow), (71, 1), (80, 2)), ids="{0[0]}-over-{0[1]}".format
+)
 def test_more_heads_of_a_key_head_than_a_block_holds(heads):
     case = random_decode(*GROUPS["ragged"], heads=heads, depth=16)
     assert launch.decode_blocks(heads[0] // heads[1], 16, torch.float32).rows < heads[0] // heads[1]

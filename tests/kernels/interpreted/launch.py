@@ -50,9 +50,9 @@ def test_every_launch_is_on_the_device_of_its_tensors(path, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", Guard)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
-    head = random_head(70, 16, 50)
-    bonus = torch.full((70,), 0.3 / 70)
-    run_grpo(head, Objective(beta=0.1, entropy_coef=0.3), path=path, chunk_rows=32, entropy_weights=bonus)
+    head = random_head(20, 16, 50)
+    bonus = torch.full((20,), 0.3 / 20)
+    run_grpo(head, Objective(beta=0.1, entropy_coef=0.3), path=path, chunk_rows=8, entropy_weights=bonus)
     run_logprob(head, path=path)
     logits = (head.hidden @ head.weight.T).requires_grad_()
     for inplace in (False, True):

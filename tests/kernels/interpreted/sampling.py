@@ -106,7 +106,15 @@ def test_a_row_draws_the_same_in_any_batch():
 
 
 @pytest.mark.parametrize(
-    "filters", ({}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.4}, {"top_k": 6, "top_p": 0.8}), ids=str
+    "filters",
+    [
+        {},
+        pytest.param({"top_k": 5}, marks=pytest.mark.slow),  # the two together are below
+        pytest.param({"top_p": 0.7}, marks=pytest.mark.slow),
+        {"min_p": 0.4},
+        {"top_k": 6, "top_p": 0.8},
+    ],
+    ids=str,
 )
 def test_draws_follow_the_distribution(filters):
     """Chi-square of 40 draws from 8 tokens, held to the 99.99% quantile; test_rollout_kernels_gpu.py draws more."""
