@@ -1,15 +1,18 @@
-"""Decode attention over one shared prompt and the G suffixes that continue it (Hydragen, arXiv 2402.05099).
+"""Decode attention of G lanes that share a prompt: each lane sees its prompt's keys and its own (Hydragen, 2402.05099).
 
     o = sum_s 2^(l_s - l) o_s,   l = log2 sum_s 2^(l_s),   s over splits of the prompt's keys and of the lane's own
 
-Phase 1: all query rows of a group, gathered through `members`, against a split of the prompt's keys: a real matrix
-product, and the prompt's keys and values are read once a group. Phase 2: the query rows of one lane and key head
-against a split of its own suffix. Both are one kernel, which writes a normalized partial output and its log-sum-exp
-(base 2, scale included). A last kernel merges the partial outputs in fixed order.
+`_partial_fwd_kernel` runs twice. Over the prompts, one program gathers the queries of all lanes of a prompt through
+`members` and takes a split of the prompt's keys: the products are real matrix products, and the prompt's keys and
+values are read once for all of its lanes. Over the lanes, one program takes the queries of one lane that share a key
+head, and a split of the lane's own keys. Both write a normalized partial output o_s and its log-sum-exp l_s (base 2,
+scale included). `_merge_fwd_kernel` then merges the partial outputs of a lane in fixed order.
 
-Shapes: R lanes (query rows), H query heads, K key heads, H % K == 0, P prompts of at most T tokens and G lanes each, C
-tokens of a suffix at most, d depth of a head. Partial outputs are fp32 [splits, R, H, d], those of the suffix first;
-log-sum-exps fp32 [splits, R, H], -inf where a split holds no key.
+A lane is one completion in flight; a slot is where the keys and values of a lane or of a prompt lie in memory.
+
+Shapes: R lanes, H query heads, K key heads with H % K == 0, P prompts of at most T tokens and at most G lanes each, C
+tokens that a lane's slot holds, d width of a head. Partial outputs are fp32 [splits, R, H, d], those of the lanes' own
+keys first; log-sum-exps are fp32 [splits, R, H], and -inf where a split holds no key.
 """
 
 import torch
@@ -26,9 +29,10 @@ def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, ls
                         v_token_stride, n_lanes, n_heads, group, row_blocks, first_split, splits, later_splits,
                         RATIO: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """One slot, one key head, one split of its keys. member_ptr: None where a slot is the lane of that number.
+    """Attend with the queries of one slot and one key head to one split of the slot's keys.
 
-    later_splits: those that another launch may fill afterwards; until then they hold no key.
+    A row of the block is a pair of lane and query head. `member_ptr` is None where slot r is that of lane r. The
+    `later_splits` are those that the other launch may fill afterwards; this one marks them as empty.
     """
     slot, block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     key_head, split = tl.program_id(1), tl.program_id(2)
@@ -75,7 +79,7 @@ def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, ls
         total = total * shrink + tl.sum(e, axis=1)
         acc = tl.dot(e.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
-    tl.store(lse_ptr + places, top + tl.log2(total), mask=there)  # -inf without keys
+    tl.store(lse_ptr + places, top + tl.log2(total), mask=there)  # -inf where the split holds no key
     if start < end:
         out_ptrs = out_ptr + places[:, None] * DEPTH + depth[None, :]
         tl.store(out_ptrs, acc / total[:, None], mask=there[:, None] & in_depth[None, :])
@@ -84,7 +88,7 @@ def _partial_fwd_kernel(q_ptr, k_ptr, v_ptr, length_ptr, member_ptr, out_ptr, ls
 @triton.jit
 def _merge_fwd_kernel(part_ptr, lse_ptr, out_ptr, n_lanes, n_heads, splits, DEPTH: tl.constexpr, HEADS: tl.constexpr,
                       BLOCK_D: tl.constexpr):  # fmt: skip
-    """Some heads of one lane; zeros where no split holds a key."""
+    """Merge the splits of some heads of one lane; a lane without any key gets zeros."""
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     depth = tl.arange(0, BLOCK_D)
     there = heads < n_heads
@@ -100,7 +104,7 @@ def _merge_fwd_kernel(part_ptr, lse_ptr, out_ptr, n_lanes, n_heads, splits, DEPT
         places = place + split * step
         lse = tl.load(lse_ptr + places, mask=there, other=float("-inf"))
         weight = tl.exp2(lse - top)
-        # what a split without keys left there is not read
+        # An empty split wrote no partial output: what lies in its place must not be read.
         filled = (there & (lse != float("-inf")))[:, None] & (depth < DEPTH)[None, :]
         acc += weight[:, None] * tl.load(part_ptr + places[:, None] * DEPTH + depth[None, :], mask=filled, other=0.0)
         total += weight
@@ -109,8 +113,8 @@ def _merge_fwd_kernel(part_ptr, lse_ptr, out_ptr, n_lanes, n_heads, splits, DEPT
     tl.store(out_ptr + place[:, None] * DEPTH + depth[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _check(query, slots):
-    """slots: prefix -> (keys, values, lengths)."""
+def _check(query: torch.Tensor, slots: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
+    """Raise ValueError unless the query and each of `slots` (name prefix -> keys, values, lengths) fit the kernel."""
     if query.device.type == "cpu" and not launch.INTERPRET:
         raise ValueError("group_decode needs CUDA tensors, got query on the CPU; use another attention provider there")
     if query.dtype not in launch.DTYPES:
@@ -136,27 +140,40 @@ def _check(query, slots):
 
 
 @launch.on_its_device
-def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, prompt_lengths, members, *, scale,
-                 max_length=None, max_prompt_length=None):  # fmt: skip
-    """One decode step of attention: every lane attends to its prompt and to its own suffix.
+def group_decode(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    prompt_keys: torch.Tensor,
+    prompt_values: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    members: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Compute one decode step of attention, in which every lane attends to its prompt and to its own tokens.
 
-    Nothing waits for the host, and the launches depend on shapes and the two bounds alone: a CUDA graph may hold them.
+    Nothing waits for the host, and the launches depend on shapes alone, so that a CUDA graph may hold them. Of every
+    tensor only the last stride must be 1.
 
     Args:
-        query: [R, H, d] bf16, fp16 or fp32; lane r owns suffix slot r. Only the last stride of a tensor must be 1.
-        keys, values: [slots >= R, K, C, d] in query's dtype. lengths: [R] int32, tokens of each suffix, the new one
-            included.
-        prompt_keys, prompt_values: [P, K, T, d]. prompt_lengths: [P] int32.
+        query: [R, H, d] bf16, fp16 or fp32. Lane r owns slot r of `keys` and `values`.
+        keys: [slots >= R, K, C, d] in the dtype of the query.
+        values: As `keys`.
+        lengths: [R] int32, the tokens of each lane, the newest one included.
+        prompt_keys: [P, K, T, d] in the dtype of the query.
+        prompt_values: As `prompt_keys`.
+        prompt_lengths: [P] int32, the tokens of each prompt.
         members: [P, G] int32, the lanes of each prompt in any order, -1 where there is none. A lane belongs to one
-            prompt at most; one in no row attends to its suffix alone. A prompt without lanes costs nothing.
-        scale: of the scores. max_length, max_prompt_length: upper bounds of the lengths known to the host, C and T by
-            default: more splits for longer ones. Results stay right where a length is beyond.
+            prompt at most; a lane of no prompt attends to its own tokens alone. A prompt without lanes costs nothing.
+        scale: Factor of the scores.
 
     Returns:
-        out [R, H, d] in query's dtype; zeros for a lane without any key.
+        [R, H, d] in the dtype of the query; zeros for a lane without any key.
 
     Raises:
-        ValueError: a shape, dtype or stride that is none of the above.
+        ValueError: A shape, dtype, stride or device is none of the above.
     """
     _check(query, {"": (keys, values, lengths), "prompt_": (prompt_keys, prompt_values, prompt_lengths)})
     (lanes, heads, depth), key_heads = query.shape, keys.shape[1]
@@ -175,10 +192,8 @@ def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, promp
     own = launch.decode_blocks(ratio, depth, query.dtype)
     shared = launch.decode_blocks(group * ratio, depth, query.dtype)
     own_blocks, row_blocks = triton.cdiv(ratio, own.rows), triton.cdiv(group * ratio, shared.rows)
-    own_splits = launch.decode_splits(lanes * own_blocks * key_heads, max_length or keys.shape[2], own, query.device)
-    shared_splits = launch.decode_splits(
-        prompts * row_blocks * key_heads, max_prompt_length or prompt_keys.shape[2], shared, query.device
-    )
+    own_splits = launch.decode_splits(lanes * own_blocks * key_heads, keys.shape[2], own, query.device)
+    shared_splits = launch.decode_splits(prompts * row_blocks * key_heads, prompt_keys.shape[2], shared, query.device)
     splits = own_splits + shared_splits
     parts = torch.empty(splits, lanes, heads, depth, dtype=torch.float32, device=query.device)
     lses = torch.empty(splits, lanes, heads, dtype=torch.float32, device=query.device)
@@ -193,7 +208,7 @@ def group_decode(query, keys, values, lengths, prompt_keys, prompt_values, promp
         )  # fmt: skip
 
     if lanes:
-        # The suffixes first: they mark the prompt's splits empty, for lanes without one.
+        # The lanes' own keys come first: that launch marks the prompt's splits as empty, for lanes without a prompt.
         partial(lanes, keys, values, lengths, None, own, own_blocks, 0, own_splits)
         if prompts and group:
             partial(prompts, prompt_keys, prompt_values, prompt_lengths, members, shared, row_blocks, own_splits,

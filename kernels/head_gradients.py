@@ -2,9 +2,13 @@
 
     dH = v (E W),   dW = E^T (v H),   dbias = E^T v          (E and v: linear_logprob.py)
 
-Shapes: n rows of a chunk, M rows in all, V vocabulary, D hidden. `group` names the process group over which the rows of
-the weight are sharded, or is None. dH is summed over its ranks, once and in fp32; dW and dbias stay with their shard.
+`group` names the process group over which the rows of the weight are sharded, or is None. dH is summed over its ranks,
+once and in fp32; dW and dbias stay with their shard.
+
+Shapes: n rows of a chunk of hidden states, M rows over all chunks, V vocabulary, D hidden size.
 """
+
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +29,20 @@ Tensor = torch.Tensor
 @launch.operator("fastgrpo::head_products")
 def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
                   weight_dtype: torch.dtype, group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dH [n, D], dW [V, D] in weight_dtype, dbias [V] fp32; empty where not needed."""
+    """Compute the gradients of hidden, weight and bias from kept exponentials.
+
+    Args:
+        exps: [n, V] E.
+        v: [n] fp32.
+        hidden: [n, D].
+        weight: [V, D] in the dtype of hidden.
+        needs: Which of the three gradients are needed.
+        weight_dtype: Dtype of dW.
+        group: Name of the process group of a sharded weight, or None.
+
+    Returns:
+        dH [n, D], dW [V, D] in weight_dtype and dbias [V] fp32, each empty where not needed.
+    """
     if len(hidden) == 0:
         return HeadGradients(0, weight, needs).result(weight_dtype)
     with no_autocast(hidden):
@@ -48,9 +65,19 @@ def _(exps, v, hidden, weight, needs, weight_dtype, group):
 @launch.operator("fastgrpo::head_products_add_", mutates_args=("hidden_sum", "weight_sum", "bias_sum"))
 def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, hidden_sum: Tensor | None,
                        weight_sum: Tensor | None, bias_sum: Tensor | None, start: int) -> None:  # fmt: skip
-    """The same of a chunk: rows `start` on of hidden_sum [M, D] are written; dW and dbias fp32 are added.
+    """Compute the same for one chunk: write its rows of dH, and add its dW and dbias.
 
-    The first chunk, at 0, writes these too: nothing is read, nothing need be zeroed.
+    The first chunk, which starts at row 0, writes dW and dbias instead of adding: nobody needs to zero them.
+
+    Args:
+        exps: [n, V] E of the chunk.
+        v: [n] fp32.
+        hidden: [n, D].
+        weight: [V, D] in the dtype of hidden.
+        hidden_sum: [M, D], in which rows `start` to `start` + n are written, or None.
+        weight_sum: [V, D] fp32, or None.
+        bias_sum: [V] fp32, or None.
+        start: The chunk's first row among all.
     """
     first = start == 0
     with no_autocast(hidden):
@@ -68,14 +95,22 @@ def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, 
 
 
 class HeadGradients:
-    """dH [M, D], dW [V, D], dbias [V] over several chunks, added from the first row to the last.
+    """dH [M, D], dW [V, D] and dbias [V] over several chunks, added from the first row to the last.
 
-    dW and dbias add up in fp32. dH is in the dtype of hidden, or in fp32 where `scaled` (grad_output is still to come:
-    rounding before it and after would be two roundings) or where ranks add to it.
+    dW and dbias add up in fp32. dH is in the dtype of hidden, or in fp32 where ranks add to it or where it is scaled
+    later: rounding before and after a factor would be two roundings.
+
+    Args:
+        rows: M, the rows of hidden over all chunks.
+        weight: [V, D] in the dtype of hidden.
+        needs: Which of the gradients of hidden, weight and bias are needed.
+        group: Name of the process group of a sharded weight, or None.
+        scaled: Whether the sums are multiplied by grad_output later.
     """
 
-    def __init__(self, rows, weight, needs, group=None, scaled=False):
-        """rows: M. The weight has the dtype of hidden."""
+    def __init__(
+        self, rows: int, weight: Tensor, needs: Sequence[bool], group: str | None = None, scaled: bool = False
+    ) -> None:
         self.weight, self.group, self.start = weight, group, 0
         fp32 = {"dtype": torch.float32, "device": weight.device}
         dtype = torch.float32 if scaled or group is not None else weight.dtype
@@ -84,15 +119,21 @@ class HeadGradients:
         self.weight_sum = torch.empty(weight.shape, **fp32) if needs[1] else None
         self.bias_sum = torch.empty(weight.shape[0], **fp32) if needs[2] else None
 
-    def add(self, exps, v, hidden):
-        """exps [n, V], v [n], hidden [n, D]: the next n rows."""
+    def add(self, exps: Tensor, v: Tensor, hidden: Tensor) -> None:
+        """Add the next n rows.
+
+        Args:
+            exps: [n, V] E of these rows.
+            v: [n] fp32.
+            hidden: [n, D].
+        """
         sums = self.hidden_sum, self.weight_sum, self.bias_sum
         head_products_add_(exps, v, hidden, self.weight, *sums, self.start)
         self.start += len(exps)
 
-    def sums(self):
-        """(dH, dW, dbias) as they were added up; None where not needed."""
-        if self.start == 0:  # no rows
+    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return (dH, dW, dbias) as they were added up, None where not needed."""
+        if self.start == 0:  # there were no rows, and so no first chunk that writes
             for total in (self.weight_sum, self.bias_sum):
                 if total is not None:
                     total.zero_()
@@ -100,8 +141,12 @@ class HeadGradients:
             all_reduce_(self.hidden_sum, self.group)
         return self.hidden_sum, self.weight_sum, self.bias_sum
 
-    def result(self, weight_dtype):
-        """As head_products."""
+    def result(self, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dH, dW, dbias) in the form of `head_products`.
+
+        Args:
+            weight_dtype: Dtype of dW.
+        """
         dh, dw, db = self.sums()
         return (
             self.weight.new_empty(0) if dh is None else dh.to(self.weight.dtype),
@@ -110,14 +155,27 @@ class HeadGradients:
         )
 
 
-def grad_dtype(parameter):
-    """What the parameter wants its gradient in: a bf16 weight may ask for fp32 (torch 2.10 and later)."""
-    if torch.compiler.is_compiling() or not parameter.is_leaf:  # not traceable; only leaves have a choice
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter wants its gradient: a bf16 weight may ask for fp32 (from torch 2.10 on).
+
+    Args:
+        parameter: A weight or a bias.
+    """
+    # The attribute cannot be traced, and only leaves have it.
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-def wanted(gradients, needs, bias_dtype):
-    """(dH, dW, dbias), None where not needed."""
+def wanted(
+    gradients: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool], bias_dtype: torch.dtype | bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return what autograd receives, None where a gradient is not needed.
+
+    Args:
+        gradients: dH, dW and dbias, as `head_products` returns them.
+        needs: Which of them are needed.
+        bias_dtype: Dtype of dbias, read where it is needed.
+    """
     dh, dw, db = gradients
     return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None

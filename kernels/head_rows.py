@@ -1,11 +1,13 @@
-"""The kernels over rows that stand between the matrix products: sums of tiles -> log-prob, entropy, what E needs.
+"""The kernels over tokens that stand between the matrix products: from sums to the log-prob, the entropy and E's patch.
 
     logp = (c - a) / T - log(S + e_t),   H = log(S + e_t) - (sum_v E (z - a)) / (S + e_t),   e_t = exp((c - a) / T)
 
-with c the target's y, a the anchor, S the sum of E over the others. Sums run in fixed order and without atomics. Row
-kernels use pointer loads: bulk copies combined with reductions are slower (triton issue 9703).
+with c the target's y, a the anchor and S the sum of E over the tokens other than the target. `_reduce_fwd_kernel` sums
+over the vocabulary tiles, `_finish_fwd_kernel` computes the formulas above, and `_entropy_bwd_kernel` brings an entropy
+gradient into E. Sums run in fixed order and without atomics. The kernels use pointer loads, since bulk copies combined
+with reductions are slower (triton issue 9703).
 
-Shapes: N rows, V vocabulary. Everything per row is fp32 [N].
+Shapes: N rows of hidden states (tokens), V vocabulary. Every value per row is fp32 [N].
 """
 
 from typing import NamedTuple
@@ -15,15 +17,21 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import GUARD, LN2, ROWS_VARY, row_scale
+from fastgrpo.kernels.tiles import GUARD, LN2, ROWS_VARY, Head, row_scale
 
 
 class Rows(NamedTuple):
-    """Per-row results of the forward, the rows of one [7, N] fp32 tensor.
+    """What the forward computes for each row, the seven rows of one [7, N] fp32 tensor.
 
-    logp, entropy. anchor: a in y's unit, E = exp((y - a) / T). slope: what g is multiplied by, -1 / (T sum_v E).
-    patch: the target's entry of E, -sum over v != t of E (times the soft-cap's slope at the target). mass: exp((y_t -
-    a) / T), times the same. norm: sum_v E.
+    Attributes:
+        logp: Log-prob of the target.
+        entropy: Entropy of the row's distribution, in nats.
+        anchor: a, in the unit of y: E = exp((y - a) / T).
+        slope: What a gradient of logp is multiplied by to give v, -1 / (T sum_v E).
+        patch: The entry of E at the target that the backward reads: minus the sum of E over the other tokens, times
+            the slope of the soft-cap at the target.
+        mass: exp((y_t - a) / T), times the slope of the soft-cap at the target.
+        norm: sum_v E.
     """
 
     logp: torch.Tensor
@@ -34,8 +42,8 @@ class Rows(NamedTuple):
     mass: torch.Tensor
     norm: torch.Tensor
 
-    def normalized(self):
-        """The same with the log-sum-exp as the anchor: E is then the probability, and norm 1."""
+    def normalized(self) -> "Rows":
+        """Return the same with the log-sum-exp as the anchor: E is then the probability, and norm is 1."""
         t = -1 / (self.slope * self.norm)
         return Rows(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
                     self.patch / self.norm, self.mass / self.norm, torch.ones_like(self.norm))  # fmt: skip
@@ -43,14 +51,18 @@ class Rows(NamedTuple):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x >= 0 to full relative precision: a confident token's log-prob is -x."""
+    """Return log(1 + x) to full relative precision, which the log-prob of a confident token needs: it is -x.
+
+    Args:
+        x: fp32 values, at least 0.
+    """
     series = x * (1.0 - x * (0.5 - x * (0.33333333 - x * 0.25)))
     return tl.where(x < 0.01, series, tl.log(1.0 + x))
 
 
 @triton.jit(**ROWS_VARY)
 def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """out [N] = sum over the tiles of [tiles, N], in fixed order."""
+    """Sum [tiles, N] over the tiles into out [N], in fixed order."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, n_tiles, TILES):
@@ -65,7 +77,10 @@ def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, 
 def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_ptr, split_total_ptr,
                        split_entropy_ptr, target_ptr, e_ptr, e_stride, inv_t, inv_t_ptr, cap, n_rows, n_splits,
                        WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):  # fmt: skip
-    """Sums of a row -> `Rows`. With total_ptr the splits count for flagged rows alone; without, for all."""
+    """Compute `Rows` from the sums of each row.
+
+    With total_ptr, the splits of the online softmax count for flagged rows alone; without it, for all rows.
+    """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = rows < n_rows
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
@@ -104,7 +119,8 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
     patch = -total * bend
     tl.store(out_ptr + rows, logp, mask=ok)
     tl.store(out_ptr + n_rows + rows, row_entropy, mask=ok)
-    # An unmoved anchor is handed on bit by bit: the guarded pass rewrites unflagged neighbours with the same E.
+    # An anchor that has not moved is handed on bit by bit: the guarded pass rewrites the rows beside a flagged one, and
+    # they must get the same E again.
     tl.store(out_ptr + 2 * n_rows + rows, tl.where(base == c2, c, base / scale), mask=ok)
     tl.store(out_ptr + 3 * n_rows + rows, -scale * LN2 / norm, mask=ok)
     tl.store(out_ptr + 4 * n_rows + rows, patch, mask=ok)
@@ -112,14 +128,19 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
     tl.store(out_ptr + 6 * n_rows + rows, norm, mask=ok)
     if e_ptr is not None:
         target = tl.load(target_ptr + rows, mask=ok, other=-1)
-        legal = ok & (c == c) & (target >= 0)  # NaN: a target outside [0, V); negative: another rank has it
+        legal = (
+            ok & (c == c) & (target >= 0)
+        )  # c is NaN for a target outside of [0, V); a negative one lies on another rank
         tl.store(e_ptr + rows.to(tl.int64) * e_stride + target, patch.to(e_ptr.dtype.element_ty), mask=legal)
 
 
 @triton.jit(**ROWS_VARY)
 def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
                         entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
-    """E -> E (g + h (log p + H)), log p = ln E - ln norm; the target's entry from patch. out may be E itself."""
+    """Turn E into E (g + h (log p + H)) with log p = ln E - ln norm, and take the target's entry from patch.
+
+    out may be E itself.
+    """
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(h_ptr + row)
@@ -130,8 +151,15 @@ def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_
     tl.store(out_ptr + row * out_stride + cols, x.to(out_ptr.dtype.element_ty), mask=cols < vocab)
 
 
-def reduce_fwd(tiles):
-    """[tiles, N] -> [N]."""
+def reduce_fwd(tiles: torch.Tensor) -> torch.Tensor:
+    """Sum over the vocabulary tiles, in fixed order.
+
+    Args:
+        tiles: [vocabulary tiles, N] fp32.
+
+    Returns:
+        [N] fp32.
+    """
     n_tiles, n = tiles.shape
     out = torch.empty(n, dtype=torch.float32, device=tiles.device)
     _reduce_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
@@ -140,8 +168,31 @@ def reduce_fwd(tiles):
     return out
 
 
-def finish_fwd(head, target_y, total, entropy, splits, exps, with_entropy):
-    """-> [7, N], see `Rows`; `exps`, where given, gets its targets' entries."""
+def finish_fwd(
+    head: Head,
+    target_y: torch.Tensor,
+    total: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    splits: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    exps: torch.Tensor | None,
+    with_entropy: bool,
+) -> torch.Tensor:
+    """Compute what the loss and the backward need to know of each row.
+
+    Args:
+        head: The checked arguments of the head.
+        target_y: [N] fp32, y at the target.
+        total: [N] fp32, the sum of E over the tokens other than the target, with the target as the anchor; None where
+            the splits alone are known.
+        entropy: [N] fp32, the sum of E x2 over the same tokens, or None.
+        splits: Maxima, sums and entropy sums of the online softmax (`online_fwd`), which count for flagged rows, or for
+            all where `total` is None.
+        exps: [N, V] E, whose entries at the targets are patched, or None.
+        with_entropy: Whether the entropy is computed.
+
+    Returns:
+        [7, N] fp32, see `Rows`.
+    """
     n = len(target_y)
     out = torch.empty(7, n, dtype=torch.float32, device=target_y.device)
     _finish_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
@@ -152,8 +203,24 @@ def finish_fwd(head, target_y, total, entropy, splits, exps, with_entropy):
     return out
 
 
-def entropy_bwd(exps, targets, rows, g, h, out):
-    """Anchored E [N, V] -> the operand with g and h in it, into `out` (E itself, or another); v is then `slope`."""
+def entropy_bwd(
+    exps: torch.Tensor, targets: torch.Tensor, rows: Rows, g: torch.Tensor, h: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then `rows.slope` alone.
+
+        out_v = E_v (g + h (log p_v + H)),   v != target
+
+    Args:
+        exps: [N, V] E.
+        targets: [N] int64.
+        rows: What the forward computed.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies.
+        out: [N, V], which is written: `exps` itself or another tensor.
+
+    Returns:
+        `out`.
+    """
     patch = g * rows.patch + h * rows.mass * (rows.logp + rows.entropy)
     block = 64 if launch.INTERPRET else 4096
     _entropy_bwd_kernel[(len(exps), triton.cdiv(exps.shape[1], block))](

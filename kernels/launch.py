@@ -1,12 +1,14 @@
-"""Block sizes by compute capability, and the checks every launcher makes: tables and plain functions, no autotuner.
+"""Block sizes by compute capability, and the checks that launchers make: plain tables and functions, no autotuner.
 
-An autotuner cannot run under the interpreter and hides what was chosen. The sizes are those that compile without spills
-for every option of the epilogue (tests/test_triton_aot.py holds them to it); times on a GPU may move them.
+An autotuner cannot run under the interpreter, and it hides what it chose. The sizes are those that compile without
+spills for every option of the epilogue (tests/kernels/test_aot.py holds them to that); times measured on a GPU may move
+them.
 
-TRITON_INTERPRET=1 runs the kernels on CPU tensors: then, and only then, are CPU tensors accepted, with blocks so small
+TRITON_INTERPRET=1 runs the kernels on CPU tensors. CPU tensors are accepted then and only then, with blocks so small
 that a test's matrix has several of each kind.
 """
 
+from collections.abc import Callable
 from functools import cache, wraps
 from typing import NamedTuple
 
@@ -16,17 +18,26 @@ import triton
 INTERPRET = triton.knobs.runtime.interpret  # as it was when the kernels were decorated
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_ROWS = 8192  # rows whose exponentials are held at once: 2 * 8192 * V bytes in bf16
-MAX_SPLITS = 64  # of the vocabulary
-GUARD_SPLITS = 16  # programs a row block in the passes over flagged rows, which nearly always return at once
+MAX_SPLITS = 64  # the most splits of the vocabulary that an online softmax has
+# Vocabulary splits of the passes over flagged rows, whose programs nearly always return at once.
+GUARD_SPLITS = 2 if INTERPRET else 16
 REDUCE_ROWS, REDUCE_TILES = 32, 64
 LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for logits that are already there
 SAMPLE_WARPS = 4
-MERGE_HEADS = 8  # heads a program merges
+MERGE_HEADS = 8  # query heads whose splits one program merges
 SEARCH_PIVOTS, SEARCH_WARPS = 16, 8  # thresholds that one sweep of a row tests
 
 
 class Blocks(NamedTuple):
-    """Of one launch: rows x cols of the output and depth of the product a program step, warps, pipeline stages."""
+    """Block sizes of one launch.
+
+    Attributes:
+        rows: Rows of the output that a program computes at a time.
+        cols: Columns of the output that a program computes at a time.
+        depth: Elements of the inner dimension that one step of the product reads.
+        warps: Warps of a program.
+        stages: Stages of the software pipeline.
+    """
 
     rows: int
     cols: int
@@ -35,45 +46,67 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# Tensor-memory accelerator, and shared memory for its blocks; sm_120 has the former and 99 KiB of the latter.
+# Major capabilities that have the tensor-memory accelerator and the shared memory for its blocks. sm_120 has the
+# accelerator as well, but only 99 KiB of shared memory.
 DESCRIPTOR_MAJORS = (9, 10)
 INTERPRETED = Blocks(16, 32, 16, 4, 1)
 INTERPRETED_PROGRAMS = 3
 
 
 @cache
-def capability(device):
-    """(major, minor) of a CUDA device; the interpreter stands in for the newest."""
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return (major, minor) of a CUDA device; the interpreter stands in for the newest.
+
+    Args:
+        device: Where the tensors are.
+    """
     return (10, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 @cache
-def programs(device):
-    """Persistent programs: one a streaming multiprocessor."""
+def programs(device: torch.device) -> int:
+    """Return the number of programs of a persistent kernel, one for each streaming multiprocessor.
+
+    Args:
+        device: Where the tensors are.
+    """
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.compiler.assume_constant_result
-def runs_on(device):
-    """Whether the kernels run there: NVIDIA GPUs of compute capability 8.0 and later, or the interpreter's CPU."""
+def runs_on(device: torch.device) -> bool:
+    """Return whether the kernels run there: on NVIDIA GPUs from compute capability 8.0 on, or on the interpreter's CPU.
+
+    Args:
+        device: Where the tensors are.
+    """
     if device.type == "cpu":
         return INTERPRET
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= (8, 0)
 
 
-def operator(name, mutates_args=()):
-    """torch.library.custom_op, run on the device of its first argument."""
+def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Return a decorator that makes a function an operator of torch, run on the device of its first argument.
 
-    def decorate(function):
+    Args:
+        name: Name of the operator, "namespace::name".
+        mutates_args: Names of the arguments that it writes to.
+    """
+
+    def decorate(function: Callable) -> Callable:
         return torch.library.custom_op(name, mutates_args=mutates_args)(on_its_device(function))
 
     return decorate
 
 
-def on_its_device(function):
-    """Run on the device of the first argument: Triton launches on the current one."""
+def on_its_device(function: Callable) -> Callable:
+    """Make a function run on the device of its first argument, since Triton launches on the current device.
+
+    Args:
+        function: One whose first argument is a tensor.
+    """
 
     @wraps(function)
     def guarded(*args, **options):
@@ -83,79 +116,133 @@ def on_its_device(function):
     return guarded
 
 
-def precision(dtype):
-    """fp32 products are exact unless torch was told that TF32 is fine; fp16 and bf16 have one precision."""
+def precision(dtype: torch.dtype) -> str:
+    """Return the input precision of a product, "ieee" or "tf32".
+
+    Products of fp32 are exact unless torch was told that TF32 is fine; fp16 and bf16 have one precision.
+
+    Args:
+        dtype: Of the operands.
+    """
     if dtype != torch.float32:
         return "ieee"
     matmul = torch.backends.cuda.matmul
-    # allow_tf32 raises where the newer setting was used; the newer one, since torch 2.9, knows both.
+    # allow_tf32 raises where a program used the newer setting; the newer one, since torch 2.9, knows both.
     allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     return "tf32" if allowed else "ieee"
 
 
-def exp_blocks(major, has_softcap, has_bias):
-    """The persistent descriptor kernel (sm_90 and sm_100, 16-bit): 3 stages and the stored tile fill 213,016 bytes.
+def exp_blocks(major: int, has_softcap: bool, has_bias: bool) -> Blocks:
+    """Return the block sizes of the persistent kernel with descriptors (sm_90 and sm_100, 16-bit operands).
 
-    The soft-cap's tanh needs registers, and so does a bias on sm_100: half the columns, or it spills.
+    Three stages and the stored tile fill 213,016 bytes of shared memory. The soft-cap's tanh needs registers, and so
+    does a bias on sm_100: they take half of the columns, or the kernel would spill.
+
+    Args:
+        major: Major compute capability.
+        has_softcap: Whether the head caps its logits.
+        has_bias: Whether the head has a bias.
     """
     assert major in DESCRIPTOR_MAJORS
     return Blocks(128, 128 if has_softcap or (has_bias and major == 10) else 256, 64, 8, 3)
 
 
-def exp_ptr_blocks(major, minor, dtype, tf32, plain):
-    """The pointer kernel. plain: no soft-cap, no entropy, depth a multiple of the block, one tile a program."""
+def exp_ptr_blocks(major: int, minor: int, dtype: torch.dtype, tf32: bool, plain: bool) -> Blocks:
+    """Return the block sizes of the kernel with pointer loads.
+
+    Args:
+        major: Major compute capability.
+        minor: Minor compute capability.
+        dtype: Of the operands.
+        tf32: Whether products of fp32 may use TF32.
+        plain: Whether the epilogue has no soft-cap and no entropy, D is a multiple of the block, and a program computes
+            one tile.
+    """
     if dtype == torch.float32:
         return Blocks(128, 128, 32, 8, 3) if tf32 else Blocks(32, 64, 32, 4, 3)
     if plain and major == 8:
-        # 99 KiB of shared memory a block on sm_86 and sm_89, 163 KiB on sm_80
+        # sm_80 has 163 KiB of shared memory a block, sm_86 and sm_89 have 99 KiB.
         return Blocks(128, 256, 64, 8, 3) if minor == 0 else Blocks(128, 256, 32, 8, 3)
     return Blocks(128, 128, 64, 8, 3)
 
 
-def online_blocks(dtype, tf32):
-    """The online softmax keeps its running maxima beside the tile."""
+def online_blocks(dtype: torch.dtype, tf32: bool) -> Blocks:
+    """Return the block sizes of the online softmax, which keeps its running maxima beside the tile.
+
+    Args:
+        dtype: Of the operands.
+        tf32: Whether products of fp32 may use TF32.
+    """
     if dtype == torch.float32:
         return Blocks(128, 128, 32, 8, 3) if tf32 else Blocks(64, 64, 32, 8, 3)
     return Blocks(128, 128, 64, 8, 3)
 
 
-def anchor_blocks(dtype):
-    """Square, since only the diagonal is used; small, since it is one program a row block."""
+def anchor_blocks(dtype: torch.dtype) -> Blocks:
+    """Return the block sizes of the anchor: square, since only the diagonal counts, and small, for more programs.
+
+    Args:
+        dtype: Of the operands.
+    """
     return Blocks(64, 64, 32 if dtype == torch.float32 else 64, 4, 3)
 
 
-def online_splits(row_blocks, device):
-    """Vocabulary splits that give each multiprocessor about eight row blocks to hide the tail; a power of two."""
+def online_splits(row_blocks: int, device: torch.device) -> int:
+    """Return the vocabulary splits of an online softmax, a power of two.
+
+    Each multiprocessor gets about eight programs, so that the last wave is short beside the whole.
+
+    Args:
+        row_blocks: Row blocks of the launch.
+        device: Where the tensors are.
+    """
     if device.type == "cpu":
         return 2
     return min(MAX_SPLITS, max(1, triton.next_power_of_2(8 * programs(device) // max(row_blocks, 1))))
 
 
-def uses_descriptors(*matrices):
-    """Whether the tensor-memory accelerator can read these: 16-byte base and pitch, 16-bit elements."""
+def uses_descriptors(*matrices: torch.Tensor) -> bool:
+    """Return whether the tensor-memory accelerator can read all of these matrices.
+
+    It asks for a base and a pitch of whole 16 bytes; our blocks ask for 16-bit elements.
+
+    Args:
+        matrices: Matrices with contiguous rows, on one device and of one dtype.
+    """
     if capability(matrices[0].device)[0] not in DESCRIPTOR_MAJORS:
         return False
     fits = (m.data_ptr() % 16 == 0 and m.stride(0) * m.itemsize % 16 == 0 for m in matrices)
     return all(fits) and (matrices[0].itemsize == 2 or INTERPRET)
 
 
-def sample_tile():
-    """Columns of a row that a program draws from: the same for any number of rows, and so are then the draws."""
+def sample_tile() -> int:
+    """Return how many logits of a row one program draws from.
+
+    The number depends on nothing, so that a row draws the same token in any batch.
+    """
     return 32 if INTERPRET else 2048
 
 
-def search_step():
-    """Logits at a time against all pivots: step x pivots sums in registers."""
+def search_step() -> int:
+    """Return how many logits are compared with all pivots at a time: step x pivots sums lie in registers."""
     return 16 if INTERPRET else 512
 
 
-def search_candidates():
-    """Logits of a tile that the end of a search may hold; with more of them it reads the row again."""
+def search_candidates() -> int:
+    """Return how many logits of a tile the end of a search may hold; where there are more, it reads the row again."""
     return 4 if INTERPRET else 32
 
 
-def decode_blocks(rows, depth, dtype):
-    """Query rows x keys x padded depth of decode attention: what fits two or three times into a multiprocessor."""
+def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
+    """Return the block sizes of decode attention: rows of queries, columns of keys, and the padded head width as depth.
+
+    A multiprocessor holds two or three programs of this size.
+
+    Args:
+        rows: Queries that share their keys: pairs of a lane and a query head.
+        depth: d, the width of a head.
+        dtype: Of queries, keys and values.
+    """
     depth = max(16, triton.next_power_of_2(depth))
     rows = max(16, triton.next_power_of_2(max(rows, 1)))
     if INTERPRET:
@@ -167,16 +254,31 @@ def decode_blocks(rows, depth, dtype):
     return Blocks(128, 32, depth, 8, 3) if rows > 64 else Blocks(rows, 64, depth, 8 if rows == 64 else 4, 2)
 
 
-def decode_splits(programs_without, length, blocks, device):
-    """Splits of up to `length` keys: about four programs a multiprocessor, at least two blocks of keys in each."""
+def decode_splits(programs_without: int, length: int, blocks: Blocks, device: torch.device) -> int:
+    """Return the splits of a slot's keys: about four programs a multiprocessor, with at least two blocks of keys each.
+
+    Args:
+        programs_without: Programs of the launch if keys were not split.
+        length: Tokens that a slot holds.
+        blocks: Block sizes of the launch.
+        device: Where the tensors are.
+    """
     if device.type == "cpu":
         return 2
     wanted = triton.cdiv(4 * programs(device), max(programs_without, 1))
     return max(1, min(wanted, triton.cdiv(length, 2 * blocks.cols), 32))
 
 
-def check_device(tensor, name):
-    """Raises ValueError where Triton cannot run on the tensor's device or dtype."""
+def check_device(tensor: torch.Tensor, name: str) -> None:
+    """Check that the kernels run on a tensor's device and take its dtype.
+
+    Args:
+        tensor: An argument of a public function.
+        name: Its name, for the message.
+
+    Raises:
+        ValueError: They do not.
+    """
     if tensor.device.type == "cpu" and not INTERPRET:
         raise ValueError(
             f"backend='triton' needs CUDA tensors, got {name} on the CPU; use backend='chunked', or set "
@@ -193,10 +295,12 @@ def check_device(tensor, name):
         )
 
 
-def rows_contiguous(matrix):
-    """The matrix itself where its rows are contiguous, else a copy (a transposed weight is copied once).
+def rows_contiguous(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix itself where its rows are contiguous, else a copy (a transposed weight is copied once).
 
-    A clone, since contiguous() hands back a single row whatever its strides.
+    Args:
+        matrix: Any strides.
     """
     fits = matrix.stride(-1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    # A clone, since contiguous() hands back a single row whatever its strides are.
     return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)

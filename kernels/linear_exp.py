@@ -2,18 +2,18 @@
 
     y_nv = softcap(h_n . w_v + b_v),   E_nv = exp((y_nv - a_n) / T_n),   softcap(x) = cap tanh(x / cap)
 
-a_n is the row's anchor: the target's own y for the anchored forward (no running maximum, no second pass), the
-log-sum-exp for a backward that recomputes (E is then the probability). All arithmetic after the bf16 or fp16 products
-is fp32; exponents are kept in base 2, x2 = x log2(e) / T.
+a_n is the anchor of the row. The anchored forward takes the target's own y, and so needs neither a running maximum nor
+a second pass; a backward that recomputes takes the log-sum-exp, and E is then the probability. All arithmetic after the
+bf16 or fp16 products is fp32; exponents are kept in base 2, x2 = x log2(e) / T.
 
 | kernel | writes | runs as |
 |--------|--------|---------|
 | `_anchor_fwd_kernel` | c_n = y at the target | one program a row block |
-| `_linear_exp_fwd_kernel` | E, row sums a vocabulary tile | persistent, host tensor descriptors (sm_90 and later) |
+| `_linear_exp_fwd_kernel` | E, row sums of each vocabulary tile | persistent, host tensor descriptors (sm_90, sm_100) |
 | `_linear_exp_ptr_fwd_kernel` | the same | one tile a program, pointer loads (sm_80, sm_89, unaligned D, guard) |
 
-Shapes: N rows, V vocabulary, D hidden; hidden [N, D], weight [V, D]. Sums are [vocabulary tiles, N]: a reduction over
-tiles then reads rows side by side.
+Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size; hidden [N, D], weight [V, D]. The row sums are
+[vocabulary tiles, N], so that the reduction over the tiles reads neighbouring rows side by side.
 """
 
 import torch
@@ -22,15 +22,16 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import ROWS_VARY, blocks_of, dot_rows, flagged, product_options, row_scale, tanh
+from fastgrpo.kernels.tiles import ROWS_VARY, Head, blocks_of, dot_rows, flagged, product_options, row_scale, tanh
 
-# Row blocks that run side by side: 16 x 128 rows against about 8 x 256 columns a wave read the fewest operand bytes.
+# Row blocks whose tiles run side by side. One wave of programs then computes about 16 x 128 rows by 8 x 256 columns,
+# which reads the fewest bytes of both operands.
 GROUP_M = 16
 
 
 @triton.jit
 def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """Tile number -> (row block, vocabulary tile), GROUP_M row blocks at a time so that a wave shares its operands."""
+    """Return (row block, vocabulary tile) of a tile number, GROUP_M row blocks at a time: a wave shares operands."""
     width = GROUP_M * num_n
     first_m = tile // width * GROUP_M
     group = tl.minimum(num_m - first_m, GROUP_M)
@@ -40,7 +41,7 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 @triton.jit
 def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                   inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
-    """Products -> (what is stored, sum_v E, sum_v E x2) with the target's column left out of the sums."""
+    """Turn a tile of products into (what is stored, sum_v E, sum_v E x2); the sums leave the target's column out."""
     row_ok = rows < n_rows
     y = acc
     if bias_ptr is not None:
@@ -49,7 +50,7 @@ def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_
         bent = tanh(y * (1.0 / cap))
         y = bent * cap
     anchor = tl.load(anchor_ptr + rows, mask=row_ok, other=0.0)
-    # The difference first, the scale after: near the anchor the exponent then keeps its relative precision.
+    # The difference comes before the scale, so that near the anchor the exponent keeps its relative precision.
     x2 = (y - anchor[:, None]) * row_scale(inv_t, inv_t_ptr, rows, n_rows)[:, None]
     e = tl.exp2(x2)
     stored = e
@@ -67,11 +68,11 @@ def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_
         if patch_ptr is not None:
             stored = tl.where(is_target, tl.load(patch_ptr + rows, mask=row_ok, other=0.0)[:, None], stored)
         if SUM:
-            # Columns past V are zeros of the load, not logits of 0.
+            # Columns past V are zeros that the load filled in; they must not count as logits of 0.
             others = tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0)
             total = tl.sum(others, axis=1)
             if ENTROPY:
-                entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite: 0 * -inf is NaN
+                entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
     return stored, total, entropy
 
 
@@ -80,6 +81,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
                            GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                            BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute every PROGRAMS-th tile; loads and stores go through tensor descriptors."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
     for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
@@ -101,6 +103,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
 
 @triton.jit
 def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
+    """Store the row sums of one vocabulary tile, where they are asked for."""
     if total_ptr is not None:
         tl.store(total_ptr + block_n.to(tl.int64) * n_rows + rows, total, mask=rows < n_rows)
     if entropy_ptr is not None:
@@ -112,7 +115,7 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
               inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
               PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               BLOCK_K: tl.constexpr):  # fmt: skip
-    """One tile of the pointer kernel."""
+    """Compute and store one tile of the kernel with pointer loads."""
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
                    depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
@@ -131,6 +134,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
                                vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
                                PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
     block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
@@ -141,7 +145,7 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
             _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
                       PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-    else:  # one tile a program: the loop costs 40 registers and spills at 256 columns
+    else:  # the loop costs 40 registers, and at 256 columns it would spill
         _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                   bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
                   PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
@@ -151,14 +155,15 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
 def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, cap, out_ptr, n_rows, vocab, depth,
                        PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute y at the targets of one row block, as the diagonal of a product."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0)
     legal = (target >= 0) & (target < vocab)
     target = tl.where(legal, target, 0).to(tl.int32)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, target, depth, PRECISION, EVEN_K,
                     BLOCK_M, BLOCK_M, BLOCK_K)  # fmt: skip
-    # The diagonal of a product carries the rounding of the main product; a gather-and-dot does not, and its one-sided
-    # error of 1e-4 would go into every log-prob.
+    # The diagonal of this product is rounded as the main product is. A gather followed by a dot product is not: its
+    # one-sided error of 1e-4 would go into every log-prob.
     i = tl.arange(0, BLOCK_M)
     y = tl.sum(tl.where(i[:, None] == i[None, :], acc, 0.0), axis=1)
     if bias_ptr is not None:
@@ -168,8 +173,15 @@ def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, c
     tl.store(out_ptr + rows, tl.where(legal, y, float("nan")), mask=rows < n_rows)
 
 
-def anchor_fwd(head):
-    """head (checked) -> c [N] fp32, y of each target; NaN where the target is outside [0, V)."""
+def anchor_fwd(head: Head) -> torch.Tensor:
+    """Compute y at the target of each row, the anchor of the anchored forward.
+
+    Args:
+        head: The checked arguments of the head.
+
+    Returns:
+        [N] fp32; NaN where the target is outside of [0, V).
+    """
     n = len(head.hidden)
     out = torch.empty(n, dtype=torch.float32, device=head.hidden.device)
     blocks = blocks_of(launch.anchor_blocks(head.hidden.dtype))
@@ -180,23 +192,43 @@ def anchor_fwd(head):
     return out
 
 
-def flattens(has_bias):
-    """Whether tiles and depth are one loop: the next tile's loads fly during the epilogue; with a bias it spills."""
+def flattens(has_bias: bool) -> bool:
+    """Return whether the persistent kernel makes one loop of its tiles and of their depth.
+
+    The loads of the next tile are then under way during the epilogue of this one. With a bias that would spill.
+
+    Args:
+        has_bias: Whether the head has a bias.
+    """
     return not has_bias
 
 
-def linear_exp_fwd(head, anchor, exps=None, patch=None, mix=None, sums=True, entropy=False, flags=None):
-    """E of the module docstring into `exps` [N, V] (or nowhere), and its sums over each vocabulary tile.
+def linear_exp_fwd(
+    head: Head,
+    anchor: torch.Tensor,
+    exps: torch.Tensor | None = None,
+    patch: torch.Tensor | None = None,
+    mix: torch.Tensor | None = None,
+    sums: bool = True,
+    entropy: bool = False,
+    flags: torch.Tensor | None = None,
+) -> list[torch.Tensor | None]:
+    """Write E of the module docstring into `exps`, and return its sums over each vocabulary tile.
 
     Args:
-        head: checked. anchor: [N] fp32. exps: row-contiguous, any pitch; None stores nothing.
-        patch: [N] fp32, written at the target's column instead of its exponential, or None.
-        mix: [2, N] fp32, E is stored times mix[0] + mix[1] x2 (an entropy gradient), or None.
-        sums, entropy: return sum_v E and sum_v E x2, the target's column left out.
-        flags: [N] sums; only row blocks with a sum of GUARD or more are computed. None is all.
+        head: The checked arguments of the head.
+        anchor: [N] fp32, a of each row.
+        exps: [N, V] with contiguous rows of any pitch, which E is written to; None stores nothing.
+        patch: [N] fp32, what is stored at the target's column in place of its exponential, or None.
+        mix: [2, N] fp32. E is stored times mix[0] + mix[1] x2, which brings in an entropy gradient. None is a factor
+            of 1.
+        sums: Whether sum_v E is returned, the target's column left out.
+        entropy: Whether sum_v E x2 is returned, the target's column left out.
+        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed. None computes
+            all.
 
     Returns:
-        (sums, entropy sums), each [tiles, N] fp32 or None.
+        The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None where not asked for.
     """
     n, vocab = len(head.hidden), head.weight.shape[0]
     major, minor = launch.capability(head.hidden.device)

@@ -3,17 +3,20 @@
     hidden -> z = softcap(H W^T + b) / T -> logp -> policy loss -> g = dloss/dlogp, h = dloss/dentropy
     v E = dz,   dH = v (E W),   dW = E^T (v H),   dbias = E^T v          (E and v: linear_logprob.py)
 
-A GRPO gradient is separable by row: g is known as soon as logp is, so the exponentials that the forward computes are
-the backward's operands, and the whole is three products. By form:
+A GRPO gradient is separable by token: g is known as soon as logp is. The exponentials that the forward computes are
+therefore the backward's operands, and the whole is three products. It takes one of three forms:
 
-- one chunk (M <= chunk_rows): E is kept, both products run in the backward. Nothing is wasted under no_grad or in a
-  checkpointed region, dW comes in the weight's dtype.
-- more rows: by chunks in the forward, dW summed in fp32. A sequence-level factor needs all log-probs of its sequence:
-  chunks then end with sequences; a sequence longer than a chunk costs a forward-only pass over all rows.
-- fp16 and fp32 (and an entropy bonus under a soft-cap): g and h are kept, the backward recomputes E: four products.
+- One chunk (M <= chunk_rows): E is kept, and both products of the gradient run in the backward. Nothing is wasted under
+  no_grad or in a checkpointed region, and dW comes in the weight's dtype.
+- More tokens than a chunk holds: the forward goes chunk by chunk, forms the gradients at once and sums dW in fp32. A
+  sequence-level factor needs all log-probs of its sequence: chunks then end where sequences end, and a sequence that is
+  longer than a chunk costs a forward-only pass over all tokens.
+- fp16 and fp32, and an entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products.
 
-Shapes: N rows, M <= N kept rows, V vocabulary, D hidden, S sequences.
+Shapes: N rows of hidden states (tokens), M <= N kept ones, V vocabulary, D hidden size, S sequences.
 """
+
+from typing import Any
 
 import torch
 
@@ -27,14 +30,14 @@ from fastgrpo.kernels.linear_logprob import (
     linear_logprob_fwd,
 )
 from fastgrpo.kernels.policy_loss import policy_loss_fwd
-from fastgrpo.kernels.policy_rows import cut, policy_parts
+from fastgrpo.kernels.policy_rows import PolicyRows, cut, policy_parts
 from fastgrpo.kernels.products import needed
 
 
 class LinearGRPO(torch.autograd.Function):
-    """-> loss (scalar, fp32) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+    """The loss (a scalar, fp32) and a dict of [M]: logps, metrics, entropy on request. Only the loss differentiates.
 
-    needs: which of hidden, weight, bias want a gradient; ctx.needs_input_grad stays True under no_grad.
+    `needs` says which of hidden, weight and bias want a gradient: ctx.needs_input_grad stays True under no_grad.
     """
 
     @staticmethod
@@ -85,7 +88,7 @@ class LinearGRPO(torch.autograd.Function):
                     v = stats[3]
             if grads is not None:
                 grads.add(exps, v, h)
-                exps = None  # before the next chunk's: one chunk of exponentials at a time
+                exps = None  # freed before the next chunk allocates its own: one chunk of exponentials at a time
             outputs.append(
                 {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
             )
@@ -130,22 +133,47 @@ class LinearGRPO(torch.autograd.Function):
 
 
 def _gather(hidden, index, active, part):
-    """Kept rows of hidden in the slice `part`; 0 where not active: v = 0 does not protect dW from a NaN."""
+    """Return the kept hidden states of a slice, 0 where not active: v = 0 does not protect dW from a NaN."""
     h = hidden[part] if index is None else hidden[index[part]]
     return h if active is None else h.masked_fill_(~active[part][:, None], 0)
 
 
 def _scatter(dh, index, shape):
-    """dH of the kept rows [M, D] -> of all rows [N, D]."""
+    """Return dH of all tokens [N, D] from dH of the kept ones [M, D]."""
     return dh if dh is None or index is None else dh.new_zeros(shape).index_copy_(0, index, dh)
 
 
-def linear_grpo_loss(hidden, weight, bias, rows, objective, *, return_entropy=False, softcap=None, group=None,
-                     path=None, chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
-    """(loss, dict of [M]); hidden [N, D] and weight [V, D] of one dtype, rows a PolicyRows of M rows.
+def linear_grpo_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: PolicyRows,
+    objective: Any,
+    *,
+    return_entropy: bool = False,
+    softcap: float | None = None,
+    group: str | None = None,
+    path: str | None = None,
+    chunk_rows: int = launch.CHUNK_ROWS,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the loss from hidden states, differentiably.
 
-    group: name of the process group of a sharded weight, targets as `Vocabulary.located` gives them; None is whole.
-    path: "anchored" or "recompute"; None is by dtype.
+        loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n e_n H_n
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        rows: The M kept tokens; e_n are its entropy weights.
+        objective: An Objective.
+        return_entropy: Whether the entropy is returned.
+        softcap: Cap of the logits, or None.
+        group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
+        path: "anchored" or "recompute"; None is by dtype.
+        chunk_rows: The most tokens whose exponentials are held at once.
+
+    Returns:
+        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
     """
     needs = needed(hidden, weight, bias)
     anchored = (path or PATHS[hidden.dtype]) == "anchored"

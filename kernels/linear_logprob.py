@@ -3,21 +3,24 @@
     z = y / T,  y = softcap(h . w + b),   logp = z_t - log sum_v exp(z_v),   H = -sum_v p_v log p_v
     dz_v = g (1[v = t] - p_v) - h p_v (log p_v + H)       for gradients g of logp and h of H
 
-Two paths, by dtype (tests may choose):
+There are two paths. The dtype chooses; tests may choose otherwise.
 
-- "anchored" (bf16). E_v = exp(z_v - c) with the target's own z as the anchor c, stored in bf16, which has the exponent
-  range for it; S = sum over v != t of E_v in fp32. Then logp = -log1p(S), p_v = E_v / (S + 1), and with the target's
-  entry of E overwritten by -S, dz_v = v E_v for v = -g / (S + 1): the forward's product has become the backward's
-  operand. A row whose S reaches 2^86 (its target 60 nats down) gets its maximum as anchor, in two guarded passes.
-- "recompute" (fp16, whose range ends 11 nats above the anchor, and fp32). An online softmax forward; the backward forms
-  p_v from the log-sum-exp, chunk by chunk: four products. An anchored forward of more rows than a chunk, or with an
-  entropy gradient under a soft-cap, takes this backward too.
+- "anchored" (bf16). E_v = exp(z_v - c), with the target's own z as the anchor c, is stored in bf16, which has the
+  exponent range for it; S, the sum of E_v over v != t, is fp32. Then logp = -log1p(S) and p_v = E_v / (S + 1). With the
+  target's entry of E overwritten by -S, dz_v = v E_v for v = -g / (S + 1): the forward's product has become the
+  backward's operand. A row whose S reaches 2^86 (its target lies 60 nats below) gets its maximum as the anchor instead,
+  in two guarded passes.
+- "recompute" (fp16, whose range ends 11 nats above the anchor, and fp32). The forward is an online softmax. The
+  backward forms p_v from the log-sum-exp, chunk by chunk: four products in all. An anchored forward of more rows than a
+  chunk, or with an entropy gradient under a soft-cap, takes this backward too.
 
-A weight whose rows are sharded over processes (`group`, the name of the process group) takes the same way: c, the sums
-and the maxima of flagged rows are all-reduced [N], so that every rank decides alike; only the rank that has the target
-patches E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (softmax.py).
+A weight may be sharded by rows over processes (`group` is the name of their process group). Then c, the sums and the
+maxima of flagged rows [N] are all-reduced, so that every rank decides alike; only the rank that has a target patches
+its E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (softmax.py).
 
-Shapes: N rows, V vocabulary, D hidden. The operators are opaque to torch.compile: it would take their products apart.
+The operators are opaque to torch.compile, which would take their products apart.
+
+Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size.
 """
 
 import torch
@@ -35,28 +38,55 @@ Tensor = torch.Tensor
 PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}
 
 
-def chunk_slices(total, size):
-    """Equal chunks of at most `size` rows, rounded to 128 rows; one of no rows where there are none."""
+def chunk_slices(total: int, size: int) -> list[slice]:
+    """Cut rows into equal chunks, rounded to 128 rows.
+
+    Args:
+        total: Number of rows.
+        size: The most rows that a chunk may have.
+
+    Returns:
+        The chunks; one empty chunk where there are no rows.
+    """
     count = max(1, -(-total // size))
     step = min(size, -(-total // count // 128) * 128) if count > 1 else max(total, 1)
     return [slice(start, min(start + step, total)) for start in range(0, max(total, 1), step)]
 
 
-def empty_exps(rows, vocab, like):
-    """[rows, vocab] in the dtype of `like`, its pitch a multiple of 64 elements: bulk copies want 16 bytes."""
+def empty_exps(rows: int, vocab: int, like: Tensor) -> Tensor:
+    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes.
+
+    Args:
+        rows: Number of rows.
+        vocab: V.
+        like: Tensor whose dtype and device the result has.
+    """
     return torch.empty_strided((rows, vocab), (-(-vocab // 64) * 64, 1), dtype=like.dtype, device=like.device)
 
 
-def rows_fwd(head, anchored, exps=None, entropy=False, group=None):
-    """head (checked, N > 0) -> [7, N], see `Rows`. Anchored, `exps` [N, V] is filled where it is given."""
+def rows_fwd(
+    head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None
+) -> Tensor:
+    """Compute what the loss and the backward need to know of each row, and fill E.
+
+    Args:
+        head: The checked arguments of the head, N > 0.
+        anchored: Whether the path is the anchored one.
+        exps: [N, V], which the anchored path fills with E, or None.
+        entropy: Whether the entropy is computed.
+        group: Name of the process group of a sharded weight, or None.
+
+    Returns:
+        [7, N] fp32, see `head_rows.Rows`.
+    """
     target_y = anchor_fwd(head)
-    if group is not None:  # from the rank that has the target; NaN, of a target that no rank has, from all
+    if group is not None:  # c comes from the rank that has the target; for a target that no rank has, all give NaN
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
     total = entropy_sum = None
     if anchored:
         sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
         total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
-    # Both guarded passes are always launched, so that nothing waits for the answer; a program without a flag returns.
+    # Both guarded passes are always launched, so that nothing waits for the flags; a program without a flag returns.
     splits = online_fwd(head, entropy, flags=total)
     if group is not None:
         splits = merge_ranks(splits, group)
@@ -67,11 +97,19 @@ def rows_fwd(head, anchored, exps=None, entropy=False, group=None):
     return rows
 
 
-def merge_ranks(splits, group):
-    """The online softmax of the splits [splits, N] of every rank as one split [1, N], equal on all ranks."""
+def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Merge the online softmax over the splits of every rank into one split, equal on all ranks.
+
+    Args:
+        splits: Maxima, sums and entropy sums (or None), [splits, N] each, as `online_fwd` returns them.
+        group: Name of the process group.
+
+    Returns:
+        The same, [1, N] each.
+    """
     tops, totals, entropies = splits
     top = all_reduce_(tops.amax(0, keepdim=True), group, torch.distributed.ReduceOp.MAX)
-    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf is NaN: a split of the target alone
+    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf would be NaN, where a split holds the target alone
     shrink = moved.exp2()
     total = all_reduce_((totals * shrink).sum(0, keepdim=True), group)
     if entropies is None:
@@ -80,10 +118,21 @@ def merge_ranks(splits, group):
     return top, total, all_reduce_(entropies.sum(0, keepdim=True), group)
 
 
-def recompute_exps(head, rows, g, h, exps):
-    """Fill `exps` [N, V] from the log-sum-exp and return v [N], so that dz = v exps: the fourth product.
+def recompute_exps(head: Head, rows: Rows, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
+    """Fill `exps` from the log-sum-exp, so that dz = v exps: the fourth product.
 
-    The larger of |g| and |h| goes into v: fp16 holds probabilities, not probabilities times a token's weight.
+    The larger of |g| and |h| goes into v, since fp16 holds probabilities, but not probabilities times the weight of a
+    token.
+
+    Args:
+        head: The checked arguments of the head.
+        rows: What the forward computed.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies, or None.
+        exps: [N, V], which is filled.
+
+    Returns:
+        v [N] fp32.
     """
     rows = rows.normalized()
     if h is None:
@@ -101,7 +150,25 @@ def recompute_exps(head, rows, g, h, exps):
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, anchored: bool, keep: bool, entropy: bool,
                        chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> (`Rows` as [7, N] fp32, E [N, V] where `keep`, else [0, V]). Without `keep` by chunks: one product."""
+    """Compute log-probs, entropy and what the backward needs; without `keep` by chunks, at the cost of one product.
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        targets: [N] int64.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [N] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        anchored: Whether the path is the anchored one.
+        keep: Whether E is kept for the backward.
+        entropy: Whether the entropy is computed.
+        chunk_rows: The most rows of a chunk.
+        group: Name of the process group of a sharded weight, or None.
+
+    Returns:
+        `head_rows.Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
+    """
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
@@ -122,7 +189,18 @@ def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchore
 
 @launch.operator("fastgrpo::head_entropy_bwd")
 def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> Tensor:
-    """E with the gradients g of logp and h of the entropy in it, as a new tensor; v is then the slope alone."""
+    """Bring the gradients of log-prob and entropy into E; v is then the slope of `rows` alone.
+
+    Args:
+        exps: [N, V] anchored E.
+        targets: [N] int64.
+        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies.
+
+    Returns:
+        [N, V], a new tensor.
+    """
     return entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, empty_exps(*exps.shape, exps))
 
 
@@ -133,7 +211,15 @@ def _(exps, targets, rows, g, h):
 
 @launch.operator("fastgrpo::head_entropy_bwd_", mutates_args=("exps",))
 def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> None:
-    """The same in place."""
+    """Bring the gradients of log-prob and entropy into E in place; v is then the slope of `rows` alone.
+
+    Args:
+        exps: [N, V] anchored E.
+        targets: [N] int64.
+        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies.
+    """
     entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, exps)
 
 
@@ -142,7 +228,27 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
                        temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
                        h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype, chunk_rows: int,
                        group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The recomputing backward, by chunks; results as head_products."""
+    """Recompute E by chunks and compute the gradients from it.
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        targets: [N] int64.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [N] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies, or None.
+        needs: Which of the gradients of hidden, weight and bias are needed.
+        weight_dtype: Dtype of dW.
+        chunk_rows: The most rows of a chunk.
+        group: Name of the process group of a sharded weight, or None.
+
+    Returns:
+        dH [N, D], dW [V, D] and dbias [V], as `head_products` returns them.
+    """
     grads = HeadGradients(len(hidden), weight, needs, group)
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
@@ -165,16 +271,16 @@ def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g
 
 
 class LinearLogprob(torch.autograd.Function):
-    """logps [N] and entropy [N], fp32, with gradients of hidden, weight and bias.
+    """Log-probs [N] and entropy [N], fp32, with gradients of hidden, weight and bias.
 
-    needs: which of the three want a gradient; ctx.needs_input_grad stays True under no_grad.
+    `needs` says which of the three want a gradient: ctx.needs_input_grad stays True under no_grad.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
                 chunk_rows, group):  # fmt: skip
         ctx.set_materialize_grads(False)
-        # A soft-cap's slope is in E, and log p cannot be read back from it.
+        # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
         keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
         rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored,
                                         keep, return_entropy, chunk_rows, group)  # fmt: skip
@@ -200,12 +306,36 @@ class LinearLogprob(torch.autograd.Function):
         return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 9
 
 
-def linear_logprob(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, return_entropy=False,
-                   group=None, path=None, chunk_rows=launch.CHUNK_ROWS):  # fmt: skip
-    """(logps [N], entropy [N] or None), differentiable. hidden [N, D], weight [V, D] of one dtype, targets [N].
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    group: str | None = None,
+    path: str | None = None,
+    chunk_rows: int = launch.CHUNK_ROWS,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probs of targets under softmax(softcap(hidden @ weight.T + bias) / temperature), differentiably.
 
-    group: name of the process group of a sharded weight, targets as `Vocabulary.located` gives them; None is whole.
-    path: "anchored" or "recompute"; None is by dtype.
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        targets: [N] int64 in [0, V), or as `Vocabulary.located` gives them where the weight is sharded. A bad target
+            gives NaN in its row.
+        bias: [V] or None.
+        temperature: A float, or [N].
+        softcap: Cap of the logits, or None.
+        return_entropy: Whether the entropy is computed.
+        group: Name of the process group of a sharded weight, or None.
+        path: "anchored" or "recompute"; None is by dtype.
+        chunk_rows: The most rows of hidden whose exponentials are held at once.
+
+    Returns:
+        logps [N] fp32, and the entropy [N] fp32 in nats, or None.
     """
     needs = needed(hidden, weight, bias)
     per_row = isinstance(temperature, torch.Tensor)

@@ -1,166 +1,30 @@
-"""The GRPO loss of logits that are already there: one read, one in-place write of their gradient.
+"""The GRPO loss of logits that are already there: one read, and one write of their gradient in their place.
 
     logp = z_t - log sum_v exp(z_v),   z = logits / T,   dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / T
 
-One program a row. In place, where no token looks at the others of its sequence, the program goes on from the row's
-log-prob to its loss and gradient and writes the latter at once: its second read comes from the cache. Otherwise the
-forward reads and keeps vectors [M], and the backward reads again and writes, over the logits or into a new tensor.
+In place, where no token looks at the others of its sequence, one kernel computes log-prob, loss and gradient of a token
+and writes the latter over its logits. Otherwise the forward reads the logits and keeps vectors [M], and the backward
+reads them again and writes the gradient, over the logits or into a new tensor. The kernels are in logits_rows.py.
 
-Shapes: N rows, M <= N kept rows, V vocabulary. All arithmetic is fp32. Rows are counted on the grid's first axis, which
-ends at 2^31: N above 65,535 is fine.
+Shapes: N rows of logits (tokens), M <= N kept ones, V vocabulary.
 """
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.head_rows import log1p
+from fastgrpo.kernels.logits_rows import logits_bwd, logits_bwd_, logits_grpo_, logits_stats, scale_rows_
 from fastgrpo.kernels.objectives import importance_weights
-from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics, policy_rows
+from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics
+from fastgrpo.kernels.policy_rows import PolicyRows
 from fastgrpo.kernels.products import needed
-from fastgrpo.kernels.tiles import LN2, LOG2E, ROWS_VARY
 
 Tensor = torch.Tensor
 
 
-@triton.jit
-def _row_place(place_ptr, row):
-    """Where among the kept rows a row stands; -1 is nowhere. No map: every row is kept."""
-    if place_ptr is None:
-        return row
-    return tl.load(place_ptr + row)
-
-
-@triton.jit
-def _row_scale(inv_t, inv_t_ptr, row):
-    """log2(e) / T as [1]."""
-    scale = tl.full((1,), 1.0, tl.float32) * inv_t
-    if inv_t_ptr is not None:
-        scale = tl.load(inv_t_ptr + row)
-    return scale * LOG2E
-
-
-@triton.jit
-def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
-    """(logp, log2 sum, 1 - p_t, entropy), each [1]: an online softmax with the target's column apart."""
-    # Ahead of the reductions and their barriers: after them, a faster warp may write the gradient over it.
-    legal = (target >= 0) & (target < vocab)
-    y2 = tl.load(z_ptr + target, mask=legal, other=float("nan")).to(tl.float32) * scale
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    entropy = tl.zeros((1,), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        cols = start + tl.arange(0, BLOCK)[None, :]
-        x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32) * scale[:, None]
-        x2 = tl.where(cols == target[:, None], float("-inf"), x2)
-        new_top = tl.maximum(top, tl.max(x2, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
-        e = tl.exp2(x2 - base[:, None])
-        shrink = tl.exp2(top - base)
-        entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
-        entropy += tl.sum(e * tl.maximum(x2 - base[:, None], -1e30), axis=1)
-        total = total * shrink + tl.sum(e, axis=1)
-        top = new_top
-    base = tl.maximum(top, y2)
-    shrink = tl.exp2(top - base)
-    entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
-    total *= shrink
-    target_e = tl.exp2(y2 - base)
-    norm = total + target_e
-    log_norm = tl.where(base == y2, log1p(total), tl.log(norm))
-    logp = (y2 - base) * LN2 - log_norm
-    entropy = log_norm - (entropy + target_e * tl.maximum(y2 - base, -1e30)) * LN2 / norm
-    return logp, base + tl.log2(norm), total / norm, entropy
-
-
-@triton.jit
-def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK: tl.constexpr):
-    """dz of one row; lse2 = log2 sum_v exp(z_v), rest = 1 - p_t. out may be the logits themselves.
-
-    From the end: what the first pass read last is what the cache still has.
-    """
-    t = scale * LN2  # 1 / T
-    last = tl.cdiv(vocab, BLOCK) - 1
-    for i in range(0, last + 1):
-        cols = (last - i) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32) * scale[:, None]
-        log_p2 = tl.maximum(x2 - lse2[:, None], -1e30)  # finite: 0 * -inf is NaN
-        dz = -tl.exp2(log_p2) * (g + h * entropy + h * LN2 * log_p2)
-        at_target = g * rest - h * tl.exp(logp) * (logp + entropy)
-        dz = tl.where(cols == target[:, None], at_target[:, None], dz) * t[:, None]
-        tl.store(out_ptr + cols, dz.to(out_ptr.dtype.element_ty), mask=cols < vocab)
-
-
-@triton.jit(**ROWS_VARY)
-def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, old_ptr, ref_ptr,
-                            advantage_ptr, weight_ptr, importance_ptr, bonus_ptr, out_ptr, low, high, delta, beta,
-                            tau_pos, tau_neg, n_rows, vocab, SURROGATE: tl.constexpr, KIND: tl.constexpr,
-                            CORRECT_KL: tl.constexpr, FUSED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * z_stride
-    rows = _row_place(place_ptr, row) + tl.zeros((1,), tl.int64)
-    if place_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
-        if tl.max(rows) < 0:
-            if FUSED:
-                for start in range(0, vocab, BLOCK):
-                    cols = start + tl.arange(0, BLOCK)
-                    tl.store(z_ptr + cols, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=cols < vocab)
-            return
-    target = tl.load(target_ptr + rows)
-    scale = _row_scale(inv_t, inv_t_ptr, rows)
-    logp, lse2, rest, entropy = _row_stats(z_ptr, target, scale, vocab, BLOCK)
-    tl.store(stats_ptr + rows, logp)
-    tl.store(stats_ptr + n_rows + rows, entropy)
-    tl.store(stats_ptr + 2 * n_rows + rows, lse2)
-    tl.store(stats_ptr + 3 * n_rows + rows, rest)
-    if FUSED:
-        g = policy_rows(logp, rows, n_rows, old_ptr, None, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, None,
-                        out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
-        h = tl.zeros((1,), tl.float32)
-        if bonus_ptr is not None:
-            h = -tl.load(bonus_ptr + rows)
-        _write_gradient(z_ptr, z_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK)
-
-
-@triton.jit(**ROWS_VARY)
-def _logits_grpo_bwd_kernel(z_ptr, z_stride, d_ptr, d_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, g_ptr,
-                            h_ptr, n_rows, vocab, BLOCK: tl.constexpr):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * z_stride
-    d_ptr += row * d_stride
-    rows = _row_place(place_ptr, row) + tl.zeros((1,), tl.int64)
-    if place_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
-        if tl.max(rows) < 0:
-            for start in range(0, vocab, BLOCK):
-                cols = start + tl.arange(0, BLOCK)
-                tl.store(d_ptr + cols, tl.zeros((BLOCK,), d_ptr.dtype.element_ty), mask=cols < vocab)
-            return
-    h = tl.zeros((1,), tl.float32)
-    if h_ptr is not None:
-        h = tl.load(h_ptr + rows)
-    _write_gradient(
-        z_ptr, d_ptr, tl.load(target_ptr + rows), _row_scale(inv_t, inv_t_ptr, rows),
-        tl.load(stats_ptr + 2 * n_rows + rows), tl.load(stats_ptr + 3 * n_rows + rows), tl.load(stats_ptr + rows),
-        tl.load(stats_ptr + n_rows + rows), tl.load(g_ptr + rows), h, vocab, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
-    """A row times a number on the device, in place; 1 costs nothing, and nobody waits to learn that it is 1."""
-    factor = tl.load(factor_ptr).to(tl.float32)
-    if factor == 1.0:
-        return
-    d_ptr += tl.program_id(0).to(tl.int64) * d_stride
-    for start in range(0, vocab, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        d = tl.load(d_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32) * factor
-        tl.store(d_ptr + cols, d.to(d_ptr.dtype.element_ty), mask=cols < vocab)
-
-
 def _places(index, active, total):
-    """Row -> its place among the kept rows, -1 where it carries no gradient; None where every row has its own place."""
+    """Return [N] places among the kept tokens, -1 where a token carries no gradient; None where all are kept."""
     if index is None:
         return None
     places = torch.arange(len(index), device=index.device)
@@ -169,104 +33,11 @@ def _places(index, active, total):
     return torch.full((total,), -1, dtype=torch.int64, device=index.device).index_copy_(0, index, places)
 
 
-def _options():
-    return {"BLOCK": 64 if launch.INTERPRET else launch.LOGITS_BLOCK, "num_warps": launch.LOGITS_WARPS}
-
-
-def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_rows, bonus, knobs, fused):
-    """-> stats [4, M]: logp, entropy, log2 of the sum, 1 - p_t; 0 where a row carries no gradient."""
-    n, vocab = logits.shape
-    m = len(targets)
-    stats = torch.zeros(4, m, dtype=torch.float32, device=logits.device)
-    inverse = None if temperatures is None else temperatures.float().reciprocal()
-    surrogate, kl, correct_kl, *floats = knobs
-    _logits_grpo_fwd_kernel[(n,)](
-        logits, logits.stride(0), places, targets, 1.0 / temperature, inverse, stats, *policy_rows, bonus, out, *floats,
-        m, vocab, SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, FUSED=fused, **_options(),
-    )  # fmt: skip
-    return stats
-
-
-@launch.operator("fastgrpo::logits_stats")
-def logits_stats(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
-                 temperatures: Tensor | None) -> Tensor:  # fmt: skip
-    """One read of the logits [N, V] -> stats [4, M]."""
-    if logits.shape[0] == 0:
-        return logits.new_zeros(4, len(targets), dtype=torch.float32)
-    knobs = ("clip", "k3", False, 0.0, 0.0, None, 0.0, 0.0, 0.0)
-    return _launch_fwd(logits, places, targets, temperature, temperatures, None, (None,) * 5, None, knobs, False)
-
-
-@logits_stats.register_fake
-def _(logits, places, targets, temperature, temperatures):
-    return logits.new_empty(4, len(targets), dtype=torch.float32)
-
-
-@launch.operator("fastgrpo::logits_grpo_", mutates_args=("logits",))
-def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
-                 temperatures: Tensor | None, old: Tensor | None, ref: Tensor | None, advantages: Tensor,
-                 weights: Tensor, importance: Tensor | None, bonus: Tensor | None, surrogate: str, kl: str,
-                 correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
-                 tau_neg: float) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One read of the logits and one write of dloss/dlogits over them -> (stats [4, M], policy rows [6, M])."""
-    out = torch.zeros(6, len(targets), dtype=torch.float32, device=logits.device)
-    if logits.shape[0] == 0:
-        return torch.zeros_like(out[:4]), out
-    rows = [None if x is None else x.float().contiguous() for x in (old, ref, advantages, weights, importance, bonus)]
-    knobs = (surrogate, kl, correct_kl, low, high, delta, beta, tau_pos, tau_neg)
-    stats = _launch_fwd(logits, places, targets, temperature, temperatures, out, rows[:5], rows[5], knobs, True)
-    return stats, out
-
-
-@logits_grpo_.register_fake
-def _(logits, places, targets, *_):
-    return (logits.new_empty(4, len(targets), dtype=torch.float32),
-            logits.new_empty(6, len(targets), dtype=torch.float32))  # fmt: skip
-
-
-def _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h):
-    if len(logits) == 0:
-        return
-    inverse = None if temperatures is None else temperatures.float().reciprocal()
-    _logits_grpo_bwd_kernel[(len(logits),)](
-        logits, logits.stride(0), out, out.stride(0), places, targets, 1.0 / temperature, inverse, stats, g, h,
-        len(targets), logits.shape[1], **_options(),
-    )  # fmt: skip
-
-
-@launch.operator("fastgrpo::logits_bwd")
-def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
-               stats: Tensor, g: Tensor, h: Tensor | None) -> Tensor:  # fmt: skip
-    """Gradients g of logp and h of the entropy [M] -> dlogits [N, V], a new tensor."""
-    out = torch.empty_like(logits)
-    _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h)
-    return out
-
-
-@logits_bwd.register_fake
-def _(logits, *_):
-    return torch.empty_like(logits)
-
-
-@launch.operator("fastgrpo::logits_bwd_", mutates_args=("logits",))
-def logits_bwd_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
-                stats: Tensor, g: Tensor, h: Tensor | None) -> None:  # fmt: skip
-    """The same over the logits."""
-    _launch_bwd(logits, logits, places, targets, temperature, temperatures, stats, g, h)
-
-
-@launch.operator("fastgrpo::scale_rows_", mutates_args=("matrix",))
-def scale_rows_(matrix: Tensor, factor: Tensor) -> None:
-    """matrix [N, V] times a scalar on the device, in place; free where it is 1."""
-    if len(matrix):
-        _scale_rows_kernel[(len(matrix),)](matrix, matrix.stride(0), factor, matrix.shape[1], **_options())
-
-
 class LogitsGRPO(torch.autograd.Function):
-    """logits [N, V] -> loss (scalar) and a dict of [M]: logps, metrics, entropy on request. Only loss differentiates.
+    """The loss (a scalar) and a dict of [M]: logps, metrics, entropy on request. Only the loss differentiates.
 
-    inplace: the gradient is written over the logits, in the forward where each token's loss is its own; autograd then
-    refuses a second backward.
+    With `inplace`, the gradient is written over the logits, and already in the forward where each token's loss is its
+    own. Autograd then refuses a second backward.
     """
 
     @staticmethod
@@ -276,7 +47,7 @@ class LogitsGRPO(torch.autograd.Function):
         t = 1.0 if ts is not None else float(rows.temperature)
         places = _places(rows.index, rows.active, len(logits))
         head = (places, rows.targets, t, ts)
-        by_old = rows.sampler_logps is None or rows.old_logps is not None  # no importance weight waits for logp
+        by_old = rows.sampler_logps is None or rows.old_logps is not None  # importance weights do not wait for logp
         ctx.written = inplace and needs and rows.lengths is None and by_old
         if ctx.written:
             importance, metrics = importance_weights(rows.old_logps, rows, objective)
@@ -313,7 +84,22 @@ class LogitsGRPO(torch.autograd.Function):
         return grad, *(None,) * 5
 
 
-def logits_grpo_loss(logits, rows, objective, *, return_entropy=False, inplace=False):
-    """(loss, dict of [M]); logits [N, V], rows a PolicyRows of M rows."""
+def logits_grpo_loss(
+    logits: Tensor, rows: PolicyRows, objective: Any, *, return_entropy: bool = False, inplace: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute the loss from logits, differentiably.
+
+        loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n e_n H_n
+
+    Args:
+        logits: [N, V] bf16, fp16 or fp32.
+        rows: The M kept tokens; e_n are its entropy weights.
+        objective: An Objective.
+        return_entropy: Whether the entropy is returned.
+        inplace: Whether the gradient takes the place of the logits.
+
+    Returns:
+        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
+    """
     logits = launch.rows_contiguous(logits)
     return LogitsGRPO.apply(logits, rows, objective, return_entropy, inplace, needed(logits)[0])

@@ -2,8 +2,10 @@
 
     x2 = log2(e) y / T,   m = max_v x2,   s = sum_v 2^(x2 - m),   k = sum_v 2^(x2 - m) (x2 - m),   v != target
 
-over the vocabulary tiles of one split; `linear_logprob.py` merges the splits in fixed order. (Milakov and Gimelshein,
-arXiv 1805.02867.) Shapes: N rows, V vocabulary, D hidden.
+The maximum and the sums run along the vocabulary tiles of one split (Milakov and Gimelshein, arXiv 1805.02867). One
+program computes one (row block, split); `head_rows.finish_fwd` merges the splits of a row in fixed order.
+
+Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size.
 """
 
 import torch
@@ -11,7 +13,7 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import ROWS_VARY, blocks_of, dot_rows, flagged, product_options, row_scale, tanh
+from fastgrpo.kernels.tiles import ROWS_VARY, Head, blocks_of, dot_rows, flagged, product_options, row_scale, tanh
 
 
 @triton.jit(**ROWS_VARY)
@@ -19,6 +21,7 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
                        total_ptr, entropy_ptr, flag_ptr, n_rows, vocab, depth, SPLITS, PRECISION: tl.constexpr,
                        EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute the online softmax of one row block over the vocabulary tiles of one split."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
     block_m = tl.program_id(0) % num_m
     split = tl.program_id(0) // num_m
@@ -43,11 +46,11 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
         x2 = y * scale[:, None]
         x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
         new_top = tl.maximum(top, tl.max(x2, axis=1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
         e = tl.exp2(x2 - base[:, None])
         shrink = tl.exp2(top - base)
         if entropy_ptr is not None:
-            # sum_v E (x2 - top): moving the top by delta moves each term by E delta.
+            # The sum is over E (x2 - top): moving the top by delta moves each term by E delta.
             moved = entropy + tl.where(total > 0, total * (top - base), 0.0)
             entropy = moved * shrink + tl.sum(e * tl.maximum(x2 - base[:, None], -1e30), axis=1)
         total = total * shrink + tl.sum(e, axis=1)
@@ -59,11 +62,20 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
         tl.store(entropy_ptr + offset, entropy, mask=row_ok)
 
 
-def online_fwd(head, entropy=False, flags=None):
-    """Online softmax over vocabulary splits, the target's column left out -> (maxima, sums, entropy sums or None).
+def online_fwd(
+    head: Head, entropy: bool = False, flags: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Compute the online softmax of every vocabulary split, the target's column left out.
 
-    Each [splits, N] fp32: the maximum of x2, sum_v 2^(x2 - maximum), and sum_v 2^(x2 - maximum) (x2 - maximum). With
-    `flags`, row blocks without a flagged row are left unwritten.
+    Args:
+        head: The checked arguments of the head.
+        entropy: Whether the entropy sums are computed.
+        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed, the others
+            stay unwritten. None computes all.
+
+    Returns:
+        [splits, N] fp32 each: the maxima of x2, the sums of 2^(x2 - maximum), and the sums of 2^(x2 - maximum) times
+        (x2 - maximum), or None without `entropy`.
     """
     n, device = len(head.hidden), head.hidden.device
     dtype = head.hidden.dtype

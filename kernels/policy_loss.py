@@ -1,13 +1,19 @@
-"""The loss of every objective from log-probs and its gradient, in one Triton kernel: objectives.policy_loss_fwd.
+"""The loss of every objective from log-probs and its gradient, in one Triton kernel (objectives.py has it in PyTorch).
 
     loss = w (I s(r, logp, A) + beta KL),   g = dloss/dlogp
 
-with r the ratio, A the advantage, w the weight that carries the aggregation, I the importance weight against the
-sampler. A surrogate s is one branch of `_surrogate`, which the other sums know nothing of. What couples the tokens of a
-sequence (its mean log-ratio, its importance weight, vespo's phi) is a handful of O(M) sums and comes in per row.
+with r the ratio, A the advantage, w the weight that carries the aggregation, and I the importance weight against the
+sampler. Each surrogate s is one branch of `_surrogate`; the rest of the kernel does not depend on which it is. What
+couples the tokens of a sequence (its mean log-ratio, its importance weight, VESPO's phi) is computed by a handful of
+O(M) sums in PyTorch and comes in per token.
 
-Shapes: M rows (tokens). Per row fp32 [M].
+`policy_rows` computes some tokens of a block, and is what `logits_grpo.py` calls too. `_policy_loss_fwd_kernel` gives a
+block of tokens to each program.
+
+Shapes: M kept tokens, one row each. Every value per token is fp32 [M].
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -15,32 +21,33 @@ import triton.language as tl
 
 from fastgrpo.kernels import launch, objectives
 from fastgrpo.kernels.objectives import Tokens
-from fastgrpo.kernels.policy_rows import sequence_mean
+from fastgrpo.kernels.policy_rows import PolicyRows, sequence_mean
 from fastgrpo.kernels.tiles import ROWS_VARY
 
-# Rows of the kernel's [6, M] output.
+# What the rows of the kernel's [6, M] output hold.
 LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)
 BLOCK = 256
 
 
 @triton.jit
 def _expm1(x):
+    """Return e^x - 1 without its cancellation at small x."""
     series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
     return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1.0)
 
 
 @triton.jit
 def _k3(d):
-    """e^d - d - 1 without its cancellation at small d."""
+    """Return e^d - d - 1 without its cancellation at small d."""
     series = d * d * (0.5 + d * (0.16666667 + d * (0.041666668 + d * (0.008333334 + d * 0.0013888889))))
     return tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
 
 
 @triton.jit
 def _surrogate(SURROGATE: tl.constexpr, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
-    """(s, ds/dlog r, ds/dlogp) of one token."""
+    """Return (s, ds/dlog r, ds/dlogp) of each token."""
     zero = tl.zeros_like(ratio)
-    if SURROGATE == "clip":  # -min(r A, clip(r) A), the first r held under delta (arXiv 1707.06347, 2505.07291)
+    if SURROGATE == "clip":  # -min(r A, clip(r) A), the first r at most delta (arXiv 1707.06347, 2505.07291)
         bounded = ratio
         if delta is not None:
             bounded = tl.minimum(ratio, delta)
@@ -64,7 +71,7 @@ def _surrogate(SURROGATE: tl.constexpr, logp, ratio, advantage, phi, low, high, 
 
 @triton.jit
 def _kl(KIND: tl.constexpr, d):
-    """(estimate, its derivative by logp) from d = ref - logp: http://joschu.net/blog/kl-approx.html."""
+    """Return the KL estimate from d = ref - logp and its derivative by logp (http://joschu.net/blog/kl-approx.html)."""
     if KIND == "k1":
         result = -d, tl.full(d.shape, 1.0, tl.float32)
     elif KIND == "k2":
@@ -81,7 +88,33 @@ def _kl(KIND: tl.constexpr, d):
 def policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
                 out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE: tl.constexpr, KIND: tl.constexpr,
                 CORRECT_KL: tl.constexpr):  # fmt: skip
-    """Loss and metrics of some rows into out [6, M]; returns g, less what a given log_ratio hands to its sequence."""
+    """Store loss and metrics of some tokens into out [6, M], and return their g.
+
+    Where log_ratio is given, the part of g that flows through it belongs to the whole sequence: it is stored in out and
+    left out of what is returned.
+
+    Args:
+        logp: Log-probs of the tokens.
+        rows: Numbers of the tokens.
+        n_rows: M.
+        old_ptr: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
+        log_ratio_ptr: [M] log-ratios that take the place of logp - old, or None.
+        ref_ptr: [M] log-probs under the reference, or None for no KL.
+        advantage_ptr: [M] A.
+        weight_ptr: [M] w.
+        importance_ptr: [M] I, or None for 1.
+        phi_ptr: [M] VESPO's weights, or None.
+        out_ptr: [6, M] output.
+        low: Lower bound of the clipped ratio.
+        high: Upper bound of the clipped ratio.
+        delta: Upper bound of the unclipped ratio, or None.
+        beta: Factor of the KL.
+        tau_pos: SAPO's temperature where A > 0.
+        tau_neg: SAPO's temperature elsewhere.
+        SURROGATE: Name of the surrogate.
+        KIND: Name of the KL estimator.
+        CORRECT_KL: Whether the KL is multiplied by the ratio.
+    """
     ok = rows < n_rows
     log_ratio = tl.zeros_like(logp)
     if log_ratio_ptr is not None:
@@ -103,7 +136,7 @@ def policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_p
     kl = tl.zeros_like(logp)
     if ref_ptr is not None:
         kl, dkl = _kl(KIND, tl.load(ref_ptr + rows, mask=ok, other=0.0).to(tl.float32) - logp)
-        if CORRECT_KL:  # r KL, gradient through both (arXiv 2512.02556)
+        if CORRECT_KL:  # r KL, with gradient through both (arXiv 2512.02556)
             kl *= ratio
             dkl *= ratio
             grad_ratio += beta * weight * kl
@@ -124,6 +157,7 @@ def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage
                             phi_ptr, out_ptr, low, high, delta, beta, tau_pos, tau_neg, n_rows,
                             SURROGATE: tl.constexpr, KIND: tl.constexpr, CORRECT_KL: tl.constexpr,
                             BLOCK: tl.constexpr):  # fmt: skip
+    """Compute the loss of one block of tokens."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     logp = tl.load(logp_ptr + rows, mask=rows < n_rows, other=0.0)
     policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
@@ -136,7 +170,31 @@ def policy_loss_rows(logps: torch.Tensor, old: torch.Tensor | None, log_ratio: t
                      importance: torch.Tensor | None, phi: torch.Tensor | None, surrogate: str, kl: str,
                      correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
                      tau_neg: float) -> torch.Tensor:  # fmt: skip
-    """-> [6, M] fp32: loss, g, the part of g through a given log_ratio, policy loss, KL, ratio."""
+    """Run the kernel over all kept tokens.
+
+    Args:
+        logps: [M] log-probs under the policy.
+        old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
+        log_ratio: [M] log-ratios that take the place of logps - old, or None.
+        ref: [M] log-probs under the reference, or None for no KL.
+        advantages: [M].
+        weights: [M], which carry the mask and the whole aggregation.
+        importance: [M] importance weights against the sampler, or None for 1.
+        phi: [M] VESPO's weights, or None.
+        surrogate: Name of the surrogate: clip, cispo, sapo or vespo.
+        kl: Name of the KL estimator: k1, k2, k3 or abs.
+        correct_kl: Whether the KL is multiplied by the ratio.
+        low: Lower bound of the clipped ratio.
+        high: Upper bound of the clipped ratio.
+        delta: Upper bound of the unclipped ratio, or None.
+        beta: Factor of the KL.
+        tau_pos: SAPO's temperature for tokens with a positive advantage.
+        tau_neg: SAPO's temperature for the other tokens.
+
+    Returns:
+        [6, M] fp32: the loss, g (without what flows through a given log_ratio), the part of the gradient that flows
+        through the log-ratio, the loss without its KL, the KL, and the ratio.
+    """
     n = len(logps)
     out = logps.new_empty(6, n, dtype=torch.float32)
     if n:
@@ -155,15 +213,31 @@ def _(logps, *_):
     return logps.new_empty(6, len(logps), dtype=torch.float32)
 
 
-def kernel_knobs(objective):
-    """(surrogate, kl, correct_kl, low, high, delta, beta, tau_pos, tau_neg): an Objective as the kernels take it."""
+def kernel_knobs(objective: Any) -> tuple[str | bool | float | None, ...]:
+    """Return an objective's knobs in the order in which the kernels take them.
+
+    Args:
+        objective: An Objective.
+
+    Returns:
+        surrogate, kl, correct_kl, low, high, delta, beta, tau_pos and tau_neg, as `policy_loss_rows` takes them.
+    """
     return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
             objective.delta, objective.beta, objective.sapo_temperature_pos,
             objective.sapo_temperature_neg)  # fmt: skip
 
 
-def policy_metrics(out, advantages, objective):
-    """Per-row metrics [M] from the kernel's [6, M]."""
+def policy_metrics(out: torch.Tensor, advantages: torch.Tensor, objective: Any) -> dict[str, torch.Tensor]:
+    """Return the metrics of each token from the kernel's output.
+
+    Args:
+        out: [6, M], as `policy_loss_rows` returns it.
+        advantages: [M].
+        objective: An Objective.
+
+    Returns:
+        `policy_loss` (weighted), `kl`, `ratio`, `clipped_low` and `clipped_high`, [M] each.
+    """
     low, high = objective.ratio_bounds
     return {
         "policy_loss": out[POLICY],
@@ -174,8 +248,19 @@ def policy_metrics(out, advantages, objective):
     }
 
 
-def policy_loss_fwd(logps, rows, objective):
-    """logps [M] fp32, rows a PolicyRows -> (loss [M], g [M], metrics), as objectives.policy_loss_fwd."""
+def policy_loss_fwd(
+    logps: torch.Tensor, rows: PolicyRows, objective: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the loss of each token and its gradient, as objectives.policy_loss_fwd does.
+
+    Args:
+        logps: [M] fp32 log-probs under the policy.
+        rows: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and the metrics [M] of objectives.policy_loss_fwd.
+    """
     per_sequence = objective.importance_sampling_level == "sequence"
     log_ratio = phi = None
     per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps

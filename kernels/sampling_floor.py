@@ -79,7 +79,7 @@ def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.cons
     tops = tl.load(top_ptr + places, mask=there, other=float("-inf"))
     top = tl.max(tops)
     masses = tl.load(total_ptr + places, mask=there, other=0.0)
-    masses *= token_mass(tops, tl.where(top == float("-inf"), 0.0, top), scale)  # -inf - -inf is NaN
+    masses *= token_mass(tops, tl.where(top == float("-inf"), 0.0, top), scale)  # -inf - -inf would be NaN
     kept = masses
     if kept_ptr is not None:
         kept = tl.load(kept_ptr + places, mask=there, other=0.0)

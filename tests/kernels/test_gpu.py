@@ -1,6 +1,7 @@
 """The Triton backend on a GPU at the sizes it is for, in bf16: accuracy, determinism, memory, no wait for the device.
 
-What needs no GPU is in interpreted_*.py and test_triton_aot.py; what is here cannot be shown without one.
+This file mirrors the kernels of the losses: linear_grpo, linear_logprob, logits_grpo and what they launch. What needs
+no GPU is in interpreted/ and test_aot.py; what is here cannot be shown without one.
 """
 
 import math
@@ -30,7 +31,7 @@ def release():
 
 
 def head_of(n, d, v, scale=4.0, **options):
-    """A head whose rows have an entropy of a few nats, half of them with a likely target."""
+    """Return a head whose tokens have an entropy of a few nats, half of them with a likely target."""
     head = random_head(n, d, v, torch.bfloat16, scale=scale, device="cuda", **options)
     for part in torch.arange(n, device="cuda").split(TRUTH_ROWS):
         likely = (head.hidden[part] @ head.weight.T).argmax(-1)
@@ -58,7 +59,7 @@ def run(head, backward=True, **more):
 
 
 def measure(head, ours):
-    """Errors of ours and of plain PyTorch (bf16 operands, fp32 logits, bf16 dz) against fp64, by chunks of rows."""
+    """Return the errors of ours and of plain PyTorch (bf16 operands, fp32 logits, bf16 dz) against fp64, by chunks."""
     n, objective = len(head.targets), {"epsilon": 0.2, "beta": 0.1}
     weight32, weight64 = head.weight.float(), head.weight.double()
     dw = {"true": torch.zeros_like(weight64), "plain": torch.zeros_like(weight32)}
@@ -156,7 +157,7 @@ def test_two_runs_give_the_same_bits(rows):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_peak_memory(shape):
-    """Beside inputs and gradients: one chunk of exponentials, the fp32 dW where there are several, a quarter GiB."""
+    """Inputs and gradients aside: one chunk of exponentials, the fp32 dW of several chunks, and 256 MiB at most."""
     n, d, v = shape
     head = head_of(*shape)
     run(head_of(256, d, v))  # workspaces
@@ -225,7 +226,7 @@ def test_autocast():
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_anchor_is_bit_equal_to_the_product(shape):
-    """Else log-probs err one-sidedly by up to 1e-4: the anchor must be rounded as the main product rounds.
+    """The anchor must be rounded as the main product rounds, or log-probs err one-sidedly by up to 1e-4.
 
     At a temperature of 1e-9 any difference of one bit sends exp((y - c) / T) away from the 1 that equal bits give.
     """
@@ -304,7 +305,7 @@ def test_on_another_than_the_current_device():
 
 
 def test_anomaly_mode_names_a_bad_target():
-    """In a process of its own: an assertion on the device is the end of a process's CUDA."""
+    """The assertion on the device ends the CUDA of its process, and so gets a process of its own."""
     code = """if True:
         import torch, fastgrpo
         hidden, weight = (torch.randn(n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 100))

@@ -1,6 +1,7 @@
 """The rollout's kernels on a GPU at real sizes: draws, accuracy in bf16, same bits, no host sync, CUDA graphs.
 
-What needs no GPU is in interpreted_rollout.py and test_triton_aot.py; what is here cannot be shown without one.
+This file mirrors sampling, sampling_floor and group_decode. What needs no GPU is in interpreted/sampling.py,
+interpreted/group_decode.py and test_aot.py; what is here cannot be shown without one.
 """
 
 import pytest
@@ -33,7 +34,7 @@ def random_logits(rows, kind, vocab=VOCAB):
 
 
 def random_groups(name, prompts, group, prompt_length, length, dtype=torch.bfloat16, layout="KC"):
-    """Ragged lengths up to those given, lanes in any order, one lane without a prompt, one prompt without lanes."""
+    """Return a case of ragged lengths, with lanes in any order, a lane without a prompt, and a prompt without lanes."""
     heads, depth = HEADS[name]
     order = torch.randperm(prompts * group)
     members = order.view(prompts, group)
@@ -93,7 +94,7 @@ def test_group_decode_in_bf16(name, layout, size):
 
 
 def sdpa(case, lane):
-    """out [H, d] of one lane."""
+    """Return the output [H, d] of one lane."""
     own = slice(case["lengths"][lane].item())
     keys, values = case["keys"][lane, :, own], case["values"][lane, :, own]
     for prompt in (case["members"] == lane).any(-1).nonzero()[:, 0].tolist():
@@ -121,17 +122,17 @@ def test_slots_past_2_to_the_31_elements():
         large = torch.zeros(65, 2, 131_072, 128, dtype=torch.bfloat16, device="cuda")
         large[64, :, :5] = case[name][64, :, :5]
         case[name] = large
-    torch.testing.assert_close(group_decode(**case, max_length=6), expected)
+    torch.testing.assert_close(group_decode(**case), expected)
 
 
 def calls():
-    """name -> (inputs that a step overwrites, call)."""
+    """Return the calls by name, each with the inputs that a step overwrites."""
     logits, uniforms = random_logits(32, "flat"), torch.rand(32, device="cuda")
     case = random_groups("0.5B", 4, 8, 512, 256)
     found = {str(f): ([logits, uniforms], lambda f=f: sample(logits, uniforms, temperature=0.8, **f)) for f in FILTERS}
     found["greedy"] = [logits, uniforms], lambda: sample(logits, uniforms, temperature=0)
     tensors = [case["query"], case["keys"], case["lengths"], case["prompt_lengths"]]
-    found["group_decode"] = tensors, lambda: (group_decode(**case, max_length=256, max_prompt_length=512),)
+    found["group_decode"] = tensors, lambda: (group_decode(**case),)
     return found
 
 

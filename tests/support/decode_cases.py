@@ -10,16 +10,16 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def kept_tokens(logits, temperature, filters):
-    """[R, V] bool, by the reference."""
+    """Return which tokens the filters keep, [R, V] bool, by the reference."""
     return reference._kept(logits, temperature, **(OFF | filters))
 
 
 def check_draws(logits, uniforms, *, temperature, clear=1.0, **filters):
-    """Tokens, log-probs and kept mass of `sample` against fp64.
+    """Compare the tokens, log-probs and kept mass of `sample` with fp64, and return them.
 
-    The drawn token's interval of the distribution holds u within 1e-5. Where a filter's boundary lies so close to a
+    The drawn token's interval of the distribution must hold u within 1e-5. Where a filter's boundary lies so close to a
     token that rounding decides (1e-6 of top_p or min_p either way), both sides are right; where that moves the mass by
-    more than 5e-6, the interval is not looked at. At least the share `clear` of the rows must not be so.
+    more than 5e-6, the interval is not looked at. At least the share `clear` of the rows must be clear of that.
     """
     params = {"temperature": temperature, **filters}
     tokens, logps, kept = sampling.sample(logits, uniforms, **params)
@@ -54,7 +54,10 @@ def check_draws(logits, uniforms, *, temperature, clear=1.0, **filters):
 
 
 def chi_square_score(tokens, row, temperature, filters):
-    """Standard deviations by which the chi-square of the draws from one row [V] exceeds its mean; cut ones never."""
+    """Return by how many standard deviations the chi-square of draws from one row [V] exceeds its mean.
+
+    No token that the filters cut may have been drawn.
+    """
     kept = kept_tokens(row[None], temperature, filters)[0]
     probs = (row / temperature).masked_fill(~kept, -math.inf).softmax(-1)
     counts = torch.bincount(tokens, minlength=len(row))
@@ -67,10 +70,10 @@ def chi_square_score(tokens, row, temperature, filters):
 
 
 def random_decode(members, prompt_lengths, lengths, *, heads, depth, dtype=torch.float32, layout="KC", device="cpu"):
-    """Arguments of group_decode with heads (H, K), and two slots more than there are lanes.
+    """Return arguments of group_decode with heads (H, K), and two slots more than there are lanes.
 
-    layout: of the memory, "KC" [slots, K, tokens, d], "CK" [slots, tokens, K, d], "mixed": keys the one, values the
-    other.
+    layout is that of the memory: "KC" is [slots, K, tokens, d], "CK" is [slots, tokens, K, d], and "mixed" has keys in
+    the one and values in the other.
     """
 
     def randn(*shape):

@@ -1,13 +1,12 @@
 """The Triton kernels of a head sharded by vocabulary rows over 2 processes give what one process gives.
 
-Collected by test_triton_interpret.py, in a process of its own with TRITON_INTERPRET=1.
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
 import warnings
 from datetime import timedelta
 from functools import partial
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -16,9 +15,6 @@ import fastgrpo.loss.checks
 from fastgrpo import linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import launch, linear_grpo, reference, softmax
 from fastgrpo.kernels import linear_logprob as triton_logprob
-
-if not launch.INTERPRET:
-    pytest.skip("needs TRITON_INTERPRET=1 before the import", allow_module_level=True)
 
 N, D, V = 20, 8, 70
 SHARDS = [41, 29]

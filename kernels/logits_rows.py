@@ -1,0 +1,324 @@
+"""The kernels over given logits, and their operators: statistics of a row, its loss, and its gradient.
+
+    logp = z_t - log sum_v exp(z_v),   z = logits / T,   dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / T
+
+One program computes one row of logits. `_logits_grpo_fwd_kernel` reads the row and computes its statistics. Where
+FUSED, it goes on to the token's loss and gradient and writes the latter over the logits at once: its second read comes
+from the cache. `_logits_grpo_bwd_kernel` reads the row and the statistics and writes the gradient, over the logits or
+into a new tensor. `_scale_rows_kernel` multiplies a written gradient by grad_output.
+
+Shapes: N rows of logits (tokens), M <= N kept ones, V vocabulary. All arithmetic is fp32. The rows are counted on the
+grid's first axis, which ends at 2^31, so that N may be above 65,535.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_rows import log1p
+from fastgrpo.kernels.policy_loss import policy_rows
+from fastgrpo.kernels.tiles import LN2, LOG2E, ROWS_VARY
+
+Tensor = torch.Tensor
+
+
+@triton.jit
+def _row_place(place_ptr, row):
+    """Return the place of a row among the kept ones, -1 where it is not kept. Without a map every row is kept."""
+    if place_ptr is None:
+        return row
+    return tl.load(place_ptr + row)
+
+
+@triton.jit
+def _row_scale(inv_t, inv_t_ptr, row):
+    """Return log2(e) / T of a row, as [1]."""
+    scale = tl.full((1,), 1.0, tl.float32) * inv_t
+    if inv_t_ptr is not None:
+        scale = tl.load(inv_t_ptr + row)
+    return scale * LOG2E
+
+
+@triton.jit
+def _row_stats(z_ptr, target, scale, vocab, BLOCK: tl.constexpr):
+    """Return (logp, log2 sum_v exp(z_v), 1 - p_t, entropy) of a row, each [1], by an online softmax.
+
+    The target's column is kept apart, so that a confident token's log-prob has full relative precision.
+    """
+    # The target's logit is read ahead of the reductions and their barriers: after them, a faster warp may write the
+    # gradient over it.
+    legal = (target >= 0) & (target < vocab)
+    y2 = tl.load(z_ptr + target, mask=legal, other=float("nan")).to(tl.float32) * scale
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    entropy = tl.zeros((1,), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        cols = start + tl.arange(0, BLOCK)[None, :]
+        x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32) * scale[:, None]
+        x2 = tl.where(cols == target[:, None], float("-inf"), x2)
+        new_top = tl.maximum(top, tl.max(x2, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        e = tl.exp2(x2 - base[:, None])
+        shrink = tl.exp2(top - base)
+        entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
+        entropy += tl.sum(e * tl.maximum(x2 - base[:, None], -1e30), axis=1)
+        total = total * shrink + tl.sum(e, axis=1)
+        top = new_top
+    base = tl.maximum(top, y2)
+    shrink = tl.exp2(top - base)
+    entropy = (entropy + tl.where(total > 0, total * (top - base), 0.0)) * shrink
+    total *= shrink
+    target_e = tl.exp2(y2 - base)
+    norm = total + target_e
+    log_norm = tl.where(base == y2, log1p(total), tl.log(norm))
+    logp = (y2 - base) * LN2 - log_norm
+    entropy = log_norm - (entropy + target_e * tl.maximum(y2 - base, -1e30)) * LN2 / norm
+    return logp, base + tl.log2(norm), total / norm, entropy
+
+
+@triton.jit
+def _write_gradient(z_ptr, out_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK: tl.constexpr):
+    """Write dz of one row, where lse2 = log2 sum_v exp(z_v) and rest = 1 - p_t. out may be the logits themselves.
+
+    The columns are read from the last to the first: what the first pass read last is what the cache still has.
+    """
+    t = scale * LN2  # 1 / T
+    last = tl.cdiv(vocab, BLOCK) - 1
+    for i in range(0, last + 1):
+        cols = (last - i) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x2 = tl.load(z_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32) * scale[:, None]
+        log_p2 = tl.maximum(x2 - lse2[:, None], -1e30)  # finite, since 0 * -inf would be NaN
+        dz = -tl.exp2(log_p2) * (g + h * entropy + h * LN2 * log_p2)
+        at_target = g * rest - h * tl.exp(logp) * (logp + entropy)
+        dz = tl.where(cols == target[:, None], at_target[:, None], dz) * t[:, None]
+        tl.store(out_ptr + cols, dz.to(out_ptr.dtype.element_ty), mask=cols < vocab)
+
+
+@triton.jit(**ROWS_VARY)
+def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, old_ptr, ref_ptr,
+                            advantage_ptr, weight_ptr, importance_ptr, bonus_ptr, out_ptr, low, high, delta, beta,
+                            tau_pos, tau_neg, n_rows, vocab, SURROGATE: tl.constexpr, KIND: tl.constexpr,
+                            CORRECT_KL: tl.constexpr, FUSED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Compute the stats of one row and, where FUSED, its loss and gradient; rows that are not kept get zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_stride
+    rows = _row_place(place_ptr, row) + tl.zeros((1,), tl.int64)
+    if place_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
+        if tl.max(rows) < 0:
+            if FUSED:
+                for start in range(0, vocab, BLOCK):
+                    cols = start + tl.arange(0, BLOCK)
+                    tl.store(z_ptr + cols, tl.zeros((BLOCK,), z_ptr.dtype.element_ty), mask=cols < vocab)
+            return
+    target = tl.load(target_ptr + rows)
+    scale = _row_scale(inv_t, inv_t_ptr, rows)
+    logp, lse2, rest, entropy = _row_stats(z_ptr, target, scale, vocab, BLOCK)
+    tl.store(stats_ptr + rows, logp)
+    tl.store(stats_ptr + n_rows + rows, entropy)
+    tl.store(stats_ptr + 2 * n_rows + rows, lse2)
+    tl.store(stats_ptr + 3 * n_rows + rows, rest)
+    if FUSED:
+        g = policy_rows(logp, rows, n_rows, old_ptr, None, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, None,
+                        out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
+        h = tl.zeros((1,), tl.float32)
+        if bonus_ptr is not None:
+            h = -tl.load(bonus_ptr + rows)
+        _write_gradient(z_ptr, z_ptr, target, scale, lse2, rest, logp, entropy, g, h, vocab, BLOCK)
+
+
+@triton.jit(**ROWS_VARY)
+def _logits_grpo_bwd_kernel(z_ptr, z_stride, d_ptr, d_stride, place_ptr, target_ptr, inv_t, inv_t_ptr, stats_ptr, g_ptr,
+                            h_ptr, n_rows, vocab, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the gradient of one row from its stats; rows that are not kept get zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    z_ptr += row * z_stride
+    d_ptr += row * d_stride
+    rows = _row_place(place_ptr, row) + tl.zeros((1,), tl.int64)
+    if place_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
+        if tl.max(rows) < 0:
+            for start in range(0, vocab, BLOCK):
+                cols = start + tl.arange(0, BLOCK)
+                tl.store(d_ptr + cols, tl.zeros((BLOCK,), d_ptr.dtype.element_ty), mask=cols < vocab)
+            return
+    h = tl.zeros((1,), tl.float32)
+    if h_ptr is not None:
+        h = tl.load(h_ptr + rows)
+    _write_gradient(
+        z_ptr, d_ptr, tl.load(target_ptr + rows), _row_scale(inv_t, inv_t_ptr, rows),
+        tl.load(stats_ptr + 2 * n_rows + rows), tl.load(stats_ptr + 3 * n_rows + rows), tl.load(stats_ptr + rows),
+        tl.load(stats_ptr + n_rows + rows), tl.load(g_ptr + rows), h, vocab, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
+    """Multiply a row by a number on the device, in place. A factor of 1 costs nothing, and no host has to know it."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor == 1.0:
+        return
+    d_ptr += tl.program_id(0).to(tl.int64) * d_stride
+    for start in range(0, vocab, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        d = tl.load(d_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32) * factor
+        tl.store(d_ptr + cols, d.to(d_ptr.dtype.element_ty), mask=cols < vocab)
+
+
+def _options():
+    return {"BLOCK": 64 if launch.INTERPRET else launch.LOGITS_BLOCK, "num_warps": launch.LOGITS_WARPS}
+
+
+def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_rows, bonus, knobs, fused):
+    """Return stats [4, M]: logp, entropy, log2 sum_v exp(z_v) and 1 - p_t; 0 where a token carries no gradient."""
+    n, vocab = logits.shape
+    m = len(targets)
+    stats = torch.zeros(4, m, dtype=torch.float32, device=logits.device)
+    inverse = None if temperatures is None else temperatures.float().reciprocal()
+    surrogate, kl, correct_kl, *floats = knobs
+    _logits_grpo_fwd_kernel[(n,)](
+        logits, logits.stride(0), places, targets, 1.0 / temperature, inverse, stats, *policy_rows, bonus, out, *floats,
+        m, vocab, SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, FUSED=fused, **_options(),
+    )  # fmt: skip
+    return stats
+
+
+@launch.operator("fastgrpo::logits_stats")
+def logits_stats(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
+                 temperatures: Tensor | None) -> Tensor:  # fmt: skip
+    """Read the logits once and compute what loss and backward need.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+
+    Returns:
+        [4, M] fp32: logp, entropy, log2 sum_v exp(z_v), and 1 - p_t.
+    """
+    if logits.shape[0] == 0:
+        return logits.new_zeros(4, len(targets), dtype=torch.float32)
+    knobs = ("clip", "k3", False, 0.0, 0.0, None, 0.0, 0.0, 0.0)
+    return _launch_fwd(logits, places, targets, temperature, temperatures, None, (None,) * 5, None, knobs, False)
+
+
+@logits_stats.register_fake
+def _(logits, places, targets, temperature, temperatures):
+    return logits.new_empty(4, len(targets), dtype=torch.float32)
+
+
+@launch.operator("fastgrpo::logits_grpo_", mutates_args=("logits",))
+def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float,
+                 temperatures: Tensor | None, old: Tensor | None, ref: Tensor | None, advantages: Tensor,
+                 weights: Tensor, importance: Tensor | None, bonus: Tensor | None, surrogate: str, kl: str,
+                 correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
+                 tau_neg: float) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Read the logits once, compute the loss, and write its gradient over the logits.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
+        ref: [M] log-probs under the reference, or None for no KL.
+        advantages: [M].
+        weights: [M], which carry the mask and the whole aggregation.
+        importance: [M] importance weights against the sampler, or None for 1.
+        bonus: [M] weights of the entropy, which the loss subtracts, or None.
+        surrogate: Name of the surrogate: clip, cispo or sapo.
+        kl: Name of the KL estimator: k1, k2, k3 or abs.
+        correct_kl: Whether the KL is multiplied by the ratio.
+        low: Lower bound of the clipped ratio.
+        high: Upper bound of the clipped ratio.
+        delta: Upper bound of the unclipped ratio, or None.
+        beta: Factor of the KL.
+        tau_pos: SAPO's temperature for tokens with a positive advantage.
+        tau_neg: SAPO's temperature for the other tokens.
+
+    Returns:
+        [4, M] as `logits_stats` returns it, and [6, M] as `policy_loss_rows` returns it.
+    """
+    out = torch.zeros(6, len(targets), dtype=torch.float32, device=logits.device)
+    if logits.shape[0] == 0:
+        return torch.zeros_like(out[:4]), out
+    rows = [None if x is None else x.float().contiguous() for x in (old, ref, advantages, weights, importance, bonus)]
+    knobs = (surrogate, kl, correct_kl, low, high, delta, beta, tau_pos, tau_neg)
+    stats = _launch_fwd(logits, places, targets, temperature, temperatures, out, rows[:5], rows[5], knobs, True)
+    return stats, out
+
+
+@logits_grpo_.register_fake
+def _(logits, places, targets, *_):
+    return (logits.new_empty(4, len(targets), dtype=torch.float32),
+            logits.new_empty(6, len(targets), dtype=torch.float32))  # fmt: skip
+
+
+def _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h):
+    if len(logits) == 0:
+        return
+    inverse = None if temperatures is None else temperatures.float().reciprocal()
+    _logits_grpo_bwd_kernel[(len(logits),)](
+        logits, logits.stride(0), out, out.stride(0), places, targets, 1.0 / temperature, inverse, stats, g, h,
+        len(targets), logits.shape[1], **_options(),
+    )  # fmt: skip
+
+
+@launch.operator("fastgrpo::logits_bwd")
+def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
+               stats: Tensor, g: Tensor, h: Tensor | None) -> Tensor:  # fmt: skip
+    """Compute the gradient of the logits from those of log-prob and entropy.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        stats: [4, M], as `logits_stats` returns it.
+        g: [M] fp32, gradient of the log-probs.
+        h: [M] fp32, gradient of the entropies, or None.
+
+    Returns:
+        [N, V] in the dtype of the logits, a new tensor.
+    """
+    out = torch.empty_like(logits)
+    _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h)
+    return out
+
+
+@logits_bwd.register_fake
+def _(logits, *_):
+    return torch.empty_like(logits)
+
+
+@launch.operator("fastgrpo::logits_bwd_", mutates_args=("logits",))
+def logits_bwd_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
+                stats: Tensor, g: Tensor, h: Tensor | None) -> None:  # fmt: skip
+    """Write the gradient of the logits over the logits.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        stats: [4, M], as `logits_stats` returns it.
+        g: [M] fp32, gradient of the log-probs.
+        h: [M] fp32, gradient of the entropies, or None.
+    """
+    _launch_bwd(logits, logits, places, targets, temperature, temperatures, stats, g, h)
+
+
+@launch.operator("fastgrpo::scale_rows_", mutates_args=("matrix",))
+def scale_rows_(matrix: Tensor, factor: Tensor) -> None:
+    """Multiply a matrix by a scalar on the device, in place; a factor of 1 costs nothing.
+
+    Args:
+        matrix: [N, V] with contiguous rows.
+        factor: Scalar on the device of the matrix.
+    """
+    if len(matrix):
+        _scale_rows_kernel[(len(matrix),)](matrix, matrix.stride(0), factor, matrix.shape[1], **_options())

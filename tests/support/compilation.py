@@ -1,0 +1,85 @@
+"""Ahead-of-time compilation of a Triton kernel for a GPU that is not there, and what is asked of the result."""
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}  # bytes a block may have
+MATRIX_INSTRUCTION = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: r"UTC\w*MMA", 120: "HMMA"}
+FLOATS = {"inv_t", "cap", "low", "high", "delta", "beta", "tau_pos", "tau_neg", "scale", "scale2"}
+FLOATS |= {"limit", "min_p_span"}
+DIVISIBLE = re.compile(r".*_(ptr|stride)|depth|vocab")  # by 16, as in every model's head
+
+
+@dataclass(eq=False)
+class Compilation:
+    """One specialization of a kernel.
+
+    Attributes:
+        kernel: The function that `triton.jit` returned.
+        capability: Compute capability, 90 for sm_90.
+        constants: Constexprs by name, and None for absent pointers. Names that the kernel does not have are left out.
+        types: Types by name, of the arguments that are not fp32 pointers, floats or i32.
+        warps: Warps of a program.
+        stages: Pipeline stages.
+        matrix: Whether the machine code must hold matrix instructions.
+        instruction: Pattern of the matrix instruction; None is that of the capability.
+        slow: Whether the test belongs to the slow ones.
+    """
+
+    kernel: object
+    capability: int
+    constants: dict
+    types: dict
+    warps: int
+    stages: int = 3
+    matrix: bool = True
+    instruction: str | None = None
+    slow: bool = False
+
+    def __post_init__(self):
+        self.constants = {name: value for name, value in self.constants.items() if name in self.kernel.arg_names}
+
+    def compile(self):
+        """Return registers, stack bytes, shared bytes and machine code."""
+        kernel, signature = self.kernel, {}
+        for name in kernel.arg_names:
+            scalar = "fp32" if name in FLOATS else "i32"
+            default = "*fp32" if name.endswith("_ptr") else scalar
+            signature[name] = "constexpr" if name in self.constants else self.types.get(name, default)
+        attributes = {
+            (p.num,): [["tt.divisibility", 16]]
+            for p in kernel.params
+            if p.name not in self.constants and DIVISIBLE.fullmatch(p.name) and not p.do_not_specialize_on_alignment
+        }
+        constants = {(kernel.arg_names.index(name),): value for name, value in self.constants.items()}
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constants, attributes),
+            target=GPUTarget("cuda", self.capability, 32),
+            options={"num_warps": self.warps, "num_stages": self.stages},
+        )
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(compiled.asm["cubin"])
+            cubin.flush()
+            command = [tool, "--dump-resource-usage", "-sass", cubin.name]
+            dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{name}:(\d+)", dump)[1]) for name in ("REG", "STACK"))
+        return registers, stack, compiled.metadata.shared, dump
+
+    def check(self, result):
+        """Assert that the compiled kernel spills nothing, computes something and finds the shared memory it wants."""
+        registers, stack, shared, code = result
+        print(f"sm_{self.capability}: {registers} registers, {stack} stack, {shared} shared")
+        assert stack == 0 and not re.search(r"\b(STL|LDL)\b", code), (registers, stack)
+        assert shared <= SHARED_LIMIT[self.capability]
+        instruction = self.instruction or MATRIX_INSTRUCTION[self.capability]
+        assert "EXIT" in code and (not self.matrix or re.search(rf"\b{instruction}", code))
