@@ -22,7 +22,10 @@ MODULES = [
     if path.name != "__init__.py" or path.parent.name == "fastgrpo"  # a wing's __init__ re-exports names
 ]
 
-HEAD = ("head_gradients", "head_rows", "linear_exp", "linear_grpo", "linear_logprob", "logits_grpo", "online", "tiles")
+HEAD = (
+    "head_gradients", "head_rows", "linear_exp", "linear_grpo", "linear_logprob", "logits_grpo", "logits_rows", "online",
+    "tiles",
+)  # fmt: skip
 ROLLOUT = ("group_decode", "sampling", "sampling_floor")
 
 # Test files, as a pattern -> why they have no module of their name, and the modules that they test.
@@ -67,10 +70,6 @@ TOGETHER = {
     "tests/rollout/test_engine*.py": (
         "what the engine is made of shows in what it draws alone",
         [f"fastgrpo/rollout/{name}.py" for name in ("graph", "hf", "lanes", "slots")],
-    ),
-    "tests/step/test_experience*.py": (
-        "groups are drawn from a backend until a step has enough of them",
-        ["fastgrpo/rollout/backend.py"],
     ),
     "tests/tasks/test_tasks.py": (
         "one list of checks that every task passes",

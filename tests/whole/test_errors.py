@@ -139,7 +139,7 @@ CASES = {
         spoilt(
             lambda c: c.write(*['{"prompt": "ab"}'] * 50, json.dumps({"prompt": "long " * 600})), shuffle_dataset=False
         ),
-        r"the prompt 'long long .* has \d+ tokens; with max_completion_length 4 it exceeds the model's context of",
+        r"the prompt 'long long .* has \d+ tokens; with max_completion_length=4 it exceeds the model's context of",
     ),
     "chat template without a system role": (
         spoilt(

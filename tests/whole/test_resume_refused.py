@@ -63,8 +63,8 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     for path, output_dir, match in (
         (tmp_path / "nowhere", None, "no such folder"),
-        (tmp_path / "run", None, "its name must be checkpoint-STEP"),
-        (tmp_path / "run" / "checkpoint-2" / "..", None, "its name must be checkpoint-STEP"),
+        (tmp_path / "run", None, "the name of a checkpoint is checkpoint-STEP"),
+        (tmp_path / "run" / "checkpoint-2" / "..", None, "the name of a checkpoint is checkpoint-STEP"),
         (tmp_path / "run" / "checkpoint-2", tmp_path / "other", "goes on in its own run folder"),
         (tmp_path / "run" / "checkpoint-2", None, "manifest.json is missing"),
     ):

@@ -92,8 +92,8 @@ def test_code_of_a_model_runs_only_when_asked_for(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="trust_remote_code"):
         load_policy(folder, device="cpu")
     assert not (folder / "ran").exists()
-    model, _ = load_policy(folder, device="cpu", trust_remote_code=True)
-    assert (folder / "ran").exists() and type(model).__name__ == "Model"
+    policy, _ = load_policy(folder, device="cpu", trust_remote_code=True)
+    assert (folder / "ran").exists() and type(policy.module).__name__ == "Model"
 
 
 COMMANDS = {
