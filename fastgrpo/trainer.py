@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.data.records import Completion, Stateful, TrainerState
 from fastgrpo.data.sources import ShuffledRows, Source
 from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.fit import check_rows
@@ -30,7 +30,7 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
 from fastgrpo.run.resume import set_aside
 from fastgrpo.run.signals import StopSignals
-from fastgrpo.run.snapshot import GlobalRNG, Part, Snapshot, restore
+from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
 from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.measure import rates, sample_rows
@@ -163,7 +163,7 @@ class GRPOTrainer:
             num_iterations=args.num_iterations,
         )
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Stateful]:
         """What of the run has state, by the name that a checkpoint gives it."""
         parts = {
             "policy": self.policy,

@@ -7,9 +7,23 @@ Each stage makes its record from the one before and changes none: what a stage l
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Stateful(Protocol):
+    """A part of a run whose state a checkpoint keeps, in the form that torch.distributed.checkpoint takes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from fastgrpo.data.records import Stateful
+
 
 @runtime_checkable
-class Source(Protocol):
+class Source(Stateful, Protocol):
     """What a trainer draws rows from. A row is a dict with a `prompt` and the columns that the rewards need.
+
+    Its state is JSON's: a number, a list, a dict.
 
     Attributes:
         rows: Every row that may be drawn; each is looked at before the first step.
@@ -41,16 +45,6 @@ class Source(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """What the source has to say for metrics.jsonl, by name."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the source stands, as JSON can hold it."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where the source stood.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
 
 
 class ShuffledRows:

@@ -18,12 +18,13 @@ import random
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import save_model
@@ -32,20 +33,6 @@ from fastgrpo.run.checkpoint import save_model
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
 STATE = "trainer_state.json"
 PROGRESS = "progress"  # the part whose entries stand at the top of trainer_state.json, as transformers has them
-
-
-class Part(Protocol):
-    """Something of a run that has state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state: tensors for a part that `FILES` names, else what JSON can hold."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
 
 
 class Snapshot:
@@ -57,7 +44,7 @@ class Snapshot:
         about: What a resumed run is compared with: settings, number of rows, dtype.
     """
 
-    def __init__(self, parts: Mapping[str, Part], tokenizer: PreTrainedTokenizerBase, about: Mapping[str, Any]):
+    def __init__(self, parts: Mapping[str, Stateful], tokenizer: PreTrainedTokenizerBase, about: Mapping[str, Any]):
         copies = {}
         self.model, self.tokenizer = parts["policy"].module, tokenizer
         self.weights = to_host(parts["policy"].state_dict(), copies)
@@ -106,7 +93,7 @@ def to_host(tree: Any, copies: dict) -> Any:
     return tree
 
 
-def restore(parts: Mapping[str, Part], path: Path, about: Mapping[str, Any]) -> None:
+def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any]) -> None:
     """Put the parts of a new run where those were that wrote a checkpoint; the generators come last.
 
     Args:
