@@ -10,6 +10,10 @@ TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
 REWARD_ERRORS = ("raise", "skip")
+# The providers of decode attention, in the order in which auto tries them on a GPU.
+ROLLOUT_ATTENTION = ("triton", "flash_attn", "varlen", "sdpa", "products")
+# The name of each rollout backend, and the class that it stands for: `fastgrpo.rollout.make_backend` imports it.
+ROLLOUT_BACKENDS = {"fast": "fastgrpo.rollout.engine.RolloutEngine", "hf": "fastgrpo.rollout.hf.HFBackend"}
 
 WITH_ENGINE = When("rollout_backend is fast", lambda settings: settings.rollout_backend == "fast")
 WITH_DRAWS = When("eval_num_generations is above 0", lambda settings: settings.eval_num_generations > 0)
@@ -101,12 +105,12 @@ class EngineConfig:
         "fast",
         "What generates: fast is this package's engine, hf is the slower generate of transformers, for a model that "
         "the engine refuses.",
-        choices=("fast", "hf"),
+        choices=tuple(ROLLOUT_BACKENDS),
     )
     rollout_attention: str = setting(
         "auto",
         "Attention of the decoding steps; auto takes the first of the others that works here.",
-        choices=("auto", "triton", "flash_attn", "varlen", "sdpa", "products"),
+        choices=("auto", *ROLLOUT_ATTENTION),
         active=WITH_ENGINE,
         resume="inexact",
     )

@@ -8,9 +8,11 @@ Three words, each for one thing:
 - A *slot* is where keys and values lie in memory: a prompt has one that all its lanes read, and each lane has one.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
+from fastgrpo.config.sections import ROLLOUT_BACKENDS
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import RolloutBackend
 
@@ -21,22 +23,10 @@ def make_backend(policy: Policy, config: Any, reserved: Callable[[], int] | None
     Args:
         policy: The policy that draws.
         config: Settings with the fields of the engine's section.
-        reserved: See `RolloutEngine`.
+        reserved: How many of the device's free bytes others will take, as for `RolloutEngine`; None for none.
 
     Returns:
         The backend.
     """
-    if config.rollout_backend == "hf":
-        from fastgrpo.rollout.hf import HFBackend
-
-        return HFBackend(policy, config.max_num_seqs)
-    from fastgrpo.rollout.engine import RolloutEngine
-
-    return RolloutEngine(
-        policy,
-        max_num_seqs=config.max_num_seqs,
-        attention=config.rollout_attention,
-        memory_utilization=config.rollout_memory_utilization,
-        enforce_eager=config.rollout_enforce_eager,
-        reserved=reserved,
-    )
+    module, _, name = ROLLOUT_BACKENDS[config.rollout_backend].rpartition(".")
+    return getattr(importlib.import_module(module), name).from_config(policy, config, reserved)

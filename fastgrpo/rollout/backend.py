@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -66,6 +67,20 @@ class RolloutBackend(ABC):
         self.waiting = deque()
         self.next_id = 0
         self.live_lanes = []  # completions in flight, at each look since the backend was last idle
+
+    @classmethod
+    def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutBackend":
+        """Make the backend that settings describe.
+
+        Args:
+            policy: The policy that draws.
+            config: Settings with the fields of the engine's section.
+            reserved: How many of the device's free bytes others will take; a backend that plans no memory ignores it.
+
+        Returns:
+            The backend.
+        """
+        return cls(policy, config.max_num_seqs)
 
     def add_request(
         self,

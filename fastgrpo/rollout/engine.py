@@ -11,6 +11,7 @@ Shapes: B prompts, G completions each, n lanes in use, V vocabulary.
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -115,6 +116,27 @@ class RolloutEngine(RolloutBackend):
         self.gathered = ExitStack()  # holds the whole weights while any request is in flight
         self.weights, self.places = [], None  # the weights, and their addresses, which graphs read
         self.steps = 0  # decode steps so far
+
+    @classmethod
+    def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutEngine":
+        """Make the engine that settings describe.
+
+        Args:
+            policy: The policy that draws.
+            config: Settings with the fields of the engine's section.
+            reserved: As for the constructor.
+
+        Returns:
+            The engine.
+        """
+        return cls(
+            policy,
+            max_num_seqs=config.max_num_seqs,
+            attention=config.rollout_attention,
+            memory_utilization=config.rollout_memory_utilization,
+            enforce_eager=config.rollout_enforce_eager,
+            reserved=reserved,
+        )
 
     def _stop(self, request):
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group.request is request]

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional as F
 
+from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.rollout.parts import flash_attn, products, varlen
 from fastgrpo.rollout.slots import Cache, Slots
 
@@ -22,8 +23,6 @@ MANY = 128  # lanes times key heads, from which matrix products are faster than 
 # head is at least 16 wide, so 25 keys are enough; masked keys make up the number.
 LEAST_KEYS = 25
 SHORT_PROMPT = 64  # tokens; on a CPU it costs less to read a shorter prompt for each completion than to share it
-
-NAMES = ("triton", "flash_attn", "varlen", "sdpa", "products")
 
 
 class Provider(ABC):
@@ -170,7 +169,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
     """Choose a provider that works for a model.
 
     Args:
-        name: One of `NAMES`, or "auto". On a GPU "auto" is the first of `NAMES` that works; on a CPU it is "sdpa" for
+        name: One of `ROLLOUT_ATTENTION`, or "auto": on a GPU the first of them that works; on a CPU "sdpa" for
             short prompts and else "products".
         device: Where the policy computes.
         dtype: Dtype of the policy.
@@ -178,7 +177,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
         longest_prompt: Tokens of the longest prompt.
 
     Returns:
-        One of `NAMES`.
+        One of `ROLLOUT_ATTENTION`.
 
     Raises:
         ValueError: The provider that was asked for does not work there.
@@ -186,7 +185,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
     if name == "auto" and device.type == "cpu":
         name = "sdpa" if longest_prompt <= SHORT_PROMPT else "products"
     elif name == "auto":
-        name = next(name for name in NAMES if _obstacle(name, device, dtype, head_dim) is None)
+        name = next(name for name in ROLLOUT_ATTENTION if _obstacle(name, device, dtype, head_dim) is None)
     obstacle = _obstacle(name, device, dtype, head_dim)
     if obstacle is not None:
         raise ValueError(f"rollout_attention={name!r} {obstacle}; use --rollout_attention auto")
@@ -197,7 +196,7 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     """Make the provider that `choose_provider` names, and log the choice once.
 
     Args:
-        name: One of `NAMES`, or "auto".
+        name: One of `ROLLOUT_ATTENTION`, or "auto".
         device: Where the policy computes.
         dtype: Dtype of the policy.
         head_dim: Width of an attention head.

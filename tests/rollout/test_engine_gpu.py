@@ -4,12 +4,13 @@ import pytest
 import tiny
 import torch
 
+from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.load import cast
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.providers import NAMES, _obstacle
+from fastgrpo.rollout.providers import _obstacle
 from fastgrpo.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -34,7 +35,7 @@ def provider_or_skip(name):
         pytest.skip(f"{name} {obstacle}")
 
 
-@pytest.mark.parametrize("attention", NAMES)
+@pytest.mark.parametrize("attention", ROLLOUT_ATTENTION)
 def test_graphs_change_no_token(attention):
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
@@ -48,7 +49,7 @@ def test_graphs_change_no_token(attention):
     assert graphed.graphs.graphs and not eager.graphs.graphs
 
 
-@pytest.mark.parametrize("attention", NAMES)
+@pytest.mark.parametrize("attention", ROLLOUT_ATTENTION)
 def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
