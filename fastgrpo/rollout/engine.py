@@ -284,61 +284,61 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def _prefill(self, groups):
-        """The prompts once each, and the first draw of each of their completions."""
-        device, requests, lanes = self.policy.device, [g.request for g in groups], [g.lanes for g in groups]
+        """Compute each prompt once, and draw the first token of each of its completions."""
+        device, requests, by_group = self.policy.device, [g.request for g in groups], [g.lanes for g in groups]
         slots, lengths = [g.slot for g in groups], [len(r.prompt_ids) for r in requests]
         ids = torch.tensor([token for r in requests for token in r.prompt_ids], device=device)
         positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
         longest = max(len(r.prompt_ids) + max(r.limits) for r in requests)
-        context = PrefillAttention(lengths, device, self.slots, slots, lanes, longest)
+        context = PrefillAttention(lengths, device, self.slots, slots, by_group, longest)
         states = self.policy.states(ids, positions, context)
 
         lengths, counts = torch.tensor(lengths), torch.tensor([len(r.limits) for r in requests])
         self.slots.prompt_lengths[torch.tensor(slots, device=device)] = lengths.to(device, torch.int32)
         limits = torch.tensor([limit for r in requests for limit in r.limits])
         numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]
-        rows = torch.tensor([lane for group in lanes for lane in group], device=device)
+        lanes = torch.tensor([lane for group in by_group for lane in group], device=device)
         starts = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
-        self.lanes.start(rows, *(tensor.to(device) for tensor in starts))
+        self.lanes.start(lanes, *(tensor.to(device) for tensor in starts))
         logits = self.policy.logits(states[(lengths.cumsum(0) - 1).to(device)])
-        self._draw(rows, logits.repeat_interleave(counts.to(device), 0, output_size=len(rows)))
+        self._draw(lanes, logits.repeat_interleave(counts.to(device), 0, output_size=len(lanes)))
 
     def _arrange(self):
         self.slots.arrange([running.group.slot if running else -1 for running in self.running])
 
     def _decode(self):
-        """One token more on every lane."""
+        """Draw one more token on every lane."""
         n = len(self.running)
-        if self.on_gpu:  # of few sizes: each is a graph, and compiles what depends on it
+        if self.on_gpu:  # only few sizes are used: each is a graph of its own, and kernels are compiled for it
             n = bucket(n, self.geometry)
         self.graphs.run((n, self.sampling.stop_token_ids, *self.sampling.distribution.values()), lambda: self._step(n))
         self.steps += 1
 
     @torch.inference_mode()
     def _step(self, n):
-        """What a graph records: it reads and writes the lanes and slots alone."""
+        """Compute one decode step, which a graph may record: it reads and writes tensors of lanes and slots alone."""
         lanes = self.lanes
         token_index = lanes.position[:n] if self.geometry.flat else lanes.length[:n] - 1
         context = DecodeAttention(self.slots, self.provider, token_index)
         states = self.policy.states(lanes.token[:n], lanes.position[:n], context)
         self._draw(slice(n), self.policy.logits(states))
 
-    def _draw(self, rows, logits):
-        """logits [S, V] of these lanes, a slice or [S] -> a token each."""
-        drawn, logps, kept = sample(logits, self.lanes.draws(rows), **self.sampling.distribution)
-        self.lanes.record(rows, drawn, logps, kept, self.stop_ids)
+    def _draw(self, lanes, logits):
+        """Draw a token on each of these lanes, a slice or [S], from its logits [S, V]."""
+        drawn, logps, kept = sample(logits, self.lanes.draws(lanes), **self.sampling.distribution)
+        self.lanes.record(lanes, drawn, logps, kept, self.stop_ids)
 
     def _collect(self):
-        """Look at the finished flags; take what finished off its lanes."""
+        """Look at the finished flags, and take the completions that finished off their lanes."""
         self.live_lanes.append(self._live())
         finished = self.lanes.finished[: len(self.running)].tolist()
-        rows = [i for i, running in enumerate(self.running) if running and finished[i]]
-        if not rows:
+        lanes = [lane for lane, running in enumerate(self.running) if running and finished[lane]]
+        if not lanes:
             return []
         outputs = []
-        taken = self.lanes.take(torch.tensor(rows, device=self.policy.device))
-        for row, (ids, logps, kept) in zip(rows, taken, strict=True):
-            group, number = self.running[row].group, self.running[row].number
+        taken = self.lanes.take(torch.tensor(lanes, device=self.policy.device))
+        for lane, (ids, logps, kept) in zip(lanes, taken, strict=True):
+            group, number = self.running[lane].group, self.running[lane].number
             sampling = group.request.sampling
             reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
             group.done[number] = Rollout(ids, logps, reason, kept if sampling.filters else None)
@@ -346,13 +346,13 @@ class RolloutEngine(RolloutBackend):
                 request_id = group.request.request_id
                 del self.unfinished[request_id]
                 outputs.append(RequestOutput(request_id, [group.done[i] for i in range(len(group.lanes))]))
-        self._leave(rows)
+        self._leave(lanes)
         return outputs
 
-    def _leave(self, rows):
-        """Free these lanes. Where none waits for them, the last lanes move into the gaps once there are many."""
-        for row in rows:
-            self.running[row] = None
+    def _leave(self, lanes):
+        """Free these lanes. Where no group waits for them, the last lanes move into the gaps once these are many."""
+        for lane in lanes:
+            self.running[lane] = None
         live, before = self._live(), len(self.running)
         while self.running and not self.running[-1]:
             self.running.pop()
