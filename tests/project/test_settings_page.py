@@ -34,6 +34,8 @@ def test_every_section_is_introduced_by_a_sentence():
 
 def test_the_makefile_writes_the_page():
     """What make would run, as make itself reads the file: a rule that is not well formed fails here."""
-    planned = subprocess.run(["make", "--dry-run", "--no-print-directory", "docs"], capture_output=True, text=True, cwd=ROOT)
+    planned = subprocess.run(
+        ["make", "--dry-run", "--no-print-directory", "docs"], capture_output=True, text=True, cwd=ROOT
+    )
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.strip().endswith("python -m fastgrpo.config.page > docs/settings.md")
