@@ -64,7 +64,7 @@ def machine() -> list[tuple[str, str]]:
     from fastgrpo.loss.checks import HAS_TRITON
 
     rows = [
-        ("fastgrpo", version("fastgrpo")),
+        ("fastgrpo", installed("fastgrpo") or "a clone that is not installed"),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("CUDA of torch", torch.version.cuda or "none: this is a CPU build"),

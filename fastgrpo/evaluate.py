@@ -26,7 +26,7 @@ from fastgrpo.config.sections import (
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.heldout import comparison, evaluate
-from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, prepare, stop_token_ids
+from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.rewards.call import Rewards, load_reward
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -104,13 +104,20 @@ def _evaluate_model(path, tokenizer, config):
             f"task {config.task} has no split {config.dataset_test_split!r} to evaluate on; name one with "
             "--dataset_test_split"
         )
+    if not len(test):
+        raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
     rewards = Rewards(functions, on_error=config.reward_errors)
     rows = list(test)[: config.max_eval_samples]
     draws = config.eval_num_generations
-    model = load_model(path, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
-    policy = prepare(model, own_attention=config.rollout_backend == "hf")
-    check_vocabulary(policy, tokenizer)
+    policy, _ = load_policy(
+        path,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        own_attention=config.rollout_backend == "hf",
+        tokenizer=tokenizer,
+    )
     sampling = SamplingParams(
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Completion, Stateful, TrainerState
-from fastgrpo.data.sources import ShuffledRows, Source
+from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.liger_layers import apply_liger
@@ -82,9 +82,7 @@ class GRPOTrainer:
                 target_modules=args.lora_target_modules,
                 seed=args.seed,
             )
-        self.source = train_dataset
-        if not isinstance(train_dataset, Source):
-            self.source = ShuffledRows(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset)
+        self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset)
         check_rows(self.source.rows, self.tokenizer, self.policy, args.max_completion_length)
         self.eval_rows = None if eval_dataset is None else list(eval_dataset)[: args.max_eval_samples]
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
@@ -238,7 +236,7 @@ class GRPOTrainer:
         self.timer.start()
         experience = self.make_experience(self.state)
         corrected = self.args.importance_sampling_mode is not None
-        samples = [[to_sample(experience.completions[i], corrected) for i in group] for group in experience.trained]
+        samples = [[to_sample(experience.completions[i], i, corrected) for i in group] for group in experience.trained]
         updated = self.update(samples, with_entropy=logged)
         if self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
             self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
@@ -325,13 +323,12 @@ def clipped(experience: Experience, updated: Updated) -> list[Completion]:
 
     Args:
         experience: What was drawn for the step.
-        updated: What the step's updates did; its samples are in the order of `experience.trained`.
+        updated: What the step's updates did.
 
     Returns:
         All completions of the step.
     """
     completions = list(experience.completions)
-    trained = [i for group in experience.trained for i in group]
-    for i, sample in zip(trained, updated.samples, strict=True):
-        completions[i] = dataclasses.replace(completions[i], clipped=float(sample.clipped))
+    for sample in updated.samples:
+        completions[sample.index] = dataclasses.replace(completions[sample.index], clipped=float(sample.clipped))
     return completions

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_ROWS = 8192  # rows whose exponentials are held at once: 2 * 8192 * V bytes in bf16
 MAX_SPLITS = 64  # the most splits of the vocabulary that an online softmax has
 # Vocabulary splits of the passes over flagged rows, whose programs nearly always return at once.
-GUARD_SPLITS = 2 if INTERPRET else 16
+GUARD_SPLITS = 4 if INTERPRET else 16
 REDUCE_ROWS, REDUCE_TILES = 32, 64
 LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for logits that are already there
 SAMPLE_WARPS = 4

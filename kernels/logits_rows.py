@@ -17,7 +17,7 @@ import triton.language as tl
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.head_rows import log1p
-from fastgrpo.kernels.policy_loss import policy_rows
+from fastgrpo.kernels.policy_loss import loss_rows
 from fastgrpo.kernels.tiles import LN2, LOG2E, ROWS_VARY
 
 Tensor = torch.Tensor
@@ -119,7 +119,7 @@ def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t
     tl.store(stats_ptr + 2 * n_rows + rows, lse2)
     tl.store(stats_ptr + 3 * n_rows + rows, rest)
     if FUSED:
-        g = policy_rows(logp, rows, n_rows, old_ptr, None, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, None,
+        g = loss_rows(logp, rows, n_rows, old_ptr, None, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, None,
                         out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
         h = tl.zeros((1,), tl.float32)
         if bonus_ptr is not None:

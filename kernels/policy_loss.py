@@ -7,7 +7,7 @@ sampler. Each surrogate s is one branch of `_surrogate`; the rest of the kernel 
 couples the tokens of a sequence (its mean log-ratio, its importance weight, VESPO's phi) is computed by a handful of
 O(M) sums in PyTorch and comes in per token.
 
-`policy_rows` computes some tokens of a block, and is what `logits_grpo.py` calls too. `_policy_loss_fwd_kernel` gives a
+`loss_rows` computes some tokens of a block, and is what `logits_grpo.py` calls too. `_policy_loss_fwd_kernel` gives a
 block of tokens to each program.
 
 Shapes: M kept tokens, one row each. Every value per token is fp32 [M].
@@ -85,7 +85,7 @@ def _kl(KIND: tl.constexpr, d):
 
 
 @triton.jit
-def policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
+def loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
                 out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE: tl.constexpr, KIND: tl.constexpr,
                 CORRECT_KL: tl.constexpr):  # fmt: skip
     """Store loss and metrics of some tokens into out [6, M], and return their g.
@@ -160,7 +160,7 @@ def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage
     """Compute the loss of one block of tokens."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     logp = tl.load(logp_ptr + rows, mask=rows < n_rows, other=0.0)
-    policy_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
+    loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
                 out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
 
 

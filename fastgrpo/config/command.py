@@ -59,13 +59,15 @@ def quiet_libraries() -> None:
 
     Errors and the bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice back.
     """
-    from huggingface_hub.utils import enable_progress_bars
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
+    downloads = not are_progress_bars_disabled()
     logging.disable_progress_bar()
-    enable_progress_bars()  # the line above turns off the bars of downloads too
+    if downloads:
+        enable_progress_bars()  # the line above turned off the bars of downloads too
 
 
 def explain(error: Exception) -> str | None:

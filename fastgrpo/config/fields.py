@@ -7,10 +7,11 @@ docs/settings.md are all made from what the field recorded, so a new setting is 
 import dataclasses
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
+
+from fastgrpo.loss.interval import Interval
 
 REQUIRED = dataclasses.MISSING  # the default of a setting that must be given
 # What a resumed run may do with a setting, and how docs/settings.md says it.
@@ -19,63 +20,6 @@ RESUME = {
     "free": "may change",
     "inexact": "may change, with a warning: the run goes on, but not to the last bit",
 }
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The finite numbers that a setting may be.
-
-    Attributes:
-        at_least: The smallest number allowed, or None.
-        above: A number that the value must exceed, or None.
-        at_most: The largest number allowed, or None.
-        below: A number that the value must stay under, or None.
-        why: The reason for the bounds, which a refusal repeats. Empty where the bounds speak for themselves.
-    """
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    why: str = ""
-
-    @property
-    def text(self) -> str:
-        """The interval in words, as they follow "must be"."""
-        has_low = self.at_least is not None or self.above is not None
-        has_high = self.at_most is not None or self.below is not None
-        if has_low and has_high:
-            low = f"({self.above}" if self.at_least is None else f"[{self.at_least}"
-            high = f"{self.below})" if self.at_most is None else f"{self.at_most}]"
-            return f"in {low}, {high}"
-        if has_low:
-            return "positive" if self.above == 0 else f"at least {self.at_least}" if self.above is None else (
-                f"above {self.above}"
-            )  # fmt: skip
-        if has_high:
-            return f"below {self.below}" if self.at_most is None else f"at most {self.at_most}"
-        return "finite"
-
-    def check(self, name: str, value: float) -> None:
-        """Refuse a number outside of the interval.
-
-        Args:
-            name: What the refusal calls the number.
-            value: The number.
-
-        Raises:
-            ValueError: The number is not finite, or lies outside of the interval.
-        """
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value}")
-        inside = (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-        if not inside:
-            raise ValueError(f"{name} must be {self.text}, got {value}" + (f": {self.why}" if self.why else ""))
 
 
 @dataclass(frozen=True)

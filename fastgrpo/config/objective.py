@@ -1,21 +1,26 @@
 """Settings of the learning signal: advantages, the loss, and the reference.
 
-Those that `fastgrpo.loss.Objective` has too are its knobs, under the same names. It checks them again, since the loss
-is a library of its own; tests/config/test_settings.py holds that both allow the same.
+Those that `fastgrpo.loss.Objective` has too are its knobs, under the same names. Their choices and ranges are its own.
 """
 
 from dataclasses import dataclass
 
 from fastgrpo.config.fields import Interval, When, documented, setting
 from fastgrpo.loss.advantage import AGGREGATIONS, BASELINES, SCALES
-from fastgrpo.loss.objective import IMPORTANCE_SAMPLING_LEVELS, IMPORTANCE_SAMPLING_MODES, KL_ESTIMATORS, LOSS_TYPES
+from fastgrpo.loss.objective import (
+    IMPORTANCE_SAMPLING_LEVELS,
+    IMPORTANCE_SAMPLING_MODES,
+    KL_ESTIMATORS,
+    LOSS_TYPES,
+    POSITIVE,
+    RANGES,
+)
 
 WITH_SAMPLER = When("importance_sampling_mode is set", lambda settings: settings.importance_sampling_mode is not None)
 WITH_SAPO = When("loss_type is sapo", lambda settings: settings.loss_type == "sapo")
 WITH_VESPO = When("loss_type is vespo", lambda settings: settings.loss_type == "vespo")
 WITH_REFERENCE = When("beta is above 0", lambda settings: settings.beta != 0)
 WITH_SYNC = When("sync_ref_model is True", lambda settings: settings.sync_ref_model)
-POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
 
 
 @documented
@@ -78,66 +83,68 @@ class ObjectiveConfig:
     importance_sampling_clip_max: float | None = setting(
         3.0,
         "Upper bound of the ratio of policy to sampler. None sets no bound.",
-        within=POSITIVE,
+        within=RANGES["importance_sampling_clip_max"],
         active=WITH_SAMPLER,
     )
     importance_sampling_clip_min: float | None = setting(
         None,
         "Lower bound of the ratio of policy to sampler. None sets no bound.",
-        within=NOT_NEGATIVE,
+        within=RANGES["importance_sampling_clip_min"],
         active=WITH_SAMPLER,
     )
     epsilon: float = setting(
         0.2,
         "The losses that clip hold the ratio of policy to old policy above 1 - epsilon.",
-        within=Interval(at_least=0, below=1),
+        within=RANGES["epsilon"],
     )
     epsilon_high: float | None = setting(
         None,
         "The losses that clip hold the ratio of policy to old policy below 1 + epsilon_high, and cispo below "
         "epsilon_high itself. None is the same as epsilon.",
-        within=NOT_NEGATIVE,
+        within=RANGES["epsilon_high"],
     )
     delta: float | None = setting(
         None,
         "Upper bound on the ratio where it is not clipped (two-sided clipping, arXiv 2505.07291). None sets no bound.",
-        within=POSITIVE,
+        within=RANGES["delta"],
     )
-    entropy_coef: float = setting(0.0, "Coefficient of the entropy bonus; 0 turns it off.", within=Interval())
+    entropy_coef: float = setting(
+        0.0, "Coefficient of the entropy bonus; 0 turns it off.", within=RANGES["entropy_coef"]
+    )
     sapo_temperature_pos: float = setting(
         1.0,
         "Temperature of SAPO's gate for tokens with a positive advantage.",
-        within=POSITIVE,
+        within=RANGES["sapo_temperature_pos"],
         active=WITH_SAPO,
     )
     sapo_temperature_neg: float = setting(
         1.05,
         "Temperature of SAPO's gate for tokens with a negative advantage.",
-        within=POSITIVE,
+        within=RANGES["sapo_temperature_neg"],
         active=WITH_SAPO,
     )
     vespo_k_pos: float = setting(
         2.0,
         "Power of VESPO's sequence weight for completions with a positive advantage.",
-        within=NOT_NEGATIVE,
+        within=RANGES["vespo_k_pos"],
         active=WITH_VESPO,
     )
     vespo_lambda_pos: float = setting(
         3.0,
         "Rate at which VESPO's sequence weight decays for completions with a positive advantage.",
-        within=POSITIVE,
+        within=RANGES["vespo_lambda_pos"],
         active=WITH_VESPO,
     )
     vespo_k_neg: float = setting(
         3.0,
         "Power of VESPO's sequence weight for completions with a negative advantage.",
-        within=NOT_NEGATIVE,
+        within=RANGES["vespo_k_neg"],
         active=WITH_VESPO,
     )
     vespo_lambda_neg: float = setting(
         2.0,
         "Rate at which VESPO's sequence weight decays for completions with a negative advantage.",
-        within=POSITIVE,
+        within=RANGES["vespo_lambda_neg"],
         active=WITH_VESPO,
     )
     mask_truncated_completions: bool = setting(False, "Leave truncated completions out of the loss.")
@@ -151,7 +158,7 @@ class ReferenceConfig:
     beta: float = setting(
         0.0,
         "Coefficient of the KL divergence from the reference; at 0 no reference is held in memory.",
-        within=NOT_NEGATIVE,
+        within=RANGES["beta"],
     )
     kl: str = setting(
         "k3",

@@ -9,6 +9,7 @@ TEMPERATURE = Interval(at_least=0)  # 0 is greedy
 TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
+MEMORY_UTILIZATION = Interval(above=0, at_most=1)
 REWARD_ERRORS = ("raise", "skip")
 # The providers of decode attention, in the order in which auto tries them on a GPU.
 ROLLOUT_ATTENTION = ("triton", "flash_attn", "varlen", "sdpa", "products")
@@ -117,7 +118,7 @@ class EngineConfig:
     rollout_memory_utilization: float = setting(
         0.3,
         "Share of the device's free memory that the keys and values of rollouts may take.",
-        within=Interval(above=0, at_most=1),
+        within=MEMORY_UTILIZATION,
         active=WITH_ENGINE,
         resume="inexact",
     )

@@ -79,7 +79,9 @@ class GRPOConfig(
 
     def __post_init__(self):
         super().__post_init__()
-        _ = self.objective  # the loss refuses what it cannot combine
+        objective = self.objective  # the loss refuses what it cannot combine
+        if self.importance_sampling_mode is not None:
+            objective.check_sampler()
 
     def oversampled(self, count: int) -> int:
         """Return how many groups are started where `count` are wanted.

@@ -12,7 +12,9 @@ WITH_WARMUP = When(
     "lr_scheduler_type is not constant (constant_with_warmup is the one with a warmup)",
     lambda settings: settings.lr_scheduler_type != "constant",
 )
-BY_EPOCHS = When("max_steps is -1", lambda settings: settings.max_steps == -1)
+BY_EPOCHS = When(
+    "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)", lambda settings: settings.max_steps == -1
+)
 WITH_BEST = When("metric_for_best_model is set", lambda settings: settings.metric_for_best_model is not None)
 COUNT = Interval(at_least=1)
 

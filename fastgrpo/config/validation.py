@@ -105,14 +105,6 @@ def _every_update_has_a_group(updates_per_rollout, prompts_per_step):
         )
 
 
-def _vespo_weighs_by_itself(loss_type, importance_sampling_mode):
-    if loss_type == "vespo" and (importance_sampling_mode or "").startswith("sequence"):
-        raise ValueError(
-            "vespo folds the sampler's weights into its own sequence weight token by token: importance_sampling_mode "
-            f"must be 'token_truncate' or 'token_mask', got {importance_sampling_mode!r}"
-        )
-
-
 def _resume_or_overwrite(resume_from_checkpoint, overwrite_output_dir, output_dir):
     if resume_from_checkpoint is not None and overwrite_output_dir:
         raise ValueError("resume_from_checkpoint goes on in output_dir, overwrite_output_dir empties it: choose one")
@@ -144,7 +136,6 @@ RULES = (
     _each_reward_is_scaled_by_its_group,
     _there_are_steps,
     _every_update_has_a_group,
-    _vespo_weighs_by_itself,
     _resume_or_overwrite,
     _the_best_metric_is_measured,
 )

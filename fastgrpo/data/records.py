@@ -111,6 +111,7 @@ class Sample:
         ref_logps: Log-probs under the reference; None without one.
         masked: Whether its tokens are left out of the loss.
         clipped: The share of its tokens whose ratio the last update clipped.
+        index: The index of its completion among those that the step drew; None for a sample of no completion.
     """
 
     prompt_ids: list[int]
@@ -123,6 +124,7 @@ class Sample:
     ref_logps: torch.Tensor | None = None
     masked: bool = False
     clipped: float = 0.0
+    index: int | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)

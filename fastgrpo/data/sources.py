@@ -12,7 +12,8 @@ from fastgrpo.data.records import Stateful
 class Source(Stateful, Protocol):
     """What a trainer draws rows from. A row is a dict with a `prompt` and the columns that the rewards need.
 
-    Its state is JSON's: a number, a list, a dict.
+    Its state is JSON's: a number, a list, a dict. A class that inherits from `Source` may leave `observe` and `metrics`
+    out.
 
     Attributes:
         rows: Every row that may be drawn; each is looked at before the first step.
@@ -42,9 +43,35 @@ class Source(Stateful, Protocol):
         Returns:
             What a person should be told, or None.
         """
+        return None
 
     def metrics(self) -> dict[str, float]:
         """What the source has to say for metrics.jsonl, by name."""
+        return {}
+
+
+def as_source(data: Source | Sequence[dict], *, seed: int, shuffle: bool) -> Source:
+    """Take training data as people hand it over.
+
+    Args:
+        data: Rows, or a source of them.
+        seed: Decides the order of rows.
+        shuffle: Whether rows are shuffled.
+
+    Returns:
+        The source, or a new one of the rows.
+
+    Raises:
+        ValueError: The data is neither.
+    """
+    if isinstance(data, Source):
+        return data
+    if isinstance(data, (str, dict)) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ValueError(
+            f"train_dataset is a {type(data).__name__}; pass rows (a list of dicts, a datasets.Dataset), or a Source, "
+            "which has rows, take, observe, metrics, state_dict and load_state_dict"
+        )
+    return ShuffledRows(data, seed=seed, shuffle=shuffle)
 
 
 class ShuffledRows:

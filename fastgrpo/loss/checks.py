@@ -13,7 +13,6 @@ if HAS_TRITON:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "chunked", "triton")
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_head(
@@ -119,9 +118,8 @@ def choose_backend(backend: str, **tensors: torch.Tensor) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
-        fits = all(t.is_cuda and t.dtype in TRITON_DTYPES for t in tensors.values())
         one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        fits = fits and one_dtype and HAS_TRITON and all(launch.runs_on(t.device) for t in tensors.values())
+        fits = HAS_TRITON and one_dtype and all(_fits(tensor) for tensor in tensors.values())
         backend = "triton" if fits else "chunked"
         if not torch.compiler.is_compiling():
             _log_choice(backend)
@@ -180,3 +178,8 @@ def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
 @cache
 def _log_choice(backend):
     logger.info("backend='auto' runs the %s path", backend)
+
+
+def _fits(tensor):
+    """Whether the Triton kernels take a tensor of this device and dtype."""
+    return tensor.is_cuda and tensor.dtype in launch.DTYPES and launch.runs_on(tensor.device)

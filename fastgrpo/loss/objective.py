@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from fastgrpo.loss.interval import Interval
+
 # loss type -> (surrogate: a per-token function in kernels/, aggregation: a divisor below)
 LOSS_TYPES = {
     "grpo": ("clip", "sequence_mean"),
@@ -41,6 +43,24 @@ LOSS_TYPES = {
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
+# What each knob may be, where it is not None; the settings of these names read the table.
+RANGES = {
+    "epsilon": Interval(at_least=0, below=1),
+    "epsilon_high": NOT_NEGATIVE,
+    "delta": POSITIVE,
+    "beta": NOT_NEGATIVE,
+    "entropy_coef": Interval(),
+    "sapo_temperature_pos": POSITIVE,
+    "sapo_temperature_neg": POSITIVE,
+    "vespo_k_pos": NOT_NEGATIVE,
+    "vespo_lambda_pos": POSITIVE,
+    "vespo_k_neg": NOT_NEGATIVE,
+    "vespo_lambda_neg": POSITIVE,
+    "importance_sampling_clip_max": POSITIVE,
+    "importance_sampling_clip_min": NOT_NEGATIVE,
+}
 
 
 @dataclass(frozen=True)
@@ -105,18 +125,9 @@ class Objective:
         self._check_combinations()
         if self.epsilon_high is None:
             object.__setattr__(self, "epsilon_high", self.epsilon)
-        if not 0 <= self.epsilon < 1:
-            raise ValueError(f"epsilon must be in [0, 1), got {self.epsilon}")
-        for name in ("epsilon_high", "beta", "vespo_k_pos", "vespo_k_neg"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, got {getattr(self, name)}")
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg", "vespo_lambda_pos", "vespo_lambda_neg"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
-        if not math.isfinite(self.entropy_coef):
-            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
-        if self.delta is not None and not self.delta > 0:
-            raise ValueError(f"delta must be positive, got {self.delta}")
+        for name, interval in RANGES.items():
+            if getattr(self, name) is not None:
+                interval.check(name, getattr(self, name))
         low, high = self.importance_bounds
         if not 0 <= low < high:
             raise ValueError(f"importance_sampling_clip_min must be in [0, clip_max={high}), got {low}")
@@ -141,6 +152,19 @@ class Objective:
             )
         if self.delta is not None and self.surrogate != "clip":
             raise ValueError(f"delta bounds the clipped surrogate, which {self.loss_type} has not; pass delta=None")
+
+    def check_sampler(self) -> None:
+        """Refuse a way to weigh by a sampler's log-probs that the surrogate cannot take.
+
+        Raises:
+            ValueError: VESPO is asked to weigh whole sequences.
+        """
+        if self.surrogate == "vespo" and self.importance_sampling_mode.startswith("sequence"):
+            raise ValueError(
+                "vespo folds the sampler's weights into its own sequence weight token by token: "
+                "importance_sampling_mode must be 'token_truncate' or 'token_mask' with sampler_logps, got "
+                f"{self.importance_sampling_mode!r}"
+            )
 
     @classmethod
     def of(cls, objective: "Objective | None", knobs: dict[str, Any]) -> "Objective":

@@ -256,11 +256,8 @@ def _check(layout, objective, inputs, coupled):
         if value is not None and value.requires_grad:
             raise ValueError(f"{name} must not require grad: the loss differentiates by the policy alone; detach it")
     mode = objective.importance_sampling_mode
-    if inputs.sampler_logps is not None and objective.surrogate == "vespo" and mode.startswith("sequence"):
-        raise ValueError(
-            "vespo folds the sampler's weights into its own sequence weight token by token: importance_sampling_mode "
-            f"must be 'token_truncate' or 'token_mask' with sampler_logps, got {mode!r}"
-        )
+    if inputs.sampler_logps is not None:
+        objective.check_sampler()
     if layout.cu_seqlens is None and (coupled or (objective.needs_sequences and inputs.token_weights is None)):
         by_sampler = f", importance_sampling_mode={mode!r}" if inputs.sampler_logps is not None else ""
         raise ValueError(

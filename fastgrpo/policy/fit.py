@@ -10,22 +10,19 @@ from fastgrpo.data.records import Prompt
 from fastgrpo.policy.model import Policy
 
 
-def check_prompts(
-    prompts: Iterable[Prompt], policy: Policy, max_tokens: int, limit: str = "max_completion_length"
-) -> None:
+def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) -> None:
     """Refuse prompts that the policy cannot hold.
 
     Args:
         prompts: The prompts.
         policy: The policy.
-        max_tokens: The most tokens of a completion.
-        limit: The name of the setting that is `max_tokens`.
+        max_tokens: The most tokens of a completion: the setting max_completion_length.
 
     Raises:
         ValueError: As `Policy.check_prompt`, naming the prompt by its beginning.
     """
     for prompt in prompts:
-        policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", limit)
+        policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
 
 
 def check_rows(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int) -> None:

@@ -65,6 +65,7 @@ def load_policy(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     own_attention: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a folder or the hub.
 
@@ -75,6 +76,7 @@ def load_policy(
         gradient_checkpointing: See `prepare`.
         trust_remote_code: Whether Python code that comes with the model may run.
         own_attention: See `prepare`.
+        tokenizer: The tokenizer; None loads the one at `path`.
 
     Returns:
         The policy, ready for training, and its tokenizer, which fit each other.
@@ -82,7 +84,7 @@ def load_policy(
     Raises:
         ValueError: They cannot be loaded, do not fit each other, or the engine cannot run the model exactly.
     """
-    tokenizer = load_tokenizer(path, trust_remote_code)
+    tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
     model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     policy = prepare(model, gradient_checkpointing, own_attention)
     check_vocabulary(policy, tokenizer)
@@ -106,16 +108,22 @@ def policy_and_tokenizer(
         ValueError: As `load_policy`; or the model was made in memory and there is no tokenizer.
     """
     own_attention = config.rollout_backend == "hf"
-    if isinstance(model, PreTrainedModel):
-        if tokenizer is None and not model.config._name_or_path:
-            raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
-        device = choose_device(config.device)
-        cast(model.to(device), choose_dtype(config.dtype, device))
-        tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
-    else:
-        tokenizer = tokenizer or load_tokenizer(model, config.trust_remote_code)
-        model = load_model(model, dtype=config.dtype, device=config.device, trust_remote_code=config.trust_remote_code)
+    if not isinstance(model, PreTrainedModel):
+        return load_policy(
+            model,
+            dtype=config.dtype,
+            device=config.device,
+            gradient_checkpointing=config.gradient_checkpointing,
+            trust_remote_code=config.trust_remote_code,
+            own_attention=own_attention,
+            tokenizer=tokenizer,
+        )
+    if tokenizer is None and not model.config._name_or_path:
+        raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
+    device = choose_device(config.device)
+    cast(model.to(device), choose_dtype(config.dtype, device))
     policy = prepare(model, config.gradient_checkpointing, own_attention)
+    tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
     check_vocabulary(policy, tokenizer)
     return policy, tokenizer
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER, has_adapters
@@ -103,13 +104,18 @@ class Policy:
         """Have whole weights in memory for a rollout, and list them.
 
         On one rank they are there anyway, and the list holds views of the parameters. Where weights are sharded, this
-        is the place that fills buffers with whole ones; the buffers must keep their addresses from one rollout to the
-        next, because CUDA graphs read weights by address and the engine compares addresses and versions.
+        is the place that fills buffers with whole ones and lets the module compute with them. The buffers must keep
+        their addresses from one rollout to the next: CUDA graphs read weights by address, and the engine compares
+        addresses.
 
         Yields:
             A view of every parameter, in the order of the module's parameters.
         """
         yield [parameter.detach() for parameter in self.module.parameters()]
+
+    def version(self) -> int:
+        """Return a number that grows whenever a parameter is written in place, as an optimizer's step does."""
+        return sum(parameter._version for parameter in self.module.parameters())
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """Run packed tokens through the layers.
@@ -142,6 +148,20 @@ class Policy:
                 return padded_states(self.module, batch)[batch.rows]
         context = PackedAttention(batch.lengths, batch.input_ids.device, batch.branches)
         return self.states(batch.input_ids, batch.position_ids, context)[batch.rows]
+
+    def logps(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+        """Compute the log-probs of a batch's completion tokens.
+
+        Args:
+            batch: The packed micro-batch.
+            temperature: The temperature of the softmax.
+
+        Returns:
+            [M] fp32 log-probs, in nats.
+        """
+        states = self.completion_states(batch)
+        weight, bias, softcap = self.head  # after the layers: where weights are sharded, the forward pass gathers them
+        return linear_logprob(states, weight, batch.targets, bias=bias, logit_softcap=softcap, temperature=temperature)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Project a few states, those that a token is drawn from.

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.policy.lora import adapters_off, has_adapters
 from fastgrpo.policy.model import Policy
@@ -45,14 +44,10 @@ def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring) -> list[t
     Returns:
         For each sample [T] fp32 log-probs, in nats, on the policy's device; T is the length of its completion.
     """
-    weight, bias, softcap = policy.head
     logps = []
     for part in split_by_tokens(samples, scoring.max_tokens, scoring.share_prompt):
-        batch = Batch.pack(part, weight.device, scoring.share_prompt)
-        flat = linear_logprob(
-            policy.completion_states(batch), weight, batch.targets, bias=bias, logit_softcap=softcap,
-            temperature=scoring.temperature,
-        )  # fmt: skip
+        batch = Batch.pack(part, policy.head.weight.device, scoring.share_prompt)
+        flat = policy.logps(batch, scoring.temperature)
         logps += flat.split([len(sample.completion_ids) for sample in part])
     return logps
 

@@ -177,12 +177,12 @@ class Rewards:
 
     def _checked(self, name, result, completions, errors):
         """Check what one function returned, or the exception that it raised. Returns [S] fp64."""
-        count, first = len(completions), completions[0]
+        count, first = len(completions), next(iter(completions), None)
         rewards = torch.full((count,), math.nan, dtype=torch.float64)
         if hasattr(result, "__iter__"):
             values = result = _attempt(list, result)  # a generator may raise, too
         if isinstance(result, Exception):
-            columns = ", ".join(first.prompt.columns) or "(none)"
+            columns = ", ".join(first.prompt.columns if first else ()) or "(none)"
             problem = f"raised {_told(result)}; the rows have the columns {columns}"
             self._fail(name, problem, errors, count, first, result)
             return rewards

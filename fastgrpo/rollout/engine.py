@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fastgrpo.config.sections import MEMORY_UTILIZATION
 from fastgrpo.data.records import Rollout
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
@@ -104,8 +105,7 @@ class RolloutEngine(RolloutBackend):
         reserved: Callable[[], int] | None = None,
     ):
         super().__init__(model, max_num_seqs)
-        if not 0 < memory_utilization <= 1:
-            raise ValueError(f"memory_utilization must be in (0, 1], got {memory_utilization}")
+        MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
         self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
@@ -182,7 +182,7 @@ class RolloutEngine(RolloutBackend):
             return []
         if len(self.waiting) == len(self.unfinished):  # nothing is in flight
             self._begin()
-        elif self._versions() != self.versions:
+        elif self.policy.version() != self.version:
             raise ValueError("the weights changed while requests were in flight; finish or abort them before an update")
         self._admit()
         remaining = max(running.end for running in self.running if running) - self.steps
@@ -203,13 +203,10 @@ class RolloutEngine(RolloutBackend):
         places = [weight.data_ptr() for weight in self.weights]
         if places != self.places:
             self.graphs.clear()
-        self.places, self.versions = places, self._versions()
+        self.places, self.version = places, self.policy.version()
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
             self.lanes.forgive()
-
-    def _versions(self):
-        return sum(weight._version for weight in self.weights)
 
     def _admit(self):
         """Start waiting groups on free lanes, when enough are free."""

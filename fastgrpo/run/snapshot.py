@@ -114,20 +114,30 @@ def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any])
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
     policy: Policy = parts["policy"]
-    policy.load_state_dict(read_weights(policy, path))
+    try:
+        policy.load_state_dict(read_weights(policy, path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     parts[PROGRESS].load_state_dict(state)
     apart = {"policy", PROGRESS}.union(*FILES.values())
     for name, part in parts.items():
         if name not in apart:
             part.load_state_dict(state[name])
-    reference = parts.get("reference")
-    if reference and "measured" in reference.state_dict() and state.get("reference_measured"):
-        reference.load_state_dict({"measured": True})  # where older checkpoints, without a reference.pt, have it
     for file, names in FILES.items():
-        if (path / file).exists():
-            saved = torch.load(path / file, map_location="cpu", weights_only=True)
-            for name in parts.keys() & set(names):
+        needed = [name for name in names if name in parts and parts[name].state_dict()]
+        if needed:
+            saved = _read(path / file, state)
+            for name in needed:
                 parts[name].load_state_dict(saved[name] if len(names) > 1 else saved)
+
+
+def _read(file, state):
+    """Read a file of a checkpoint. Raises ValueError where it is missing."""
+    if file.exists():
+        return torch.load(file, map_location="cpu", weights_only=True)
+    if file.name == "reference.pt" and "reference_measured" in state:  # older checkpoints have it in trainer_state.json
+        return {"measured": state["reference_measured"]}
+    raise ValueError(f"{file} is missing from the checkpoint")
 
 
 class GlobalRNG:

@@ -234,11 +234,12 @@ class ExperienceMaker:
         return completions, trained
 
 
-def to_sample(completion: Completion, corrected: bool = False) -> Sample:
+def to_sample(completion: Completion, index: int | None = None, corrected: bool = False) -> Sample:
     """Make what an update trains on of a completion.
 
     Args:
         completion: The completion, with its advantage.
+        index: Its index among the completions of the step.
         corrected: Whether the loss corrects for the sampler's distribution, and so needs its log-probs.
 
     Returns:
@@ -252,6 +253,7 @@ def to_sample(completion: Completion, corrected: bool = False) -> Sample:
         rollout_logps=rollout.logps,
         sampler_logps=rollout.sampler_logps if corrected else None,
         masked=completion.masked,
+        index=index,
     )
 
 

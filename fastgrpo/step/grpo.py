@@ -173,11 +173,12 @@ class GRPOUpdate:
         Returns:
             What `linear_grpo_loss` returns.
         """
-        timer, (weight, bias, softcap) = self.updater.timer, self.policy.head
+        timer = self.updater.timer
         per_token, per_row = self.flops
         timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
         with timer.stage("forward"):
             states = self.policy.completion_states(batch)
+        weight, bias, softcap = self.policy.head
         with timer.stage("loss"):
             return linear_grpo_loss(
                 states,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.step.optim import MasterAdamW, make_schedule
@@ -46,7 +45,6 @@ def sft(
     optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.05, total_steps=steps)
     updater = Updater(optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS, device=policy.device)
-    weight, bias, softcap = policy.head
     rng, queue, norms = random.Random(seed), [], []
     for step in range(1, steps + 1):
         while len(queue) < batch_size:
@@ -57,9 +55,7 @@ def sft(
         losses = []
 
         def loss_fn(part, batch, tokens=tokens, losses=losses):
-            states = policy.completion_states(batch)
-            logps = linear_logprob(states, weight, batch.targets, bias=bias, logit_softcap=softcap)
-            loss = -logps.sum() / tokens
+            loss = -policy.logps(batch).sum() / tokens
             losses.append(loss.detach())
             return loss
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from fastgrpo.data.sources import Source
+from fastgrpo.data import Source
 
 
 @dataclass(frozen=True)

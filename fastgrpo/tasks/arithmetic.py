@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data import Curriculum, Level, ShuffledRows
 from fastgrpo.data.prompts import to_prompt
-from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.load import load_policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine

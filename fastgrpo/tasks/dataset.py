@@ -5,8 +5,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data.load import load_rows
-from fastgrpo.data.sources import ShuffledRows
+from fastgrpo.data import ShuffledRows, load_rows
 from fastgrpo.tasks import Task
 
 

@@ -10,8 +10,7 @@ import random
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data.load import load_rows
-from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task
 

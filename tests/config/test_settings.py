@@ -24,7 +24,7 @@ CONDITIONS = {
         {},
         {"lr_scheduler_type": "constant"},
     ),
-    "max_steps is -1": ({}, {"max_steps": 3}),
+    "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)": ({}, {"max_steps": 3}),
     "metric_for_best_model is set": ({"metric_for_best_model": "reward"}, {}),
     "importance_sampling_mode is set": ({"importance_sampling_mode": "token_mask"}, {}),
     "loss_type is sapo": ({"loss_type": "sapo"}, {}),

@@ -148,11 +148,9 @@ def test_int8_errs_less_than_nf4():
         pytest.importorskip(package, reason="not installed (extra: quantization)")
     errors = {}
     for name in PACKAGES:
-        reference = QuantizedCopy(wide(), name)
-        reference.score(samples_of(), Scoring(1.0, 10_000))[0]
-        errors[name] = reference.metrics["ref/kl_error"]
-        reference.score(samples_of(), Scoring(1.0, 10_000))[0]
-        assert reference.metrics == {}
+        reference = QuantizedCopy(Policy(wide()), name)
+        errors[name] = reference.score(samples_of(), Scoring(1.0, 10_000))[1]["ref/kl_error"]
+        assert reference.score(samples_of(), Scoring(1.0, 10_000))[1] == {}
     assert 0 < errors["int8"] < 0.1 * errors["nf4"]
 
 

@@ -26,7 +26,8 @@ def model_and_prompts(dtype=torch.bfloat16):
         for parameter in model.parameters():
             parameter.div_(2)
     prompts = torch.randint(5, 1000, (12, 100), generator=torch.Generator().manual_seed(0))
-    return cast(model.cuda(), dtype), [prompt[: 20 + 6 * i].tolist() for i, prompt in enumerate(prompts)]
+    cast(model.cuda(), dtype)
+    return model, [prompt[: 20 + 6 * i].tolist() for i, prompt in enumerate(prompts)]
 
 
 def provider_or_skip(name):

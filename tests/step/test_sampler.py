@@ -39,7 +39,7 @@ def gradient(policy, completions, objective, corrected):
     )  # fmt: skip
     update = GRPOUpdate(policy, None, updater, objective, temperature=1.0)
     samples = [
-        dataclasses.replace(to_sample(completion, corrected), weights=completion.rollout.sampler_logps.exp())
+        dataclasses.replace(to_sample(completion, corrected=corrected), weights=completion.rollout.sampler_logps.exp())
         for completion in completions
     ]
     policy.module.zero_grad()

@@ -1,5 +1,6 @@
 """Runs that are stopped and go on: a reward that draws from every generator, and what two runs must share."""
 
+import hashlib
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import torch
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.run.checkpoint import checkpoints
+from fastgrpo.run.checkpoint import MANIFEST, checkpoints
 
 
 def noisy(completions, log_metric, **columns):
@@ -116,3 +117,16 @@ def crash(step):
 
     noisy_or_not.__name__ = "noisy"
     return noisy_or_not
+
+
+def write_manifest(path):
+    """List the files of a checkpoint folder anew, as they are now."""
+    files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST]
+    entries = {
+        str(file.relative_to(path)): {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
+        for file in files
+    }
+    (path / MANIFEST).write_text(json.dumps({"files": entries}))

@@ -1,11 +1,12 @@
 """A run that was stopped, killed or damaged goes on and is, to the last bit, the run that was not."""
 
+import json
 import signal
 
 import pytest
 import tiny
 import torch
-from resumed import ADAPTERS, MOVING, Crash, assert_same_run, crash, lines, make_trainer, signalled
+from resumed import ADAPTERS, MOVING, Crash, assert_same_run, crash, lines, make_trainer, signalled, write_manifest
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.run import checkpoint
@@ -41,26 +42,67 @@ def test_a_stopped_run_goes_on_to_the_last_bit(whole, dtype, stopped_at, capsys)
         ({"ref_device": "cpu"}, None),
         (MOVING | {"ref_device": "cpu"}, None),
         ({"ref_quantization": "int8"}, "torchao"),
+        ({"ref_quantization": "int8", "seed": 7}, None),  # a stand-in for torchao: see `rounded`
         ({"beta": 0.0, "rollout_backend": "hf"}, None),
         ({"reward_errors": "skip", "multi_objective_aggregation": "normalize_then_sum"}, None),
     ],
 )
-def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package):
+def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, monkeypatch):
     """Adapters, references that moved, that rest on the host, or that are quantized; stopped between two lines."""
     if package is not None:
         pytest.importorskip(package)
+    elif "ref_quantization" in settings:
+        monkeypatch.setattr("fastgrpo.policy.reference.quantize", rounded)
     make_trainer(tmp_path, "whole", **settings).train()
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **settings).train()
     checkpoint = tmp_path / "run" / "checkpoint-5"
     assert (checkpoint / "adapter_model.safetensors").exists() == ("use_peft" in settings)
-    assert (checkpoint / "reference.pt").exists() == ("sync_ref_model" in settings)
+    assert (checkpoint / "reference.pt").exists() == bool({"sync_ref_model", "ref_quantization"} & set(settings))
     assert not (tmp_path / "run" / "merged").exists()
     make_trainer(tmp_path, "run", seed=1, resume_from_checkpoint="auto", **settings).train()
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert (tmp_path / "run" / "merged").exists() == ("use_peft" in settings)
     measured = [row["step"] for row in lines(tmp_path / "run") if "ref/kl_error" in row]
     assert measured == ([3] if "ref_quantization" in settings else [])
+
+
+@torch.no_grad()
+def rounded(model, name, device):
+    """Quantized as int8 would be, in floats: torchao need not be installed."""
+    for parameter in model.parameters():
+        scale = parameter.abs().amax().clamp(min=1e-9) / 127
+        parameter.copy_((parameter / scale).round() * scale)
+    return model.to(device)
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(tmp_path, monkeypatch):
+    """Older ones have `reference_measured` in trainer_state.json, and reference.pt only where the reference moves."""
+    monkeypatch.setattr("fastgrpo.policy.reference.quantize", rounded)
+    for name, settings in (("quantized", {"ref_quantization": "int8"}), ("moving", MOVING), ("plain", {})):
+        make_trainer(tmp_path, f"{name}-whole", **settings).train()
+        with pytest.raises(SystemExit):
+            make_trainer(tmp_path, name, signalled(5, signal.SIGTERM), **settings).train()
+        path = tmp_path / name / "checkpoint-5"
+        state = json.loads((path / "trainer_state.json").read_text()) | {"reference_measured": True}
+        del state["config"]["importance_sampling_mode"]  # settings that are newer than the checkpoint
+        (path / "trainer_state.json").write_text(json.dumps(state))
+        if name == "quantized":
+            (path / "reference.pt").unlink()
+        write_manifest(path)
+        make_trainer(tmp_path, name, seed=1, resume_from_checkpoint="auto", **settings).train()
+        assert_same_run(tmp_path / name, tmp_path / f"{name}-whole")
+
+
+def test_a_part_that_is_missing_is_named(tmp_path):
+    """A checkpoint whose manifest was made anew without a file: the run must not go on without that state."""
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM)).train()
+    path = tmp_path / "run" / "checkpoint-5"
+    (path / "optimizer.pt").unlink()
+    write_manifest(path)
+    with pytest.raises(ValueError, match=r"checkpoint-5/optimizer\.pt is missing from the checkpoint"):
+        make_trainer(tmp_path, "run", resume_from_checkpoint="auto").train()
 
 
 def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path):
