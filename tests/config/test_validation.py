@@ -33,10 +33,6 @@ CASES = {
     ),
     "_there_are_steps": ({"max_steps": 0}, "max_steps must be positive, or -1"),
     "_every_update_has_a_group": ({"updates_per_rollout": 9}, "raise prompts_per_step"),
-    "_vespo_weighs_by_itself": (
-        {"loss_type": "vespo", "importance_sampling_mode": "sequence_mask"},
-        "vespo folds the sampler's weights into its own .*'token_truncate' or 'token_mask', got 'sequence_mask'",
-    ),
     "_resume_or_overwrite": ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
     "_the_best_metric_is_measured": ({"metric_for_best_model": "eval/accuracy"}, "eval_steps=None steps; set it"),
 }
@@ -70,6 +66,13 @@ def test_every_rule_is_tried_and_looks_at_settings_that_exist():
 def test_other_ways_to_contradict_oneself(settings):
     with pytest.raises(ValueError):
         GRPOConfig(**settings)
+
+
+def test_what_the_loss_cannot_combine_is_refused_with_the_settings():
+    with pytest.raises(
+        ValueError, match="vespo folds the sampler's weights .*'token_mask' with sampler_logps, got 'seq"
+    ):
+        GRPOConfig(loss_type="vespo", importance_sampling_mode="sequence_mask")
 
 
 def test_what_goes_together():
