@@ -70,7 +70,7 @@ def test_other_ways_to_contradict_oneself(settings):
 
 def test_what_the_loss_cannot_combine_is_refused_with_the_settings():
     with pytest.raises(
-        ValueError, match="vespo folds the sampler's weights .*'token_mask' with sampler_logps, got 'seq"
+        ValueError, match=r"vespo folds the sampler's weights .* with sampler_logps, got 'seq"
     ):
         GRPOConfig(loss_type="vespo", importance_sampling_mode="sequence_mask")
 
