@@ -1,7 +1,7 @@
 # make train   install what is pinned, then run the embedded example to its end
 # make test    the same environment, then the tests
 # make docs    write docs/settings.md anew from the settings in the code
-# PIP_ARGS=... is handed to pip; README.md says what for.
+# PIP_ARGS=... is passed to pip; README.md has an example.
 
 PYTHON ?= python3
 VENV ?= .venv

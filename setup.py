@@ -11,13 +11,14 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastgrpo" / "__init__.py")
 setup(
     name="fastgrpo",
     version=VERSION,
-    description="The fastest and most exact GRPO engine: fused kernels, a trainer, and the loss as a library",
+    description="A GRPO engine: fused kernels, a trainer, and the loss as a library",
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # An editable install is a path in a .pth file. The default, a finder of its own, is asked after the folders on the
-    # path: a script beside the clone would take the clone's folder for a namespace package `fastgrpo`.
+    # An editable install shall be a path in a .pth file. By default setuptools installs an import finder, which Python
+    # asks after the folders on the path, so a script in the folder that holds the clone would import the clone's folder
+    # as a namespace package `fastgrpo`.
     options={"editable_wheel": {"mode": "compat"}},
     packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
     package_dir={"fastgrpo.kernels": "kernels"},

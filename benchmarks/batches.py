@@ -59,7 +59,7 @@ def make_batch(n: int, d: int, v: int, *, length: int, dtype: torch.dtype, devic
         d: Width of the hidden states.
         v: Size of the vocabulary.
         length: Tokens of a sequence.
-        dtype: Of hidden states and weight.
+        dtype: Dtype of hidden states and weight.
         device: Where the batch lies.
     """
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
-"""Training on groups with a long prompt: one prompt for all completions of a group against a prompt for each.
+"""Training on groups with a long prompt, computed once for all completions of a group or once for each of them.
 
-A model with random weights, from token ids through layers, head and GRPO loss to the gradients of all weights, in
-micro-batches of the default token budget, without gradient checkpointing and with it. On a GPU the model has the shape
-of Qwen2.5-0.5B in bf16 and there are four groups; on a CPU it is a small one in fp32 with one group. That both variants
-give the same gradients is asserted.
+A training pass goes from token ids through layers, head and GRPO loss to the gradients of all weights, in micro-batches
+of the default token budget, with and without gradient checkpointing. The model has random weights. On a GPU it has the
+shape of Qwen2.5-0.5B in bf16 and there are four groups; on a CPU it is a small model in fp32 with one group. The
+benchmark asserts that both variants give the same gradients.
 
     pytest benchmarks/bench_attention.py --benchmark-only
 
@@ -29,10 +29,10 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 
 ROUNDS = 2 if SMALL else 10
-SECONDS = 60  # of rounds for one setting
+SECONDS = 60  # time limit of the rounds for one setting
 MAX_TOKENS = 16384
-BAR = 0.45  # of the time with a prompt each, at prompt 1024, completions 256, G = 8
-DIFFERENCE = 0.05 if CUDA else 1e-4  # of the two variants' gradients, relative: rounding of bf16 through 24 layers
+BAR = 0.45  # largest share of the time with a prompt for each completion (prompt 1024, completions 256, G = 8)
+DIFFERENCE = 0.05 if CUDA else 1e-4  # largest relative difference of the gradients: bf16 rounds through 24 layers
 
 
 class Setting(NamedTuple):

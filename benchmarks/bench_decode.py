@@ -3,7 +3,7 @@
 Attention is one layer of one decode step of 16 groups of 16 lanes with Qwen2.5's heads in bf16. Its variants are
 fastgrpo's kernel with one prompt for all lanes of a group, the same kernel with a prompt for each lane, and SDPA with a
 prompt for each lane. Sampling draws one token for each of 256 lanes from a vocabulary of 151,936, with the filters of
-`FILTERS`. That all variants give the same result is asserted.
+`FILTERS`. The benchmark asserts that all variants give the same result.
 
     pytest benchmarks/bench_decode.py --benchmark-only
 
@@ -29,7 +29,7 @@ ROUNDS = 2 if SMALL else 50
 MISSING = {} if CUDA else {"fastgrpo": "needs a CUDA device"}
 PROMPTS, GROUP, PROMPT_TOKENS, SUFFIX_TOKENS = (2, 2, 32, 8) if SMALL else (16, 16, 2048, 512)
 SIZES = {"0.5B": QWEN["0.5b"], "7B": QWEN["7b"]}
-LANES, VOCAB = (4, 512) if SMALL else (256, 151_936)  # of sampling
+LANES, VOCAB = (4, 512) if SMALL else (256, 151_936)  # lanes and vocabulary of sampling
 FILTERS = {"no filter": {}, "top_k 20": {"top_k": 20}, "top_p 0.95": {"top_p": 0.95},
            "top_k 20, top_p 0.95": {"top_k": 20, "top_p": 0.95}}  # fmt: skip
 

@@ -29,7 +29,7 @@ from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_most, finish,
 from benchmarks.peers import PEERS, peers
 
 ROUNDS = 2 if SMALL else 20
-SECONDS = 20  # of rounds for one shape and share of active tokens
+SECONDS = 20  # time limit of the rounds for one shape and one share of active tokens
 CHUNK_ROWS = (64, 128) if SMALL else (2048, 4096, 16384)  # beside the default of 8192
 ACTIVE = 0.42
 SPARE_BYTES = 2**28  # what the memory bar allows beyond the formula
@@ -83,7 +83,7 @@ def heads_of(shape: Shape) -> tuple[Heads, dict[str, str]]:
         shape: Chunks that are larger than its N are left out.
 
     Returns:
-        The variants by name, and for each peer that does not run here, why.
+        The variants by name, and the reason for each peer that does not run here.
     """
     heads = {"fastgrpo": variants.fastgrpo}
     heads |= {f"fastgrpo, chunks of {c}": variants.fastgrpo_chunks(c) for c in CHUNK_ROWS if c <= shape.n}
@@ -112,7 +112,7 @@ def errors_of(result: torch.Tensor | variants.Gradients, expected: Truth) -> dic
 
 
 def figures(name: str, head: variants.Head, batch: Batch, expected: Truth) -> dict[str, float]:
-    """Call a head once, and note what its row says beside times.
+    """Call a head once, and return the figures of its row that are not times.
 
     Args:
         name: The variant's name.
@@ -173,7 +173,7 @@ def run(
         share: Active tokens, over all of them.
         batch: Inputs of that shape.
         heads: The variants.
-        missing: For each variant that does not run here, why.
+        missing: The reason for each variant that does not run here.
 
     Returns:
         What `compare` measured, the rows made of it, and `missing` with the peers that failed.

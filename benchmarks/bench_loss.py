@@ -1,8 +1,8 @@
 """The loss on one machine: linear_grpo_loss against full logits in plain PyTorch and against TRL's fused head.
 
 Shapes: N tokens, V vocabulary, D hidden, fp32. Each variant computes the clipped GRPO loss and its gradients of hidden
-[N, D] and weight [V, D], with all tokens active and with 40% of them, forward and backward. That all variants give the
-same gradients is asserted.
+[N, D] and weight [V, D], with all tokens active and with 40% of them, forward and backward. The benchmark asserts that
+all variants give the same gradients.
 
     pytest benchmarks/bench_loss.py --benchmark-only
 
@@ -28,11 +28,11 @@ LENGTH = 128  # tokens of a sequence
 
 
 def assert_same_gradients(gradients: Gradients, expected: Gradients) -> None:
-    """Compare gradients within what fp32 sums in another order differ by.
+    """Assert that gradients are equal up to the rounding of fp32 sums in another order.
 
     Args:
-        gradients: Of one variant.
-        expected: Of another one.
+        gradients: The gradients of one variant.
+        expected: The gradients of another variant.
     """
     for mine, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item())

@@ -181,7 +181,7 @@ def variants_of(
         case: "equal" or "long-tailed".
 
     Returns:
-        The variants by name, and for each one that does not run, why.
+        The variants by name, and the reason for each one that does not run.
     """
     variants, missing = {}, {}
     for name in ["triton", "flash_attn", "varlen", "sdpa"] if CUDA else ["sdpa", "products"]:

@@ -38,8 +38,8 @@ PROMPT_TOKENS, MAX_TOKENS = (512, 1024) if GPU else (8, 12)
 STOPS = 4 / MAX_TOKENS  # share of the vocabulary that ends a completion
 BETA = 0.04
 BARS = {"0.5b": {"trl": 5.0, "trl, continuous batching": 2.5}, "1.5b": {}, "0.8m": {"trl": 1.5}}
-MEMORY_BAR = 0.5  # of TRL's peak, on a GPU
-MFU_BAR = 0.35  # of the update, 1.5b on a GPU
+MEMORY_BAR = 0.5  # largest share of TRL's peak memory on a GPU
+MFU_BAR = 0.35  # smallest MFU of the update of the 1.5b model on a GPU
 
 
 def parity(completion_ids: list[list[int]], **columns: Any) -> list[float]:

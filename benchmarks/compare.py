@@ -146,7 +146,7 @@ def rows_of(
 
     Args:
         results: What `compare` returned. A "peak_bytes" of None says that memory was not measured.
-        missing: For each variant that was not run, why. Each gets a row with the reason in place of figures.
+        missing: The reason for each variant that was not run. Its row has the reason in place of figures.
         extras: Further figures of a variant, by its name.
         description: What all rows share: the benchmark's name, its shapes, its dtype.
 

@@ -62,7 +62,7 @@ def finish(
     missing: dict[str, str] | None = None,
     keep: bool = not SMALL,
 ) -> None:
-    """End a benchmark: tell what it measured, write it down, and let pytest-benchmark time one variant for its table.
+    """End a benchmark: report and save what it measured, and let pytest-benchmark time one variant for its table.
 
     A bar that is not met is reported and fails nothing: a neighbour's load on a shared machine is no regression.
 
@@ -73,7 +73,7 @@ def finish(
         bars: By name, what `at_most` and `at_least` judged.
         call: The variant that pytest-benchmark times.
         rounds: Calls that it times.
-        missing: For each variant that was not run, why.
+        missing: The reason for each variant that was not run.
         keep: Whether to add the rows to results/.
     """
     missing = missing or {}

@@ -52,7 +52,7 @@ def random_model(
         family: A key of `FAMILIES`.
         size: Its shape.
         device: Where its weights are drawn and stay.
-        dtype: Of its parameters. Buffers, such as the rotary frequencies, stay in fp32.
+        dtype: Dtype of its parameters. Buffers, such as the rotary frequencies, stay in fp32.
         config: Further fields of its transformers config.
     """
     torch.manual_seed(0)

@@ -101,7 +101,7 @@ def peers(compiled: bool = True) -> tuple[dict[str, Head], dict[str, str]]:
         compiled: Whether Liger calls torch.compile.
 
     Returns:
-        The heads by the peer's name, and for each peer that does not run here, why.
+        The heads by the peer's name, and the reason for each peer that does not run here.
     """
     makers = {"trl": trl_head, "liger": partial(liger_head, compiled), "cut-cross-entropy": cut_cross_entropy_head}
     heads, missing = {}, {}

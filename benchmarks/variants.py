@@ -102,7 +102,7 @@ def _full_logits_loss(batch: Batch) -> torch.Tensor:
 
 
 def full_logits(batch: Batch) -> Gradients:
-    """Do what a training loop without a fused head does: logits [N, V] in the batch's dtype, all after them in fp32.
+    """Do what a training loop without a fused head does: compute logits [N, V] in the batch's dtype, and then fp32.
 
     Args:
         batch: The inputs of the head.

@@ -1,7 +1,7 @@
 """fastgrpo: Group Relative Policy Optimization (https://arxiv.org/abs/2402.03300) on fused kernels.
 
-Importing this package costs torch alone: every public name is loaded on first use, and only the trainer needs
-transformers and datasets (`pip install fastgrpo[train]`).
+Importing this package is quick, because every public name is loaded on first use. The loss needs torch and Triton
+alone; the trainer and the engine need the packages of `pip install fastgrpo[train]`.
 """
 
 import importlib

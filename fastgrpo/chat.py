@@ -1,7 +1,8 @@
 """python -m fastgrpo.chat MODEL: talk to a model, interactively or with --prompt; its answer streams to the terminal.
 
-Where the tokenizer has a chat template, the conversation so far goes into every turn (/new begins another one); without
-one, each line is continued as plain text. /exit, or the end of the input, ends it; Ctrl-C ends an answer.
+Where the tokenizer has a chat template, every turn contains the conversation so far, and /new begins another
+conversation. Without a chat template, each line is continued as plain text. /exit or the end of the input ends the
+command, and Ctrl-C ends an answer.
 """
 
 import sys
@@ -23,24 +24,26 @@ from fastgrpo.rollout.sampling import SamplingParams
 @documented
 @dataclass(frozen=True)
 class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
-    """What the command takes; sampling is under vLLM's names."""
+    """The settings of the command. Sampling settings have vLLM's names."""
 
     model: str = setting(REQUIRED, "A folder or hub id of a causal LM.")
-    prompt: str | None = setting(None, "Prompt to answer before the command ends. None talks until the input ends.")
+    prompt: str | None = setting(
+        None, "Prompt to answer. The command ends after the answer. None reads prompts until the input ends."
+    )
     system_prompt: str | None = setting(None, "System prompt that goes before the conversation.")
     max_tokens: int = setting(
         512, "Largest number of tokens of an answer. -n is short for this flag.", within=Interval(at_least=1)
     )
     temperature: float = setting(
-        1.0, "Temperature of the draws; 0 takes the likeliest token every time.", within=TEMPERATURE
+        1.0, "Temperature of the draws; 0 always takes the likeliest token.", within=TEMPERATURE
     )
     seed: int | None = setting(
-        None, "Seed of the draws. None draws something else every time.", within=Interval(at_least=0)
+        None, "Seed of the draws. None draws differently at every start.", within=Interval(at_least=0)
     )
 
 
 class Conversation:
-    """The turns so far, with a model that answers the next one.
+    """A conversation with a model: the turns so far, and what answers the next one.
 
     Args:
         model: The causal LM that answers.
@@ -64,7 +67,7 @@ class Conversation:
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
         stops = stop_token_ids(self.policy, tokenizer)
-        # What was asked for and nothing else: penalties and filters that the model was published with would sway it.
+        # The model's own generation config is replaced, since its penalties and filters would change the draws.
         model.generation_config = GenerationConfig(
             do_sample=sampling.temperature > 0,
             temperature=sampling.temperature or None,
@@ -87,7 +90,7 @@ class Conversation:
         """Stream the answer to stdout.
 
         Args:
-            text: What the person said.
+            text: The user's turn.
 
         Returns:
             The answer.
@@ -116,7 +119,7 @@ def chat(argv: list[str]) -> None:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag or the model does not fit.
+        ValueError: A flag is not allowed, or the model cannot be loaded.
     """
     flags = parse_flags(
         ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
@@ -141,7 +144,7 @@ def talk(conversation: Conversation) -> None:
     """Answer the lines of stdin until it ends.
 
     Args:
-        conversation: Who answers.
+        conversation: The conversation that answers.
     """
     while True:
         try:
@@ -169,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0, or 2 for a mistake that a person can mend, told in a line or two.
+        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
     """
     return run_command(chat, argv)
 

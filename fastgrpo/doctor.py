@@ -1,6 +1,6 @@
-"""python -m fastgrpo.doctor: tell what is installed, what runs on it, and what is missing for what.
+"""python -m fastgrpo.doctor: show what is installed, which code paths run here, and what missing packages are for.
 
-With --model PATH and any flags of training, it also tells the memory that such a run would hold. Nothing is downloaded.
+With --model PATH and any flags of training, it also shows the memory that such a run would take. Nothing is downloaded.
 """
 
 import platform
@@ -13,7 +13,7 @@ import torch
 from fastgrpo.config.command import TRAIN, quiet_libraries, run_command
 from fastgrpo.run.curves import table
 
-# Each row is a distribution and what it is for. Training needs these:
+# Distributions that training needs, each with what it is for.
 NEEDED = (
     ("transformers", "models and tokenizers"),
     ("tokenizers", "tokenizers"),
@@ -23,10 +23,10 @@ NEEDED = (
     ("tqdm", "progress bars"),
     ("matplotlib", "curves.png"),
 )
-# And it does without these:
+# Distributions that training can do without.
 OPTIONAL = (
     ("triton", "the fused kernels on GPUs (without it: the chunked path)"),
-    ("flash-attn", "FlashAttention of its authors (without it: PyTorch's own)"),
+    ("flash-attn", "flash-attn's kernels (without it: PyTorch's own FlashAttention)"),
     ("liger-kernel", "fused norms, rotary embedding and SwiGLU"),
     ("peft", "--use_peft"),
     ("torchao", "--ref_quantization int8"),
@@ -56,7 +56,7 @@ def installed(distribution: str) -> str | None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Describe what the code runs on.
+    """Describe the machine and the code paths that run on it.
 
     Returns:
         Pairs of a name and its value.
@@ -102,7 +102,7 @@ def packages() -> Iterator[tuple[str, str]]:
     """Describe every package that fastgrpo can use.
 
     Yields:
-        Pairs of a name and its version, or what it is missing for and the remedy.
+        Pairs of a package's name and its version. A missing package has its purpose and the remedy in place of it.
     """
     for distribution, purpose in NEEDED + OPTIONAL:
         remedy = TRAIN if (distribution, purpose) in NEEDED else f"pip install {distribution}"
@@ -119,7 +119,7 @@ def memory(argv: list[str]) -> str:
         A table with a line for each part, and whether they fit into the GPU.
 
     Raises:
-        ValueError: A flag or the model does not fit.
+        ValueError: A flag is not allowed, or there is no config of the model.
     """
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.load import choose_device, choose_dtype
@@ -154,13 +154,13 @@ def _gib(count):
 
 
 def doctor(argv: list[str]) -> None:
-    """Print what there is, and with --model the memory of a run.
+    """Print the state of the machine, and with --model the memory of a run.
 
     Args:
         argv: The arguments.
 
     Raises:
-        ValueError: A package that training needs is missing, or a flag does not fit.
+        ValueError: A package that training needs is missing, or a flag is not allowed.
     """
     if {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
@@ -174,7 +174,7 @@ def doctor(argv: list[str]) -> None:
     if any(argument.startswith("--model_name_or_path") for argument in argv):
         print("\n" + memory(argv))
     elif argv:
-        raise ValueError("flags of training go with --model PATH, for the memory that such a run would hold")
+        raise ValueError("flags of training go with --model PATH; the memory that such a run would take is then shown")
 
 
 def main(argv: list[str] | None = None) -> int:

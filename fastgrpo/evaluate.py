@@ -1,7 +1,7 @@
 """python -m fastgrpo.evaluate MODEL [MODEL ...]: accuracy, pass@k and maj@k on held-out prompts, in one table.
 
-One greedy completion of each prompt gives the accuracy; with --eval_num_generations K, K draws of each give pass@k and
-maj@k besides. --output FILE keeps every completion.
+One greedy completion of each prompt gives the accuracy. With --eval_num_generations K, K sampled completions of each
+prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
 """
 
 import dataclasses
@@ -38,22 +38,22 @@ from fastgrpo.tasks import find_task
 class EvaluateConfig(
     EvaluationConfig, RewardConfig, EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings
 ):  # the fields come in the reverse of this order
-    """What the command takes. Names that training has too mean the same."""
+    """The settings of the command. Settings that training has too mean the same there."""
 
     models: tuple[str, ...] = setting(REQUIRED, "Folders or hub ids of causal LMs, which are compared in one table.")
     output: str | None = setting(
-        None, "New file for every completion, one JSON object a line. None keeps no completion."
+        None, "New file to write every completion to, one JSON object per line. None writes no file."
     )
 
 
 def parse(argv: list[str]) -> EvaluateConfig:
-    """Read the command line. Where no limit is given, completions are as long as the task's recipe lets them be.
+    """Read the command line. The default of max_completion_length is that of the task's recipe, if it has one.
 
     Args:
         argv: The arguments.
 
     Returns:
-        The settings. Of a data set that is a single .jsonl file, that file is evaluated, whatever the split.
+        The settings. If the data set is a single .jsonl file, this file is evaluated, whatever --dataset_test_split is.
 
     Raises:
         ValueError: A flag does not exist, or a value is not allowed.
@@ -79,11 +79,11 @@ def evaluate_models(argv: list[str]) -> None:
         argv: The arguments.
 
     Raises:
-        ValueError: A model, a data set or a flag does not fit.
+        ValueError: A flag is not allowed, or a model or the data set cannot be used.
     """
     config = parse(argv)
     quiet_libraries()
-    # A misspelt name should not wait for the others.
+    # All tokenizers are loaded first, so that a misspelt model is refused before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
     with _open_new(config.output) as file:
         results = []
@@ -141,7 +141,7 @@ def _open_new(path):
     except FileExistsError:
         raise ValueError(f"{path} exists already; choose another --output") from None
     except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"{path} cannot be written: its folder is not there, or it is one") from None
+        raise ValueError(f"{path} cannot be written: it is a folder, or its folder does not exist") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0, or 2 for a mistake that a person can mend, told in a line or two.
+        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
     """
     return run_command(evaluate_models, argv)
 

@@ -13,7 +13,7 @@ from fastgrpo.run.curves import draw_curves
 @documented
 @dataclass(frozen=True)
 class ReportConfig(Settings):
-    """What the command takes."""
+    """The settings of the command."""
 
     run: str = setting(REQUIRED, "Folder of a run, with its metrics.jsonl.")
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0, or 2 for a mistake that a person can mend, told in a line or two.
+        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
     """
     return run_command(report, argv)
 

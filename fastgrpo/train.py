@@ -1,6 +1,7 @@
 """python -m fastgrpo.train: command line -> GRPOConfig -> GRPOTrainer. Without flags, the embedded example runs.
 
-What needs transformers is imported where it is used, so that --help is quick, and a package that is missing is told.
+Modules that need transformers are imported inside the functions that use them, so that --help is quick and a missing
+package is reported as a mistake.
 """
 
 import sys
@@ -24,8 +25,8 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         A trainer whose run folder is claimed.
 
     Raises:
-        ValueError: Some settings, files or packages do not fit together; whatever can be known before the warm start
-            is told before it.
+        ValueError: Settings, files or packages do not fit together. Whatever can be checked before the warm start is
+            checked before it.
     """
     from fastgrpo.policy.load import choose_device, load_tokenizer
     from fastgrpo.rewards.call import Rewards, load_reward
@@ -63,7 +64,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
 
 
 def _make_policy(task_module, config, log):
-    """Return the folder of the task's own policy, which a run that goes on has warm-started before."""
+    """Warm-start the task's own policy and return its folder. A resumed run has done so before."""
     if log.checkpoint is not None:
         return log.dir / "warm-start"
     log.say("warm start: supervised training of the task's own small model")
@@ -85,7 +86,7 @@ def train(argv: list[str]) -> None:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag, or what it names, does not fit.
+        ValueError: A flag is not allowed, or what it names cannot be used.
     """
     config = parse(argv)
     quiet_libraries()
@@ -99,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0; 2 for a mistake that a person can mend, told in a line or two; 130 after SIGINT.
+        The exit code: 0; 2 for a mistake that the user can fix, which is reported in a line or two; 130 after SIGINT.
 
     Raises:
         SystemExit: With code 143, after SIGTERM.

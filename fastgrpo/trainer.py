@@ -1,4 +1,4 @@
-"""The loop: prompts -> rollouts -> rewards -> advantages -> updates, and what is measured on the way."""
+"""The training loop: prompts -> rollouts -> rewards -> advantages -> updates, with logging and checkpoints."""
 
 import dataclasses
 import math
@@ -47,13 +47,13 @@ class GRPOTrainer:
             `Rewards`.
         args: The settings; None for the defaults.
         train_dataset: Rows with a `prompt` column (a list, a datasets.Dataset), or a `Source` of them. All rows are
-            looked at before the first step.
+            checked before the first step.
         eval_dataset: Held-out rows, or None for no evaluation.
         processing_class: The tokenizer; None loads the model's.
-        log: A `RunLog` whose folder is claimed already; None makes one from args.
+        log: A `RunLog` that has claimed its folder already. None makes one from args.
 
     Raises:
-        ValueError: Something does not fit; the message names it and the remedy.
+        ValueError: An argument or a setting cannot be used; the message names it and the remedy.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GRPOTrainer:
         return self.policy.module
 
     def _count_steps(self):
-        """How many steps the run has. Raises ValueError where they are too few to be profiled."""
+        """Count the steps of the run. Raises ValueError where they are too few to be profiled."""
         args, steps = self.args, self.args.max_steps
         if steps < 0:
             steps = math.ceil(args.num_train_epochs * len(self.source) / args.prompts_per_step)
@@ -162,7 +162,7 @@ class GRPOTrainer:
         )
 
     def parts(self) -> dict[str, Stateful]:
-        """What of the run has state, by the name that a checkpoint gives it."""
+        """Return the parts of the run that have state, by the names that a checkpoint gives them."""
         parts = {
             "policy": self.policy,
             "optimizer": self.optimizer,
@@ -177,7 +177,7 @@ class GRPOTrainer:
         return parts if self.reference is None else parts | {"reference": self.reference}
 
     def about(self) -> dict[str, Any]:
-        """What a resumed run must share with the one that wrote its checkpoint."""
+        """Return what a resumed run is compared with: the number of rows, the dtype and the settings."""
         return {
             "rows": len(self.source),
             "dtype": str(self.policy.dtype),
@@ -185,17 +185,17 @@ class GRPOTrainer:
         }
 
     def train(self) -> dict[str, Any]:
-        """Run to the end, from the checkpoint that the log found, where it found one.
+        """Train until the end, starting from the checkpoint that the log found, if it found one.
 
-        The first SIGINT or SIGTERM lets the step end and saves; a second one leaves at once.
+        The first SIGINT or SIGTERM lets the step end and saves. A second one ends the process at once.
 
         Returns:
             The summary, which is also written to summary.json.
 
         Raises:
             ValueError: A checkpoint could not be read or written.
-            KeyboardInterrupt: After SIGINT; everything is saved then.
-            SystemExit: After SIGTERM, with code 143; everything is saved then.
+            KeyboardInterrupt: The run was stopped by SIGINT, after everything was saved.
+            SystemExit: The run was stopped by SIGTERM, after everything was saved. The exit code is 143.
         """
         log = self.log
         with StopSignals() as stop, log, self.checkpoints:
@@ -221,7 +221,7 @@ class GRPOTrainer:
                 shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
                 log.advance(**{short: values[name] for short, name in shown.items() if name in values})
         if stopping:
-            log.say(f"stopped after step {step}; --resume_from_checkpoint auto --output_dir {log.dir} goes on")
+            log.say(f"stopped after step {step}; continue with --resume_from_checkpoint auto --output_dir {log.dir}")
             stop.leave()
         return self._finish()
 
@@ -252,13 +252,13 @@ class GRPOTrainer:
         return values
 
     def _advance(self, experience, accuracy):
-        """Count steps, epochs and tokens, and let the source hear how the policy fared."""
+        """Count the step, its epochs and its tokens, and tell the source the accuracy of the step."""
         state = self.state
         state.global_step += 1
         news = self.source.observe(accuracy)
         if news:
             self.log.say(f"step {state.global_step}: {news}")
-        rows = round(state.epoch * len(self.source)) + experience.taken  # whole rows: nothing is rounded away
+        rows = round(state.epoch * len(self.source)) + experience.taken  # in whole rows, so that no rounding adds up
         state.epoch = rows / len(self.source)
         state.num_tokens += experience.num_tokens
 
@@ -290,8 +290,10 @@ class GRPOTrainer:
         return result.values
 
     def _evaluate_if_due(self):
-        """Evaluate at the first and the last step and every eval_steps, once; a run that was stopped before an
-        evaluation catches up on it."""
+        """Evaluate once at the start, at the end, and every eval_steps steps.
+
+        A run that was stopped just before an evaluation makes it after it is resumed.
+        """
         state, every = self.state, self.args.eval_steps
         step = state.global_step
         due = step in (0, state.max_steps) or (every and step % every == 0)
@@ -303,7 +305,7 @@ class GRPOTrainer:
                 state.accuracy_before = state.accuracy_after if step == 0 else state.accuracy_before
 
     def _finish(self):
-        """Write what the run leaves when it is through. Returns the summary."""
+        """Write the files that a finished run leaves, and return its summary."""
         state = self.state
         summary = {
             "accuracy_before": state.accuracy_before,
@@ -319,7 +321,7 @@ class GRPOTrainer:
 
 
 def clipped(experience: Experience, updated: Updated) -> list[Completion]:
-    """Tell each completion that was trained on what the last update clipped of it.
+    """Note in each completion that was trained on which share of its tokens the last update clipped.
 
     Args:
         experience: What was drawn for the step.

@@ -195,9 +195,9 @@ class LinearLogprob(torch.autograd.Function):
 
 
 class LinearGRPO(torch.autograd.Function):
-    """The fused loss -> loss (scalar), and a dict of [M]: log-probs, metrics, and on request the entropy.
+    """Returns the fused loss, a scalar, and a dict of [M] values: log-probs, metrics, and on request the entropy.
 
-    The loss alone is differentiable. `needs` tells which of hidden, weight and bias want a gradient, because
+    Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
     ctx.needs_input_grad stays True under no_grad.
     """
 

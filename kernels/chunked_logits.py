@@ -1,4 +1,4 @@
-"""The GRPO loss of logits that are already there, without Triton: the results of reference.logits_grpo_loss.
+"""The GRPO loss of given logits without Triton, with the results of reference.logits_grpo_loss.
 
 Shapes: N rows (one a token), M <= N kept rows, V vocabulary. The forward reads the kept rows once and keeps vectors [M]
 alone. The backward reads them again and computes dz = g dlogp/dz chunk by chunk, in fp32 in one buffer. It writes each
@@ -28,9 +28,9 @@ def _chunks(logits, rows, size):
 
 
 class LogitsGRPO(torch.autograd.Function):
-    """logits [N, V] -> loss (scalar), and a dict of [M]: log-probs, metrics, and on request the entropy.
+    """Returns the loss of logits [N, V], a scalar, and a dict of [M]: log-probs, metrics, and on request the entropy.
 
-    The loss alone is differentiable. With `inplace` the backward overwrites the logits with their gradient, and
+    Only the loss is differentiable. With `inplace` the backward overwrites the logits with their gradient, and
     autograd refuses a second backward.
     """
 

@@ -67,7 +67,7 @@ def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, 
                        weight_sum: Tensor | None, bias_sum: Tensor | None, start: int) -> None:  # fmt: skip
     """Compute the same for one chunk: write its rows of dH, and add its dW and dbias.
 
-    The first chunk, which starts at row 0, writes dW and dbias instead of adding: nobody needs to zero them.
+    The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed before.
 
     Args:
         exps: [n, V] E of the chunk.
@@ -98,7 +98,7 @@ class HeadGradients:
     """dH [M, D], dW [V, D] and dbias [V] over several chunks, added from the first row to the last.
 
     dW and dbias add up in fp32. dH is in the dtype of hidden, or in fp32 where ranks add to it or where it is scaled
-    later: rounding before and after a factor would be two roundings.
+    later, because rounding both before and after a factor would lose precision.
 
     Args:
         rows: M, the rows of hidden over all chunks.

@@ -21,7 +21,7 @@ from fastgrpo.kernels.tiles import GUARD, LN2, ROWS_VARY, Head, row_scale
 
 
 class Rows(NamedTuple):
-    """What the forward computes for each row, the seven rows of one [7, N] fp32 tensor.
+    """What the forward computes for each token. Each field is one row of a [7, N] fp32 tensor.
 
     Attributes:
         logp: Log-prob of the target.
@@ -128,9 +128,8 @@ def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_
     tl.store(out_ptr + 6 * n_rows + rows, norm, mask=ok)
     if e_ptr is not None:
         target = tl.load(target_ptr + rows, mask=ok, other=-1)
-        legal = (
-            ok & (c == c) & (target >= 0)
-        )  # c is NaN for a target outside of [0, V); a negative one lies on another rank
+        # c is NaN for a target outside of [0, V), and a negative target lies on another rank.
+        legal = ok & (c == c) & (target >= 0)
         tl.store(e_ptr + rows.to(tl.int64) * e_stride + target, patch.to(e_ptr.dtype.element_ty), mask=legal)
 
 
@@ -177,7 +176,7 @@ def finish_fwd(
     exps: torch.Tensor | None,
     with_entropy: bool,
 ) -> torch.Tensor:
-    """Compute what the loss and the backward need to know of each row.
+    """Compute what the loss and the backward need for each row.
 
     Args:
         head: The checked arguments of the head.

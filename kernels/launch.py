@@ -1,8 +1,7 @@
 """Block sizes by compute capability, and the checks that launchers make: plain tables and functions, no autotuner.
 
 An autotuner cannot run under the interpreter, and it hides what it chose. The sizes are those that compile without
-spills for every option of the epilogue (tests/kernels/test_aot.py holds them to that); times measured on a GPU may move
-them.
+spills for every option of the epilogue, which tests/kernels/test_aot.py checks.
 
 TRITON_INTERPRET=1 runs the kernels on CPU tensors. CPU tensors are accepted then and only then, with blocks so small
 that a test's matrix has several of each kind.
@@ -105,7 +104,7 @@ def on_its_device(function: Callable) -> Callable:
     """Make a function run on the device of its first argument, since Triton launches on the current device.
 
     Args:
-        function: One whose first argument is a tensor.
+        function: A function whose first argument is a tensor.
     """
 
     @wraps(function)
@@ -119,10 +118,10 @@ def on_its_device(function: Callable) -> Callable:
 def precision(dtype: torch.dtype) -> str:
     """Return the input precision of a product, "ieee" or "tf32".
 
-    Products of fp32 are exact unless torch was told that TF32 is fine; fp16 and bf16 have one precision.
+    Products of fp32 are exact unless torch is set to allow TF32; fp16 and bf16 have one precision.
 
     Args:
-        dtype: Of the operands.
+        dtype: Dtype of the operands.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -153,7 +152,7 @@ def exp_ptr_blocks(major: int, minor: int, dtype: torch.dtype, tf32: bool, plain
     Args:
         major: Major compute capability.
         minor: Minor compute capability.
-        dtype: Of the operands.
+        dtype: Dtype of the operands.
         tf32: Whether products of fp32 may use TF32.
         plain: Whether the epilogue has no soft-cap and no entropy, D is a multiple of the block, and a program computes
             one tile.
@@ -170,7 +169,7 @@ def online_blocks(dtype: torch.dtype, tf32: bool) -> Blocks:
     """Return the block sizes of the online softmax, which keeps its running maxima beside the tile.
 
     Args:
-        dtype: Of the operands.
+        dtype: Dtype of the operands.
         tf32: Whether products of fp32 may use TF32.
     """
     if dtype == torch.float32:
@@ -182,7 +181,7 @@ def anchor_blocks(dtype: torch.dtype) -> Blocks:
     """Return the block sizes of the anchor: square, since only the diagonal counts, and small, for more programs.
 
     Args:
-        dtype: Of the operands.
+        dtype: Dtype of the operands.
     """
     return Blocks(64, 64, 32 if dtype == torch.float32 else 64, 4, 3)
 
@@ -241,7 +240,7 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
     Args:
         rows: Queries that share their keys: pairs of a lane and a query head.
         depth: d, the width of a head.
-        dtype: Of queries, keys and values.
+        dtype: Dtype of queries, keys and values.
     """
     depth = max(16, triton.next_power_of_2(depth))
     rows = max(16, triton.next_power_of_2(max(rows, 1)))
@@ -277,7 +276,7 @@ def check_device(tensor: torch.Tensor, name: str) -> None:
         name: Its name, for the message.
 
     Raises:
-        ValueError: They do not.
+        ValueError: The kernels do not run on the device, or do not take the dtype.
     """
     if tensor.device.type == "cpu" and not INTERPRET:
         raise ValueError(

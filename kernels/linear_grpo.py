@@ -35,9 +35,10 @@ from fastgrpo.kernels.products import needed
 
 
 class LinearGRPO(torch.autograd.Function):
-    """The loss (a scalar, fp32) and a dict of [M]: logps, metrics, entropy on request. Only the loss differentiates.
+    """Returns the loss, an fp32 scalar, and a dict of [M] values: logps, metrics, and on request the entropy.
 
-    `needs` says which of hidden, weight and bias want a gradient: ctx.needs_input_grad stays True under no_grad.
+    Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
+    ctx.needs_input_grad stays True under no_grad.
     """
 
     @staticmethod
@@ -169,7 +170,7 @@ def linear_grpo_loss(
         return_entropy: Whether the entropy is returned.
         softcap: Cap of the logits, or None.
         group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
-        path: "anchored" or "recompute"; None is by dtype.
+        path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most tokens whose exponentials are held at once.
 
     Returns:

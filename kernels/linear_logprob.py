@@ -3,7 +3,7 @@
     z = y / T,  y = softcap(h . w + b),   logp = z_t - log sum_v exp(z_v),   H = -sum_v p_v log p_v
     dz_v = g (1[v = t] - p_v) - h p_v (log p_v + H)       for gradients g of logp and h of H
 
-There are two paths. The dtype chooses; tests may choose otherwise.
+There are two paths. The dtype decides which one runs, unless the caller names one, as tests do.
 
 - "anchored" (bf16). E_v = exp(z_v - c), with the target's own z as the anchor c, is stored in bf16, which has the
   exponent range for it; S, the sum of E_v over v != t, is fp32. Then logp = -log1p(S) and p_v = E_v / (S + 1). With the
@@ -67,7 +67,7 @@ def empty_exps(rows: int, vocab: int, like: Tensor) -> Tensor:
 def rows_fwd(
     head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None
 ) -> Tensor:
-    """Compute what the loss and the backward need to know of each row, and fill E.
+    """Compute what the loss and the backward need for each row, and fill E.
 
     Args:
         head: The checked arguments of the head, N > 0.
@@ -273,7 +273,7 @@ def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g
 class LinearLogprob(torch.autograd.Function):
     """Log-probs [N] and entropy [N], fp32, with gradients of hidden, weight and bias.
 
-    `needs` says which of the three want a gradient: ctx.needs_input_grad stays True under no_grad.
+    `needs` says which of the three need a gradient, because ctx.needs_input_grad stays True under no_grad.
     """
 
     @staticmethod
@@ -331,7 +331,7 @@ def linear_logprob(
         softcap: Cap of the logits, or None.
         return_entropy: Whether the entropy is computed.
         group: Name of the process group of a sharded weight, or None.
-        path: "anchored" or "recompute"; None is by dtype.
+        path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most rows of hidden whose exponentials are held at once.
 
     Returns:

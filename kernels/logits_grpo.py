@@ -1,4 +1,4 @@
-"""The GRPO loss of logits that are already there: one read, and one write of their gradient in their place.
+"""The GRPO loss of given logits, whose gradient may be written over the logits in one read and one write.
 
     logp = z_t - log sum_v exp(z_v),   z = logits / T,   dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / T
 
@@ -34,10 +34,10 @@ def _places(index, active, total):
 
 
 class LogitsGRPO(torch.autograd.Function):
-    """The loss (a scalar) and a dict of [M]: logps, metrics, entropy on request. Only the loss differentiates.
+    """Returns the loss, a scalar, and a dict of [M] values: logps, metrics, and on request the entropy.
 
-    With `inplace`, the gradient is written over the logits, and already in the forward where each token's loss is its
-    own. Autograd then refuses a second backward.
+    Only the loss is differentiable. With `inplace`, the gradient overwrites the logits: in the forward if no token's
+    loss depends on other tokens, and else in the backward. Autograd then refuses a second backward.
     """
 
     @staticmethod

@@ -204,7 +204,7 @@ def importance_weights(
 
 
 class PolicyLoss(torch.autograd.Function):
-    """The loss from log-probs [M] -> loss (scalar), metrics (dict of [M]).
+    """Returns the loss of log-probs [M], a scalar, and a dict of [M] metrics.
 
     `fwd` is the `policy_loss_fwd` of this module, or the one of policy_loss.py, which runs it as a Triton kernel.
     """

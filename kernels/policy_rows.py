@@ -24,8 +24,8 @@ class PolicyRows(NamedTuple):
         lengths: [S] int64 kept tokens of each sequence, or None where the objective never looks at sequences.
         sampler_logps: [M] log-probs that the sampler reported, NaN where it reported none, or None.
         entropy_weights: [M] weights of the entropy bonus, its coefficient included, or None.
-        active: [M] bool, where only the device knows which tokens carry gradient; None where all of them do. The tokens
-            that do not have finite stand-ins everywhere, weight 0, and hidden states that must not be read.
+        active: [M] bool, where only the device knows which tokens carry gradient; None where all of them do. Tokens
+            without gradient have finite stand-ins in every field, weight 0, and hidden states that must not be read.
         host_lengths: `lengths` as a tuple, where the host knows them without waiting for the device.
     """
 

@@ -13,7 +13,7 @@ from fastgrpo.kernels.softmax import all_reduce_
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype of the arithmetic: fp32 for every input but fp64, which stays fp64 (for gradcheck).
+    """Return the dtype of the arithmetic: fp64 for fp64 inputs (for gradcheck), and fp32 for all others.
 
     Args:
         tensor: An input of the operation.
@@ -156,7 +156,7 @@ def add_weight_product_(
         exps: E [n, V].
         v: [n] fp32.
         hidden: H [n, D].
-        first: Whether this is the first chunk, which writes `total` without reading it: nobody need zero it.
+        first: Whether this is the first chunk, which overwrites `total`, so that it need not be zeroed before.
 
     Returns:
         `total`.

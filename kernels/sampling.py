@@ -133,8 +133,8 @@ def sample(
 
     The filters work in this order. top_k keeps the k likeliest tokens and those that tie with the k-th. top_p, over
     what top_k kept and renormalized, keeps a token while the mass of the strictly likelier ones is below it. min_p
-    keeps the tokens with at least this probability relative to the likeliest one. The ranges of the four numbers are
-    the caller's to check (`SamplingParams`).
+    keeps the tokens with at least this probability relative to the likeliest one. The caller must check the ranges of
+    the four numbers, as `SamplingParams` does.
 
     Args:
         logits: [R, V] fp32, the vocabulary contiguous.

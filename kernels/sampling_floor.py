@@ -28,7 +28,7 @@ from fastgrpo.kernels import launch
 SWEEPS = 2
 VALUE_PASSES = tl.constexpr(4)
 SLACK = tl.constexpr(1.00001)  # the bracket sums in another order than the sweeps, and must not cut what they keep
-# Places in the state of a row, [8] fp32. BASE is the mass or count above HI, TOP the maximum of the row.
+# Indices into the state of a row, [8] fp32. BASE is the mass or count above HI, TOP the maximum of the row.
 LO, HI, BASE, LIMIT, TOP = (tl.constexpr(i) for i in range(5))
 FIELDS = tl.constexpr(8)
 
@@ -182,8 +182,8 @@ def _gather_kernel(z_ptr, z_stride, top_ptr, state_ptr, found_ptr, candidate_ptr
         rank = tl.cumsum(inside.to(tl.int32)) - 1
         tl.store(candidate_ptr + rank, z, mask=inside & (rank < CANDIDATES))
         found = tl.sum(inside.to(tl.int32))
-    slots = tl.arange(0, CANDIDATES)
-    tl.store(candidate_ptr + slots, tl.full((CANDIDATES,), float("-inf"), tl.float32), mask=slots >= found)
+    index = tl.arange(0, CANDIDATES)
+    tl.store(candidate_ptr + index, tl.full((CANDIDATES,), float("-inf"), tl.float32), mask=index >= found)
     tl.store(found_ptr + place, found)
 
 

@@ -33,7 +33,9 @@ def all_reduce_(
 
 
 class Vocabulary(NamedTuple):
-    """Which part of the vocabulary this process holds. Targets are ids of the whole; per-row values agree on all ranks.
+    """The part of the vocabulary that this process holds.
+
+    Targets are ids of the whole vocabulary, and values for each row are equal on all ranks.
 
     Attributes:
         first: Id of the first entry here.
@@ -49,7 +51,7 @@ class Vocabulary(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> "Vocabulary":
-        """Learn the shards from their weights. The ranks exchange their sizes: a small collective, and a host sync.
+        """Find the part that a rank holds. The ranks exchange the sizes of their shards, and the host waits for them.
 
         Args:
             weight: [V, D], the shard of this rank.

@@ -1,8 +1,8 @@
-"""What the commands share: flags, and mistakes told in a line or two with exit code 2 (`--debug` shows the traceback).
+"""Code that all commands share: it reads flags, and reports a mistake in a line or two with exit code 2.
 
-A ValueError is a mistake that a person can mend, and its text names the thing and the remedy. So are a full disk, a
-folder that may not be written, a package that is not installed, and a GPU without enough memory. Everything else is a
-bug, and keeps its traceback.
+A ValueError counts as a mistake that the user can fix, and its text names the cause and the remedy. A full disk, a
+folder without write permission, a package that is not installed, and a GPU without enough memory count as such mistakes
+too. Everything else is a bug and keeps its traceback. `--debug` shows the traceback of a mistake as well.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from fastgrpo.config.fields import did_you_mean
 
-PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # where module and distribution differ in name
+PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # modules whose distribution has another name
 LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
@@ -28,14 +28,14 @@ Record = TypeVar("Record")
 
 
 def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
-    """Run a command, and tell a mistake in a line or two on stderr.
+    """Run a command, and report a mistake in a line or two on stderr.
 
     Args:
         main: The command. It takes the arguments without --debug.
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0; 2 for a mistake that a person can mend; 130 after SIGINT.
+        The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
@@ -55,9 +55,10 @@ def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None)
 
 
 def quiet_libraries() -> None:
-    """Silence what transformers tells and a person cannot act on: advice about options, and bars of weight loading.
+    """Silence output of transformers that a user cannot act on: advice about options, and bars of weight loading.
 
-    Errors and the bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice back.
+    Errors and the progress bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice
+    back.
     """
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
@@ -71,7 +72,7 @@ def quiet_libraries() -> None:
 
 
 def explain(error: Exception) -> str | None:
-    """Say what a person must know of an exception.
+    """Explain an exception to the user.
 
     Args:
         error: What was raised.
@@ -91,20 +92,21 @@ def explain(error: Exception) -> str | None:
             return text
         first = text.splitlines()[0] if text else type(error).__name__
         return f"{first}\n  raised at {frame.filename}:{frame.lineno}; --debug shows the traceback"
-    if "No space left on device" in text or "PytorchStreamWriter failed" in text:  # safetensors' and torch's own kinds
+    if "No space left on device" in text or "PytorchStreamWriter failed" in text:  # as safetensors and torch put it
         return _SYSTEM[errno.ENOSPC].format(where="")
     if type(error).__name__ == "OutOfMemoryError":
         return (
             f"{text.split('. ')[0]}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing "
-            "on; python -m fastgrpo.doctor --model MODEL shows what a run takes"
+            "on; python -m fastgrpo.doctor --model MODEL shows how much memory a run takes"
         )
     return None
 
 
-_DENIED = "no permission to read or write{where}; choose what is yours (--output_dir for runs, HF_HOME for downloads)"
+_DENIED = "no permission to read or write{where}; choose another folder (--output_dir for runs, HF_HOME for downloads)"
+_SAVED = "earlier checkpoints are intact, so free some space and resume"
 _SYSTEM = {
-    errno.ENOSPC: "the disk is full, writing{where} failed; checkpoints saved before are whole: free space and resume",
-    errno.EDQUOT: "the disk quota is used up, writing{where} failed; checkpoints saved before are whole: free space",
+    errno.ENOSPC: "the disk is full, writing{where} failed; " + _SAVED,
+    errno.EDQUOT: "the disk quota is used up, writing{where} failed; " + _SAVED,
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EROFS: _DENIED,
@@ -112,7 +114,7 @@ _SYSTEM = {
 
 
 def pip_line(module: str) -> str:
-    """Return the command that installs what a module belongs to.
+    """Return the command that installs the package of a module.
 
     Args:
         module: The name that an import asked for.

@@ -1,7 +1,7 @@
-"""What a setting says of itself: its field holds default, help, range, condition, and what a resumed run may change.
+"""The field of a setting, which holds its default, help, range and condition, and what a resumed run may change.
 
 `setting` makes such a field of a frozen dataclass. Validation, the rules for resumed runs, `--help` and
-docs/settings.md are all made from what the field recorded, so a new setting is written down in one place.
+docs/settings.md are all derived from these fields, so a new setting is declared in one place.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ REQUIRED = dataclasses.MISSING  # the default of a setting that must be given
 RESUME = {
     "same": "must stay the same",
     "free": "may change",
-    "inexact": "may change, with a warning: the run goes on, but not to the last bit",
+    "inexact": "may change, with a warning, because the run then does not continue bit for bit",
 }
 
 
@@ -27,7 +27,7 @@ class When:
     """A condition on other settings, without which a setting would do nothing.
 
     Attributes:
-        text: The condition in words, as they follow "has an effect only where".
+        text: The condition in words that can follow "has an effect only where".
         holds: Takes the record of all settings, and returns whether the condition holds.
     """
 
@@ -161,7 +161,7 @@ def check_fields(record: Any) -> None:
 
 
 def check_conditions(record: Any) -> None:
-    """Refuse a record with a setting that was changed and does nothing: to take it silently would mislead.
+    """Refuse a record with a setting that was changed but has no effect, because ignoring it silently would mislead.
 
     Args:
         record: A dataclass instance whose fields `setting` made.

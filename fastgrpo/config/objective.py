@@ -1,6 +1,7 @@
 """Settings of the learning signal: advantages, the loss, and the reference.
 
-Those that `fastgrpo.loss.Objective` has too are its knobs, under the same names. Their choices and ranges are its own.
+Many of them are also fields of `fastgrpo.loss.Objective`, under the same names. Their choices and ranges are declared
+there.
 """
 
 from dataclasses import dataclass
@@ -29,17 +30,18 @@ class AdvantageConfig:
     """How the rewards of a group become advantages."""
 
     reward_weights: tuple[float, ...] = setting(
-        (), "Weights of the reward functions, one for each. Empty weighs all of them 1.", within=Interval()
+        (), "Weights of the reward functions, one for each. If none is given, every weight is 1.", within=Interval()
     )
     scale_rewards: str = setting(
         "group",
-        "What a centred reward is divided by: the standard deviation of its group, that of the batch, or nothing.",
+        "What a reward is divided by after its mean was subtracted: group is the standard deviation of its group, "
+        "batch that of the whole batch, and none divides by nothing.",
         choices=SCALES,
     )
     advantage_baseline: str = setting(
         "group",
-        "What is subtracted from a reward: the mean of its group, or with leave_one_out the mean of the others in it "
-        "(RLOO).",
+        "What is subtracted from a reward: group is the mean of its group, leave_one_out the mean of the other rewards "
+        "of the group (RLOO).",
         choices=BASELINES,
     )
     advantage_clip: float | None = setting(
@@ -47,13 +49,13 @@ class AdvantageConfig:
     )
     multi_objective_aggregation: str = setting(
         "sum_then_normalize",
-        "How several rewards are combined: summed and then standardized, or with normalize_then_sum each standardized "
-        "within its group first (GDPO).",
+        "How several rewards are combined: sum_then_normalize standardizes their sum, normalize_then_sum standardizes "
+        "each of them within its group before they are summed (GDPO).",
         choices=AGGREGATIONS,
     )
     soft_punish_cache: int = setting(
         0,
-        "Add a reward that falls from 0 to -1 over this many tokens, the last of max_completion_length (DAPO's soft "
+        "Number of tokens before max_completion_length over which an additional reward falls from 0 to -1 (DAPO's soft "
         "overlong punishment); 0 turns it off.",
         within=Interval(at_least=0),
     )
@@ -69,15 +71,16 @@ class ObjectiveConfig:
     )
     importance_sampling_level: str = setting(
         "token",
-        "Whether the ratio of policy to old policy is that of a token, or with sequence the geometric mean over the "
-        "completion (GSPO).",
+        "Level of the ratio of policy to old policy: token gives each token its own ratio, sequence gives all tokens "
+        "of a completion the geometric mean of their ratios (GSPO).",
         choices=IMPORTANCE_SAMPLING_LEVELS,
     )
     importance_sampling_mode: str | None = setting(
         None,
-        "How the loss is corrected for the tokens that top_k, top_p and min_p never draw: it is weighed by the ratio "
-        "of policy to sampler, that of each token or of the whole sequence, and a ratio beyond its bounds is truncated "
-        "to them or masked, that is, dropped. None does not correct.",
+        "Correction for top_k, top_p and min_p, which make the sampler differ from the policy: the loss without its KL "
+        "is multiplied by the ratio of policy to sampler, of each token or of the whole sequence. A ratio outside of "
+        "its bounds is moved to the nearest bound by the truncate modes and set to 0 by the mask modes. None corrects "
+        "nothing.",
         choices=(None, *IMPORTANCE_SAMPLING_MODES),
     )
     importance_sampling_clip_max: float | None = setting(
@@ -94,13 +97,13 @@ class ObjectiveConfig:
     )
     epsilon: float = setting(
         0.2,
-        "The losses that clip hold the ratio of policy to old policy above 1 - epsilon.",
+        "Lower clipping range: losses with clipping keep the ratio of policy to old policy at 1 - epsilon or above.",
         within=RANGES["epsilon"],
     )
     epsilon_high: float | None = setting(
         None,
-        "The losses that clip hold the ratio of policy to old policy below 1 + epsilon_high, and cispo below "
-        "epsilon_high itself. None is the same as epsilon.",
+        "Upper clipping range: losses with clipping keep the ratio of policy to old policy at 1 + epsilon_high or "
+        "below. None uses epsilon. cispo caps the ratio at epsilon_high itself, and needs a value of at least 1.",
         within=RANGES["epsilon_high"],
     )
     delta: float | None = setting(
@@ -173,16 +176,16 @@ class ReferenceConfig:
     )
     ref_device: str | None = setting(
         None,
-        "Where the reference rests: with cpu in host memory, from where its layers pass through the GPU one by one. "
-        "None is where the policy is.",
+        "Where the reference is kept: cpu keeps it in host memory and copies its layers to the GPU one by one when "
+        "they are needed; None keeps it on the policy's device.",
         choices=(None, "cpu"),
         active=WITH_REFERENCE,
         resume="inexact",
     )
     ref_quantization: str | None = setting(
         None,
-        "Precision of the reference's linear layers: int8 takes half the memory of bfloat16, nf4 a quarter. None "
-        "leaves them as they are.",
+        "Precision of the reference's linear layers: int8 takes half the memory of bfloat16, nf4 takes a quarter. None "
+        "does not quantize them.",
         choices=(None, "int8", "nf4"),
         active=WITH_REFERENCE,
     )
@@ -195,8 +198,8 @@ class ReferenceConfig:
     )  # fmt: skip
     ref_model_mixup_alpha: float = setting(
         0.6,
-        "Share of the policy in a move of the reference, which becomes ref_model_mixup_alpha * policy + "
-        "(1 - ref_model_mixup_alpha) * reference.",
+        "Weight of the policy when the reference moves towards it: the reference becomes ref_model_mixup_alpha * "
+        "policy + (1 - ref_model_mixup_alpha) * reference.",
         within=Interval(above=0, at_most=1),
         active=WITH_SYNC,
     )

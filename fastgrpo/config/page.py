@@ -13,13 +13,13 @@ This page is made from the code by `make docs`; a test compares the two.
 
 A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and in a YAML file
 (`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out
-(`--gradient_checkpointing False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag goes before a
-line of `--config FILE`, which goes before the recipe that the task ships in `fastgrpo/recipes/`, which goes before the
-default below. `python -m fastgrpo.evaluate --help` and `python -m fastgrpo.chat --help` show which of these settings
-the other commands take.
+(`--gradient_checkpointing False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag overrides the
+file of `--config FILE`, the file overrides the recipe that the task ships in `fastgrpo/recipes/`, and the recipe
+overrides the default below. `python -m fastgrpo.evaluate --help` and `python -m fastgrpo.chat --help` show which of
+these settings the other commands take.
 
-A setting that is changed where it has no effect is refused. "On resume" says what a run that goes on from a checkpoint
-may do with a setting:
+A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
+checkpoint may change the setting:
 """
 HEADER = (
     "| flag | default | meaning | allowed | has an effect only where | on resume |\n"

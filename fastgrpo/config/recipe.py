@@ -11,8 +11,8 @@ from fastgrpo.config.settings import GRPOConfig, Settings, check_name
 RECIPES = Path(__file__).parent.parent / "recipes"
 TRAINING = """Train a policy by GRPO.
 
-A flag goes before --config FILE, a YAML file with a line `setting: value` for each, which goes before the recipe that
-the task ships."""
+A flag overrides the YAML file of --config FILE, which has a line `setting: value` for each setting. The file overrides
+the recipe that the task ships."""
 Record = TypeVar("Record", bound=Settings)
 
 
@@ -26,7 +26,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         The settings by name, each of its field's type.
 
     Raises:
-        ValueError: There is no such file, it is not YAML, or a name is no setting (the nearest one is named).
+        ValueError: There is no such file, it is not YAML, or a name is not a setting (the nearest one is named).
     """
     import yaml
 
@@ -47,7 +47,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _typed(where, value, kind):
-    """Turn a value out of YAML into one of a setting's type. Raises ValueError where it is of another type."""
+    """Convert a value that was read from YAML to the type of its setting. Raises ValueError where that fails."""
     if isinstance(kind, UnionType):  # with None
         return None if value is None else _typed(where, value, get_args(kind)[0])
     if get_origin(kind) is tuple:
@@ -67,7 +67,7 @@ def _typed(where, value, kind):
 
 
 def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
-    """Make a record of settings that nobody has checked: flags complete it, and then it is checked.
+    """Make a record of settings without checking them. It is checked once flags have completed it.
 
     Args:
         record: The class of the record.
@@ -100,7 +100,7 @@ def task_defaults(task: str) -> dict[str, Any]:
 
 
 def parse(argv: list[str]) -> GRPOConfig:
-    """Read the command line of training. Flags go before --config FILE, which goes before the task's recipe.
+    """Read the command line of training. A flag overrides --config FILE, and the file overrides the task's recipe.
 
     Args:
         argv: The arguments.

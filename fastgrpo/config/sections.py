@@ -30,7 +30,7 @@ class LoadingConfig:
         "Precision of the model's weights; auto is bfloat16 on a GPU, where the optimizer keeps float32 masters, and "
         "float32 on a CPU.",
         choices=("auto", "float32", "bfloat16"),
-        resume="inexact",  # what auto makes of it must stay: `restore` looks
+        resume="inexact",  # auto may be replaced by the precision that it chose; `restore` refuses any other
     )
     device: str = setting(
         "auto",
@@ -50,8 +50,8 @@ class PromptConfig:
 
     task: str = setting(
         "arithmetic",
-        "Where prompts and rewards come from: arithmetic (embedded, it needs no files), gsm8k, or dataset (rows with "
-        "a `prompt` column, whose rewards --reward_funcs names).",
+        "Where prompts and rewards come from: arithmetic (the embedded example, which needs no files), gsm8k, or "
+        "dataset (any rows with a `prompt` column; --reward_funcs names the rewards).",
     )
     dataset_name: str | None = setting(
         None,
@@ -94,23 +94,23 @@ class CompletionConfig:
 @documented
 @dataclass(frozen=True)
 class EngineConfig:
-    """What generates completions, and how much of the machine it takes."""
+    """Which backend draws completions, and how much of the machine it takes."""
 
     max_num_seqs: int = setting(
         256,
-        "Largest number of completions that are in flight at once; the others wait until a lane is free.",
+        "Largest number of completions that are drawn at the same time (lanes); further ones wait for a free lane.",
         within=Interval(at_least=1),
         resume="inexact",
     )
     rollout_backend: str = setting(
         "fast",
-        "What generates: fast is this package's engine, hf is the slower generate of transformers, for a model that "
-        "the engine refuses.",
+        "Backend that draws completions: fast is this package's engine, hf is transformers' generate, which is slower "
+        "and takes models that the engine refuses.",
         choices=tuple(ROLLOUT_BACKENDS),
     )
     rollout_attention: str = setting(
         "auto",
-        "Attention of the decoding steps; auto takes the first of the others that works here.",
+        "Implementation of attention in decode steps; auto chooses one that works on this machine.",
         choices=("auto", *ROLLOUT_ATTENTION),
         active=WITH_ENGINE,
         resume="inexact",
@@ -134,13 +134,13 @@ class RewardConfig:
 
     reward_funcs: tuple[str, ...] = setting(
         (),
-        "Reward functions: names of the task's own, or module:function for any other. The first one is the accuracy. "
-        "Empty takes all of the task's own.",
+        "Reward functions: names of the task's own functions, or module:function for any other. The first one decides "
+        "the accuracy. If none is named, all of the task's own functions are used.",
     )
     reward_errors: str = setting(
         "raise",
-        "What happens where a reward function fails: raise ends the run, skip counts its reward as not given and "
-        "counts the failures.",
+        "What happens when a reward function fails: raise ends the run; skip treats the reward as not given and counts "
+        "the failure in the metrics.",
         choices=REWARD_ERRORS,
         resume="free",
     )
@@ -153,35 +153,35 @@ class EvaluationConfig:
 
     max_eval_samples: int | None = setting(
         None,
-        "Evaluate on this many held-out prompts, the first ones. None evaluates on all of them.",
+        "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them.",
         within=Interval(at_least=1),
         resume="free",
     )
     eval_num_generations: int = setting(
         0,
-        "Completions to draw of each held-out prompt, for pass@k and maj@k, besides the greedy one that gives the "
-        "accuracy; 0 draws none.",
+        "Number of completions to draw for each held-out prompt, which give pass@k and maj@k. The accuracy always "
+        "comes from one greedy completion; 0 draws no others.",
         within=Interval(at_least=0),
         resume="free",
     )
     eval_temperature: float = setting(
         1.0,
-        "Temperature of the draws of an evaluation.",
-        within=Interval(above=0, why="the greedy completion is always made besides"),
+        "Temperature at which an evaluation draws completions.",
+        within=Interval(above=0, why="a greedy completion is made in any case"),
         active=WITH_DRAWS,
         resume="free",
     )
     eval_top_p: float = setting(
         1.0,
-        "The draws of an evaluation choose from the smallest set of tokens that holds this much probability; 1 turns "
-        "it off.",
+        "Draw an evaluation's completions from the smallest set of tokens that holds this much probability; 1 turns it "
+        "off.",
         within=TOP_P,
         active=WITH_DRAWS,
         resume="free",
     )
     eval_top_k: int = setting(
         0,
-        "The draws of an evaluation choose from this many of the likeliest tokens; 0 turns it off.",
+        "Draw an evaluation's completions from this many of the likeliest tokens; 0 turns it off.",
         within=TOP_K,
         active=WITH_DRAWS,
         resume="free",

@@ -30,11 +30,11 @@ from fastgrpo.loss.objective import Objective
 class Settings:
     """A record of settings that checks itself; a command inherits it together with the sections it needs.
 
-    Lists and single strings are welcome where a setting is a tuple.
+    A setting that is a tuple may also be given as a list or as a single string.
 
     Raises:
-        TypeError: A name that is no setting; the nearest one is named.
-        ValueError: A setting that is not allowed, has no effect, or does not go with another; it is named.
+        TypeError: A name is not a setting; the nearest one is named.
+        ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -73,8 +73,8 @@ class GRPOConfig(
     """All settings of a training run.
 
     Raises:
-        TypeError: A name that is no setting; the nearest one is named.
-        ValueError: A setting that is not allowed, has no effect, or does not go with another; it is named.
+        TypeError: A name is not a setting; the nearest one is named.
+        ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
     """
 
     def __post_init__(self):
@@ -105,7 +105,7 @@ class GRPOConfig(
 
 
 def check_name(name: str, record: type[Settings], where: str, error: type[Exception]) -> None:
-    """Refuse a name that is no setting of a record.
+    """Refuse a name that is not a setting of a record.
 
     Args:
         name: What was written.

@@ -83,7 +83,7 @@ class RolloutConfig:
     )
     temperature: float = setting(
         1.0,
-        "Temperature of the draws; every log-prob is computed at it too.",
+        "Temperature at which completions are drawn and every log-prob is computed.",
         within=Interval(above=0, why="the completions of a greedy group are all the same"),
     )
     min_p: float | None = setting(
@@ -98,14 +98,14 @@ class RolloutConfig:
     )
     max_num_gen_batches: int = setting(
         10,
-        "Largest number of batches of prompts that a step draws; after them, the first groups that were dropped fill "
-        "what is missing.",
+        "Largest number of batches of prompts that a step draws. If groups are still missing then, the first of the "
+        "dropped groups are used after all.",
         within=COUNT,
         active=WITH_REFILLS,
     )
     oversampling_factor: float = setting(
         1.0,
-        "Start this many times the groups that a step needs, and abort those that finish last, which favours short "
+        "Start this many times as many groups as a step needs, and abort those that finish last. This favours short "
         "completions; 1 turns it off.",
         within=Interval(at_least=1),
     )
@@ -137,13 +137,15 @@ class OptimizerConfig:
     )
     warmup_steps: float = setting(
         0,
-        "Number of updates over which the learning rate rises linearly from 0; a number below 1 is a share "
-        "of all updates.",
+        "Number of updates over which the learning rate rises linearly from 0. A number below 1 stands for a share of "
+        "all updates.",
         within=Interval(at_least=0),
         active=WITH_WARMUP,
     )
     max_grad_norm: float = setting(
-        1.0, "The gradient is scaled down to this norm where it is longer; 0 turns it off.", within=Interval(at_least=0)
+        1.0,
+        "Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns it off.",
+        within=Interval(at_least=0),
     )
     weight_decay: float = setting(
         0.0, "Weight decay of AdamW, which acts on matrices alone.", within=Interval(at_least=0)
@@ -152,7 +154,9 @@ class OptimizerConfig:
         0.9, "Decay rate of AdamW's first moment, the mean of the gradient.", within=Interval(at_least=0, below=1)
     )
     adam_beta2: float = setting(
-        0.999, "Decay rate of AdamW's second moment, the mean of its square.", within=Interval(at_least=0, below=1)
+        0.999,
+        "Decay rate of AdamW's second moment, the mean of the squared gradient.",
+        within=Interval(at_least=0, below=1),
     )
     adam_epsilon: float = setting(
         1e-8, "Number that AdamW adds to the root of the second moment.", within=Interval(above=0)
@@ -179,7 +183,7 @@ class OptimizerConfig:
 @documented
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run leaves behind, how often, and what it goes on from."""
+    """What a run writes, how often it does so, and from which checkpoint it continues."""
 
     output_dir: str | None = setting(
         None, "Folder of the run. None makes a new numbered folder runs/TASK-N.", resume="free"
@@ -192,26 +196,28 @@ class RunConfig:
     )
     eval_steps: int | None = setting(
         None,
-        "Evaluate on held-out prompts every this many steps, besides the start and the end. None evaluates only there.",
+        "Number of steps between two evaluations on held-out prompts. The start and the end of a run are evaluated in "
+        "any case, and None evaluates only there.",
         within=COUNT,
         resume="free",
     )
     save_steps: int = setting(
         500,
-        "Save a checkpoint every this many steps. The last step saves one too, and so do SIGINT and SIGTERM.",
+        "Number of steps between two checkpoints. One is also saved after the last step, and on SIGINT and SIGTERM.",
         within=COUNT,
         resume="free",
     )
     save_total_limit: int | None = setting(
         None,
-        "Largest number of checkpoints to keep: the newest one, the best one, then the next newest ones. None keeps "
-        "all.",
+        "Largest number of checkpoints to keep: first the newest and the best one, then the next newest ones. None "
+        "keeps all of them.",
         within=COUNT,
         resume="free",
     )
     metric_for_best_model: str | None = setting(
         None,
-        "Metric by which a checkpoint is the best one, for example eval/accuracy. None singles out no checkpoint.",
+        "Metric that decides which checkpoint is the best one, for example eval/accuracy. None marks no checkpoint as "
+        "the best.",
         resume="free",
     )
     greater_is_better: bool | None = setting(
@@ -222,19 +228,19 @@ class RunConfig:
     )
     resume_from_checkpoint: str | None = setting(
         None,
-        "Checkpoint to go on from: the path of one, or auto, which takes the newest good one in output_dir and starts "
-        "afresh where there is none.",
+        "Checkpoint to continue from: the path of a checkpoint, or auto, which takes the newest intact one in "
+        "output_dir and starts a new run if there is none.",
         resume="free",
     )
     profile: int = setting(
         0,
-        "Number of steps to time, and then to trace, after two steps of warm-up; 0 turns it off.",
+        "Number of steps to time after two steps of warm-up; as many steps after them are traced. 0 turns it off.",
         within=Interval(at_least=0),
         resume="free",
     )
     report_to: tuple[str, ...] = setting(
         ("none",),
-        "Where metrics go besides metrics.jsonl.",
+        "Where metrics are sent in addition to metrics.jsonl.",
         choices=("none", "tensorboard", "wandb"),
         resume="free",
     )

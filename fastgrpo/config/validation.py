@@ -1,7 +1,7 @@
-"""Which settings go together. What a single setting may be stands in its field; here are the rules about several.
+"""Rules about combinations of settings. The field of a setting says which values it may have by itself.
 
-A rule is a function whose parameters are named like the settings that it looks at. It holds for every record that has
-all of them, so the records of evaluate and chat are checked by the same rules as `GRPOConfig`.
+A rule is a function whose parameters are named like the settings that it checks, and `RULES` lists every rule. It
+applies to each record that has all of its settings, so evaluate and chat are checked by the same rules as `GRPOConfig`.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from fastgrpo.config.fields import check_conditions, check_fields
 
 
 def validate(record: Any) -> None:
-    """Refuse a record of settings that cannot be meant.
+    """Refuse a record whose settings are not allowed, do not go together, or have no effect.
 
     Args:
         record: A dataclass instance whose fields `fastgrpo.config.fields.setting` made.
@@ -30,7 +30,8 @@ def validate(record: Any) -> None:
 def _groups_fit(max_num_seqs, num_generations):
     if max_num_seqs < num_generations:
         raise ValueError(
-            f"max_num_seqs={max_num_seqs} must hold a group of num_generations={num_generations}; raise it"
+            f"max_num_seqs={max_num_seqs} is too small for a group of num_generations={num_generations}; raise "
+            "max_num_seqs"
         )
 
 
@@ -38,7 +39,7 @@ def _evaluation_groups_fit(max_num_seqs, eval_num_generations):
     if max_num_seqs < eval_num_generations:
         raise ValueError(
             f"max_num_seqs={max_num_seqs} must hold the eval_num_generations={eval_num_generations} completions of a "
-            "prompt; raise it"
+            "prompt; raise max_num_seqs"
         )
 
 
@@ -61,8 +62,8 @@ def _the_backend_can_abort(oversampling_factor, rollout_backend):
 def _punishment_fits(soft_punish_cache, max_completion_length):
     if soft_punish_cache > max_completion_length:
         raise ValueError(
-            f"soft_punish_cache={soft_punish_cache} is a part of max_completion_length={max_completion_length}: it "
-            "must not be larger"
+            f"soft_punish_cache={soft_punish_cache} is a part of max_completion_length={max_completion_length} and "
+            "must not be larger; lower it"
         )
 
 
@@ -101,13 +102,16 @@ def _there_are_steps(max_steps):
 def _every_update_has_a_group(updates_per_rollout, prompts_per_step):
     if updates_per_rollout > prompts_per_step:
         raise ValueError(
-            f"updates_per_rollout={updates_per_rollout} splits {prompts_per_step} groups; raise prompts_per_step"
+            f"updates_per_rollout={updates_per_rollout} needs as many groups, but prompts_per_step={prompts_per_step} "
+            "gives fewer; raise prompts_per_step"
         )
 
 
 def _resume_or_overwrite(resume_from_checkpoint, overwrite_output_dir, output_dir):
     if resume_from_checkpoint is not None and overwrite_output_dir:
-        raise ValueError("resume_from_checkpoint goes on in output_dir, overwrite_output_dir empties it: choose one")
+        raise ValueError(
+            "resume_from_checkpoint continues the run in output_dir, but overwrite_output_dir deletes it; choose one"
+        )
     if resume_from_checkpoint == "auto" and output_dir is None:
         raise ValueError("resume_from_checkpoint=auto needs output_dir: the folder of the run that goes on")
 
@@ -120,8 +124,8 @@ def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_step
     )  # fmt: skip
     if every is None or save_steps % every:
         raise ValueError(
-            f"metric_for_best_model={metric_for_best_model} is measured every {name}={every} steps; set it so that "
-            f"save_steps={save_steps} is a multiple"
+            f"metric_for_best_model={metric_for_best_model} must be measured at every checkpoint: "
+            f"save_steps={save_steps} must be a multiple of {name}, got {name}={every}"
         )
 
 

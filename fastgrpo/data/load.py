@@ -1,4 +1,4 @@
-"""Data sets by name: a .jsonl file, a folder of them, or a data set of the hub."""
+"""Loads a data set by its name: a .jsonl file, a folder of such files, or a data set of the hub."""
 
 import json
 from collections.abc import Sequence

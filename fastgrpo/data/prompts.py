@@ -1,4 +1,4 @@
-"""Data rows -> prompts, and drawn token ids -> what reward functions see.
+"""Turns data rows into prompts, and drawn token ids into the completions that reward functions see.
 
 A row is a dict with a `prompt` (a string, or a list of messages) and any columns that the rewards need.
 """
@@ -29,7 +29,9 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     elif not isinstance(prompt, list):
         raise ValueError(f"a prompt must be a string or a list of messages, got {prompt!r}")
     elif not prompt or not all(_is_message(message) for message in prompt):
-        raise ValueError(f"a prompt of messages must have some, each with a role and a content, got {prompt!r:.80}")
+        raise ValueError(
+            f"a list of messages must have at least one, each with a role and a content, got {prompt!r:.80}"
+        )
     elif tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
     else:
@@ -39,8 +41,8 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
             ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
         except TemplateError as error:
             raise ValueError(
-                f"the tokenizer's chat template refuses the prompt {shortened(prompt)}: {error}; a template that knows "
-                "no system role takes no system prompt"
+                f"the tokenizer's chat template refuses the prompt {shortened(prompt)}: {error}; if the template has "
+                "no system role, leave the system prompt out"
             ) from None
         ids = ids["input_ids"]
     return Prompt(list(ids), prompt, {name: value for name, value in row.items() if name != "prompt"})

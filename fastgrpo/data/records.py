@@ -1,8 +1,7 @@
 """The records that cross stages: `Prompt` -> `Rollout` -> `Completion` -> `Sample`.
 
-Each stage makes its record from the one before and changes none: what a stage learns is put into a new record by
-`dataclasses.replace`. So every field is filled from the moment on that its record exists, or has a default that says
-"not yet".
+Each stage makes a new record from the one before it, by `dataclasses.replace` where it only adds to it, and changes no
+record in place. So a field either has its value from the start, or a default that means "not known yet".
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ class Stateful(Protocol):
     """A part of a run whose state a checkpoint keeps, in the form that torch.distributed.checkpoint takes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state."""
+        """Return the state: tensors, numbers and text in nested dicts and lists."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state.
@@ -78,7 +77,7 @@ class Completion:
         content: What reward functions see: a string, or a list with one message where the prompt is a list.
         rewards: The verdict of each reward function by name; NaN where a function gave none.
         extras: Further columns of samples.jsonl, as reward functions logged them.
-        advantage: Its advantage within what it was drawn with.
+        advantage: Its advantage, which compares its reward with those of the completions it is trained with.
         masked: Whether its tokens are left out of the loss.
         clipped: The share of its tokens whose ratio the last update clipped.
     """
@@ -155,13 +154,13 @@ class TrainerState:
     accuracy_after: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: everything but the limit, which is a setting."""
+        """Return what a checkpoint keeps: every field but `max_completion_length`, which is a setting."""
         state = dataclasses.asdict(self)
         del state["max_completion_length"]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; the number of steps may have grown since and stays.
+        """Restore what `state_dict` returned, except `max_steps`, which the settings of the resumed run decide.
 
         Args:
             state: The dictionary that `state_dict` returned.

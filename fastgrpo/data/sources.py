@@ -12,8 +12,8 @@ from fastgrpo.data.records import Stateful
 class Source(Stateful, Protocol):
     """What a trainer draws rows from. A row is a dict with a `prompt` and the columns that the rewards need.
 
-    Its state is JSON's: a number, a list, a dict. A class that inherits from `Source` may leave `observe` and `metrics`
-    out.
+    Its `state_dict` holds nothing but values that JSON can hold. A class that inherits from `Source` need not define
+    `observe` and `metrics`.
 
     Attributes:
         rows: Every row that may be drawn; each is looked at before the first step.
@@ -22,7 +22,7 @@ class Source(Stateful, Protocol):
     rows: Sequence[dict]
 
     def __len__(self) -> int:
-        """Rows of one epoch."""
+        """Return the number of rows of one epoch."""
 
     def take(self, count: int) -> list[dict]:
         """Draw the next rows.
@@ -35,23 +35,23 @@ class Source(Stateful, Protocol):
         """
 
     def observe(self, accuracy: float) -> str | None:
-        """Hear how the policy fared on a step's rows.
+        """Take note of the accuracy of a step.
 
         Args:
             accuracy: The share of the step's completions that were right.
 
         Returns:
-            What a person should be told, or None.
+            A message for the user, or None.
         """
         return None
 
     def metrics(self) -> dict[str, float]:
-        """What the source has to say for metrics.jsonl, by name."""
+        """Return the source's own metrics for metrics.jsonl, by name."""
         return {}
 
 
 def as_source(data: Source | Sequence[dict], *, seed: int, shuffle: bool) -> Source:
-    """Take training data as people hand it over.
+    """Return a `Source` for training data that may be rows or already a `Source`.
 
     Args:
         data: Rows, or a source of them.
@@ -59,10 +59,10 @@ def as_source(data: Source | Sequence[dict], *, seed: int, shuffle: bool) -> Sou
         shuffle: Whether rows are shuffled.
 
     Returns:
-        The source, or a new one of the rows.
+        The source itself, or a new one of the rows.
 
     Raises:
-        ValueError: The data is neither.
+        ValueError: The data is neither a sequence of rows nor a source.
     """
     if isinstance(data, Source):
         return data
@@ -75,7 +75,7 @@ def as_source(data: Source | Sequence[dict], *, seed: int, shuffle: bool) -> Sou
 
 
 class ShuffledRows:
-    """Rows in epochs, each epoch in a random order of its own.
+    """A source that passes over its rows in epochs, each in a new random order.
 
     Args:
         rows: The rows.
@@ -109,7 +109,7 @@ class ShuffledRows:
         return [self.rows[self._order(n // len(self.rows))[n % len(self.rows)]] for n in range(start, self.drawn)]
 
     def _order(self, epoch):
-        """Indices of the rows in this epoch's order; the order in use is kept."""
+        """Return the indices of the rows in the order of an epoch. The order of the latest epoch is cached."""
         if self._cached[0] != epoch:
             order = list(range(len(self.rows)))
             if self.shuffle:
@@ -118,18 +118,18 @@ class ShuffledRows:
         return self._cached[1]
 
     def observe(self, accuracy: float) -> None:
-        """Accuracy changes nothing here.
+        """Ignore the accuracy, which does not change the order of the rows.
 
         Args:
             accuracy: The share of the step's completions that were right.
         """
 
     def metrics(self) -> dict[str, float]:
-        """Nothing to report."""
+        """Return no metrics."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows have been drawn."""
+        """Return how many rows have been drawn."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,10 +146,11 @@ class Level:
     """A stage of a curriculum. The last level is never left.
 
     Attributes:
-        name: What a person reads when the curriculum moves on to it.
-        source: The rows that are drawn while it lasts.
-        until_accuracy: It is left when the mean accuracy of `Curriculum.WINDOW` steps reaches this; None: never.
-        until_steps: It is left after so many steps; None: never.
+        name: The name that is printed when the curriculum moves on to the level.
+        source: The rows that are drawn during the level.
+        until_accuracy: The level ends when the mean accuracy of `Curriculum.WINDOW` steps reaches this value. None
+            sets no such end.
+        until_steps: The level ends after this many steps. None sets no such end.
     """
 
     name: str
@@ -159,7 +160,7 @@ class Level:
 
 
 class Curriculum:
-    """Levels in order; each is drawn from until it is left.
+    """A source that draws from one level after another.
 
     Args:
         levels: The `Level`s, the easiest first.
@@ -173,7 +174,7 @@ class Curriculum:
 
     @property
     def rows(self) -> list[dict]:
-        """The rows of all levels."""
+        """Return the rows of all levels."""
         return [row for level in self.levels for row in level.source.rows]
 
     def __len__(self):
@@ -213,11 +214,11 @@ class Curriculum:
         return f"the curriculum moves on to {self.levels[self.level].name}"
 
     def metrics(self) -> dict[str, float]:
-        """The index of the current level."""
+        """Return the index of the current level."""
         return {"curriculum/level": self.level}
 
     def state_dict(self) -> dict[str, Any]:
-        """The current level, what was observed on it, and where the source of each level stands."""
+        """Return the current level, what was observed on it, and the state of each level's source."""
         return {
             "level": self.level,
             "recent": self.recent,

@@ -1,8 +1,8 @@
-"""Held-out prompts through the same rollout and rewards as training, and what is measured on them.
+"""Evaluation on held-out prompts, through the same rollout and rewards as training.
 
-One greedy completion of each prompt gives the accuracy; K draws of each give pass@k and maj@k besides. The format rate
-is the share of completions to which a reward function named ...format_reward gives its full mark: its attribute
-`full_mark`, 1.0 where it has none. Every mean has a 95% interval: see estimators.py.
+One greedy completion of each prompt gives the accuracy, and K sampled completions of each give pass@k and maj@k. The
+format rate is the share of completions to which a reward function named ...format_reward gives its full mark, which is
+its attribute `full_mark`, or 1.0 without one. Every mean has a 95% interval, see estimators.py.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ from fastgrpo.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Attributes:
         values: Metrics by name; the names are those of `METRICS` that begin with eval/.
         intervals: The 95% interval (low, high) of those metrics that are means over prompts.
         rows: One dict a completion, for a file or a table.
-        notes: What a person must know to read the values.
+        notes: Texts that the user needs to interpret the values.
     """
 
     values: dict[str, float]
@@ -41,14 +41,14 @@ class Evaluation:
     notes: list[str]
 
     def metrics(self) -> dict[str, float]:
-        """Values and intervals as one dict, for metrics.jsonl."""
+        """Return values and intervals as one dict, for metrics.jsonl."""
         bounds = {}
         for name, (low, high) in self.intervals.items():
             bounds |= {f"{name}/ci95_low": low, f"{name}/ci95_high": high}
         return self.values | bounds
 
     def summary(self) -> str:
-        """Accuracy, and pass@k and maj@k of the most draws, on one line; then a line for each note."""
+        """Return a line with the accuracy, and pass@k and maj@k of the largest k; then a line for each note."""
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
         shown = ["eval/accuracy", *by_kind.values()]
@@ -56,7 +56,7 @@ class Evaluation:
         return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *self.notes])
 
     def cell(self, name: str) -> str:
-        """Show a value with its interval.
+        """Format a value with its interval.
 
         Args:
             name: The metric.
@@ -80,7 +80,7 @@ def evaluate(
     progress: Callable[[int], object] | None = None,
     num_generations: int = 0,
 ) -> Evaluation:
-    """Complete held-out rows greedily once, and by several draws each, and judge all completions.
+    """Complete each held-out row once greedily and several times by sampling, and judge all completions.
 
     Args:
         engine: An idle rollout backend.
@@ -88,15 +88,15 @@ def evaluate(
         rows: Data rows.
         rewards: The reward functions; the first one is the accuracy.
         sampling: How to draw; its max_tokens and stop_token_ids hold for the greedy completions too.
-        trainer_state: How far the run is; handed to the reward functions.
-        progress: Called with the number of completions that finished, or None.
-        num_generations: How many draws each prompt gets besides the greedy completion; 0 for none.
+        trainer_state: How far the run is, which is passed to the reward functions.
+        progress: A function that is called with the number of completions that just finished, or None.
+        num_generations: How many completions are sampled for each prompt, in addition to the greedy one. It may be 0.
 
     Returns:
-        What was found.
+        The results.
 
     Raises:
-        ValueError: A prompt that the policy cannot hold, a reward function that fails, or too many draws.
+        ValueError: The policy cannot hold a prompt, a reward function fails, or num_generations is too large.
     """
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
@@ -148,13 +148,16 @@ def draws_reported(count: int) -> list[int]:
 
 
 class _Means:
-    """Collects means over problems with their intervals, by name, and notes on them."""
+    """Collects means over problems and their intervals by name, and notes about them."""
 
     def __init__(self):
         self.values, self.intervals, self.notes = {}, {}, []
 
     def add(self, name, by_problem, share=False):
-        """Add a mean. by_problem has one value a problem, NaN for none; a share is 0 or 1 for one completion each."""
+        """Add a mean of one value for each problem, where NaN stands for no value.
+
+        A share gets Wilson's interval if all of its values are 0 or 1. Every other mean gets the bootstrap's interval.
+        """
         given = [value for value in by_problem if value == value]
         if not given:
             return
@@ -180,14 +183,14 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     for name, count in judged.errors.items():
         means.values[f"{prefix}rewards/{name}/errors"] = count
         means.notes.append(
-            f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions; they "
-            "count as without a reward, and not as right"
+            f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions, which "
+            "count as not right and have no reward from it"
         )
     columns = {f"rewards/{name}/mean": column for name, column in zip(rewards.names, per_function.T, strict=True)}
     shares = {}
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):
         if name.endswith("format_reward"):
-            # fp64 sums of tenths: a mark is full within rounding.
+            # The mark is a sum of tenths in fp64, so it is compared within rounding.
             shares["format_rate"] = (column >= getattr(function, "full_mark", 1.0) - 1e-9).double()
     lengths = [len(completion.rollout.ids) for completion in completions]
     columns["mean_length"] = torch.tensor(lengths, dtype=torch.float64)
@@ -199,7 +202,7 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
 
 
 def _row(problem, draw, completion):
-    """One completion as people read it in a file."""
+    """Return one completion as a line of the output file."""
     return {
         "problem": problem,
         "draw": draw,
@@ -217,13 +220,13 @@ def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> str:
 
     Args:
         models: The name of each model.
-        results: What was found for each model.
+        results: The results of each model.
 
     Returns:
         The table: a line for each metric, a column for each model.
     """
     names = dict.fromkeys(name for result in results for name in result.values)
-    names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # what people quote comes first
+    names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # the most quoted ones come first
     lines = [["metric", *models], ["---"] * (len(models) + 1)]
     lines += [[name.removeprefix("eval/"), *(result.cell(name) for result in results)] for name in names]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]

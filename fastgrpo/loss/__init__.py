@@ -1,8 +1,8 @@
-"""The loss alone: advantages, objectives, and the losses over the kernels. It needs torch and triton, nothing else.
+"""The loss as a library: advantages, objectives, and the losses. It needs torch and triton, and nothing else.
 
-Others import from here. losses.py, whose docstring says where each loss is computed, tested and timed, has the losses;
-logprobs.py the log-probs; objective.py their knobs; advantage.py turns rewards into advantages. A name is loaded on
-first use: the settings read the names of the objectives, and need not wait for the kernels.
+Other modules import these names from here. losses.py has the losses, and says where each of them is computed, tested
+and timed. logprobs.py has the log-probs, objective.py the knobs, and advantage.py turns rewards into advantages. A name
+is loaded on first use, so that the settings can read the names of the objectives without loading the kernels.
 """
 
 import importlib

@@ -73,12 +73,13 @@ def group_advantages(
 def decoupled_advantages(
     rewards: torch.Tensor, weights: torch.Tensor, group_size: int, *, eps: float = 1e-4, clip: float | None = None
 ) -> torch.Tensor:
-    """Standardize each reward function by itself, then the weighted sum (GDPO, arXiv 2601.05242).
+    """Standardize each reward function by itself, and then standardize their weighted sum (GDPO, arXiv 2601.05242).
 
         A_i = x_i / (std(x) + eps),   x_i = sum_k w_k A_ik
 
-    A_ik are the advantages that `group_advantages` gives to the rewards of function k alone. A reward of small spread
-    thus counts as much as one of large spread, and groups that a sum of rewards would confound stay apart.
+    A_ik are the advantages that `group_advantages` gives to the rewards of function k alone. So a reward with a small
+    spread counts as much as one with a large spread, and completions whose rewards differ but have equal sums still get
+    different advantages.
 
     TRL also subtracts the mean of x. That mean is 0, and subtracting its rounding would give an advantage to groups
     without spread.
@@ -94,7 +95,7 @@ def decoupled_advantages(
         [S] fp64 advantages, 0 where no function gave a reward.
 
     Raises:
-        ValueError: As `group_advantages`.
+        ValueError: For the same reasons as `group_advantages`.
     """
     parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
     total = (torch.stack(parts, 1) * weights).sum(1)  # x_i = sum_k w_k A_ik

@@ -69,10 +69,10 @@ def check_token_ids(targets: torch.Tensor, like: torch.Tensor, name: str) -> Non
 
 
 def check_targets(targets: torch.Tensor, vocab_size: int) -> None:
-    """Check that the targets of active rows are in the vocabulary, where looking at them costs no wait.
+    """Check that the targets of active rows are in the vocabulary, unless the host would have to wait for a GPU.
 
-    On a GPU a look would make the host wait. There the kernels give NaN for a bad target, and torch's anomaly mode lets
-    the device assert. A compiled graph cannot raise, so nothing is checked inside of one.
+    On a GPU the kernels return NaN for a bad target, and under torch's anomaly mode the device asserts that there is
+    none. A compiled graph cannot raise, so nothing is checked inside of one.
 
     Args:
         targets: [M] token ids of the active rows.
@@ -92,7 +92,7 @@ def check_targets(targets: torch.Tensor, vocab_size: int) -> None:
 
 
 def assert_targets(targets: torch.Tensor, vocab_size: int) -> None:
-    """Let the device assert that targets are in the vocabulary. The host does not wait: a later call on it fails.
+    """Let the device assert that targets are in the vocabulary. The host does not wait, so a later call raises.
 
     Args:
         targets: [M] token ids.
@@ -155,7 +155,7 @@ def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) 
 
 
 def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
-    """Tell whether the host is to learn which rows carry gradient, so that the others can be left out.
+    """Tell whether the host shall find out which rows carry gradient, so that the others can be left out.
 
     On the CPU this is free. On a GPU the host must wait for the device.
 

@@ -1,4 +1,4 @@
-"""Ranges of numbers: a knob of the loss and the setting of its name have the same one, so it is written once."""
+"""Ranges of numbers, which the knobs of the loss and the settings of the same names share."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interval:
-    """The finite numbers that a knob of the loss or a setting may be.
+    """The finite numbers that are allowed as the value of a knob of the loss or of a setting.
 
     Attributes:
         at_least: The smallest number allowed, or None.
@@ -24,7 +24,7 @@ class Interval:
 
     @property
     def text(self) -> str:
-        """The interval in words, as they follow "must be"."""
+        """The interval in words that can follow "must be"."""
         has_low = self.at_least is not None or self.above is not None
         has_high = self.at_most is not None or self.below is not None
         if has_low and has_high:

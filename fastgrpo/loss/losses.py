@@ -3,8 +3,8 @@
     loss = sum_n w_n (I_n s_n + beta KL_n) - entropy_coef sum_n e_n H_n
 
 s_n is the surrogate of the objective, -min(r_n A_n, clip(r_n) A_n) for GRPO (arXiv 2402.03300 eq. 3), with the ratio
-r_n = exp(logp_n - old_n); I_n weighs the token against the sampler. docs/objectives.md explains every symbol of every
-objective. Where to find what:
+r_n = exp(logp_n - old_n); I_n is the importance weight against the sampler. docs/objectives.md explains every symbol of
+every objective. The losses are computed in these files:
 
 | loss             | formula in plain PyTorch (kernels/)    | Triton (kernels/) | without Triton (kernels/) |
 |------------------|----------------------------------------|-------------------|---------------------------|
@@ -12,9 +12,9 @@ objective. Where to find what:
 | logits_grpo_loss | reference.py: logits_grpo_loss         | logits_grpo.py    | chunked_logits.py         |
 | linear_grpo_loss | reference.py: linear_grpo_loss         | linear_grpo.py    | chunked.py                |
 
-The weights w_n and their formulas stand at the end of objective.py. tests/loss/ holds all of this to reference.py on a
-CPU, tests/kernels/interpreted/ the Triton kernels. benchmarks/bench_loss.py times linear_grpo_loss on a CPU,
-benchmarks/bench_head.py on a GPU.
+The weights w_n and their formulas stand at the end of objective.py. tests/loss/ compares the losses with reference.py
+on a CPU, and tests/kernels/interpreted/ does so for the Triton kernels. benchmarks/bench_loss.py times linear_grpo_loss
+on a CPU, and benchmarks/bench_head.py on a GPU.
 
 Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows, V vocabulary, D hidden. Two layouts
 are read: padded, hidden [B, T, D] with per-token tensors [B, T]; and packed, hidden [N, D] with per-token tensors [N]
@@ -76,8 +76,9 @@ def linear_grpo_loss(
         old_logps: Log-probs under the policy that drew the tokens. None on the first update of a rollout, where they
             equal the current ones and the ratio is 1.
         ref_logps: Log-probs under the reference, needed where beta is not 0.
-        sampler_logps: Log-probs that the sampler (vLLM, SGLang, ...) reported, NaN where it reported none. They weigh
-            the surrogate by exp(old - sampler), as `importance_sampling_mode` and its bounds say. None: no weights.
+        sampler_logps: Log-probs that the sampler (vLLM, SGLang, ...) reported, NaN where it reported none. The
+            surrogate is multiplied by exp(old - sampler) as `importance_sampling_mode` and its bounds say. None applies
+            no such weights.
         token_weights: [B, T] or [N], the w_n in place of those of `loss_type`; the mask still applies.
         num_items_in_batch: Tokens of the whole step, read by dapo, cispo, vespo and the entropy bonus; None counts
             the mask.
@@ -85,12 +86,12 @@ def linear_grpo_loss(
         bias: [V] or None.
         logit_softcap: As in `linear_logprob`.
         return_entropy: Whether to add the mean `entropy` over active rows, in nats, to the metrics.
-        compact: For trainers of your own; the engine here passes `rows` instead. It is read by the triton backend where
-            `rows` is not given. None computes rows without gradient too, with hidden states of 0, since only the device
-            knows which they are (and sequence-level objectives of more than one chunk take a forward pass ahead).
-            "sync" waits for the device to learn which they are, and leaves them out.
-        process_group: For trainers of your own; the engine here does not pass it. The ranks over which weight and bias
-            are sharded by rows, as in `linear_logprob`.
+        compact: An argument for trainers of your own; the engine here passes `rows` instead. The triton backend reads
+            it where `rows` is not given. None computes the rows without gradient too, with hidden states of 0, because
+            only the device knows which rows these are; a sequence-level objective of more than one chunk then takes a
+            forward pass first. "sync" waits until the host knows these rows, and leaves them out.
+        process_group: An argument for trainers of your own; the engine here does not pass it. It holds the ranks over
+            which the rows of weight and bias are sharded, as in `linear_logprob`.
         backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
         objective: The objective, in place of `knobs`.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
@@ -99,8 +100,9 @@ def linear_grpo_loss(
         The loss, the log-probs, which rows were active, and the metrics.
 
     Raises:
-        ValueError: A shape does not fit; log-probs or advantages given require grad; beta has no ref_logps; an active
-            target lies outside [0, V); objective comes together with knobs; or `Objective` refuses a knob.
+        ValueError: A shape does not fit; advantages or given log-probs require grad; beta is not 0 and there are no
+            ref_logps; an active target lies outside [0, V); both objective and knobs are given; or `Objective` refuses
+            a knob.
     """
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
@@ -134,10 +136,10 @@ def logits_grpo_loss(
     inplace: bool = False, compact: str | None = None, backend: str = "auto", objective: Objective | None = None,
     **knobs: Any,
 ) -> GRPOLossOutput:  # fmt: skip
-    """Compute the same loss for those who already have logits.
+    """Compute the same loss from logits.
 
-    Memory beside the logits: the forward keeps vectors of the kept rows alone; the backward makes one gradient tensor
-    in the logits' shape and dtype. The chunked backend works on one chunk of rows in fp32 (64 MiB).
+    Beside the logits, the forward keeps only vectors over the kept rows in memory, and the backward makes one gradient
+    tensor in the shape and dtype of the logits. The chunked backend works on one chunk of rows in fp32 (64 MiB).
 
     Args:
         logits: [B, T, V] or packed [N, V] floating point, differentiable, before the temperature. Rows that are not

@@ -1,4 +1,4 @@
-"""Holds the knobs of a policy-gradient objective: what is clipped, against what, and how tokens are weighted.
+"""The knobs of a policy-gradient objective: how ratios are bounded, what is regularized, how tokens are weighted.
 
     loss = sum_n w_n (I_n s_n + beta KL_n) - entropy_coef sum_n e_n H_n
 
@@ -45,7 +45,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
-# What each knob may be, where it is not None; the settings of these names read the table.
+# The range of each knob that is not None. The settings of the same names have the same ranges.
 RANGES = {
     "epsilon": Interval(at_least=0, below=1),
     "epsilon_high": NOT_NEGATIVE,
@@ -87,8 +87,8 @@ class Objective:
         vespo_k_neg: k of VESPO's phi for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's phi for tokens with a negative advantage.
         importance_sampling_mode: How `sampler_logps`, where they are given, weigh the surrogate. I = exp(old - sampler)
-            is taken per token or over the whole sequence ("token_", "sequence_"), and then is truncated to its bounds
-            ("truncate") or becomes 0 outside of them ("mask").
+            is taken per token or over the whole sequence ("token_", "sequence_"), and then is moved into its bounds
+            ("truncate") or set to 0 where it lies outside of them ("mask").
         importance_sampling_clip_max: Upper bound of I; None is unbounded.
         importance_sampling_clip_min: Lower bound of I; None is unbounded.
     """
@@ -138,11 +138,11 @@ class Objective:
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
             raise ValueError(
                 "luspo scales a sequence-level loss: it needs importance_sampling_level='sequence', got "
-                f"{self.importance_sampling_level!r}; loss_type='dapo' is its token-level neighbour"
+                f"{self.importance_sampling_level!r}; a similar token-level loss is loss_type='dapo'"
             )
         if self.loss_type == "vespo" and self.importance_sampling_level != "token":
             raise ValueError(
-                "vespo weighs sequences by itself: it needs importance_sampling_level='token', got "
+                "vespo weights whole sequences already: it needs importance_sampling_level='token', got "
                 f"{self.importance_sampling_level!r}"
             )
         if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
@@ -151,13 +151,15 @@ class Objective:
                 f"{self.epsilon_high}"
             )
         if self.delta is not None and self.surrogate != "clip":
-            raise ValueError(f"delta bounds the clipped surrogate, which {self.loss_type} has not; pass delta=None")
+            raise ValueError(
+                f"delta bounds the ratio of losses with clipping, and {self.loss_type} has none; pass delta=None"
+            )
 
     def check_sampler(self) -> None:
-        """Refuse a way to weigh by a sampler's log-probs that the surrogate cannot take.
+        """Refuse an importance_sampling_mode that the surrogate cannot use with a sampler's log-probs.
 
         Raises:
-            ValueError: VESPO is asked to weigh whole sequences.
+            ValueError: The surrogate is VESPO and the mode is one of whole sequences.
         """
         if self.surrogate == "vespo" and self.importance_sampling_mode.startswith("sequence"):
             raise ValueError(
@@ -168,7 +170,7 @@ class Objective:
 
     @classmethod
     def of(cls, objective: "Objective | None", knobs: dict[str, Any]) -> "Objective":
-        """Accept an objective, or its fields by name in its place.
+        """Return the given objective, or make one from its fields.
 
         Args:
             objective: An objective, or None.
@@ -193,7 +195,7 @@ class Objective:
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """(low, high), between which the surrogate holds the ratio; (0, inf) where it holds it nowhere."""
+        """The bounds (low, high) that the surrogate keeps the ratio between; (0, inf) where it does not bound it."""
         if self.surrogate == "clip":
             return 1 - self.epsilon, 1 + self.epsilon_high
         return 0.0, self.epsilon_high if self.surrogate == "cispo" else math.inf

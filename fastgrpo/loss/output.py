@@ -1,4 +1,4 @@
-"""What a loss returns: the scalar, the log-probs, which rows were computed, and the metrics over them.
+"""The output of a loss: the scalar, the log-probs, which rows were computed, and the metrics over them.
 
 Shapes: N tokens, M kept rows (the tokens that were computed).
 """

@@ -1,4 +1,4 @@
-"""Turns the tensors that a person passes into the rows that the kernels compute: layout, weights, rows that matter.
+"""Turns the tensors that a caller passes into the rows that the kernels compute: layout, weights, and kept rows.
 
 Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows. A row is one token's row of the
 hidden states or logits; it is kept where it is computed.
@@ -159,13 +159,13 @@ def per_token(value: float | torch.Tensor | None, name: str, shape: torch.Size) 
 def keep_rows(inputs: TokenInputs, objective: Objective, compact: bool = True) -> PolicyRows:
     """Compute the weights over all tokens, then drop the rows that carry no gradient.
 
-    How many rows carry gradient, the host must learn from the device, unless the caller gives `inputs.rows`.
+    Unless the caller gives `inputs.rows`, the host must ask the device how many rows carry gradient.
 
     Args:
         inputs: What the caller of the loss gave.
         objective: The objective of the loss.
-        compact: Whether the host may wait for that number. If not, the rows that carry gradient are moved to the front,
-            and the others follow with finite stand-ins.
+        compact: Whether the host may wait for that answer. If not, the rows that carry gradient are moved to the front,
+            and the others follow them with finite values in place of their own.
 
     Returns:
         The kept rows.
@@ -248,7 +248,7 @@ def _host_lengths(layout, rows, total):
 
 
 def _check(layout, objective, inputs, coupled):
-    """Raise a ValueError where the inputs lack what the objective needs, or carry gradient where none can flow."""
+    """Raise a ValueError where the objective needs an input that is missing, or an input requires a gradient."""
     if objective.beta != 0 and inputs.ref_logps is None:
         raise ValueError(f"beta={objective.beta} needs ref_logps; pass them, or beta=0")
     for name in ("advantages", "old_logps", "ref_logps", "sampler_logps"):

@@ -1,4 +1,4 @@
-"""Whether prompts fit the policy: every row is looked at before the first step, so that none ends a run midway."""
+"""Checks that prompts fit the policy. Every row is checked before the first step, so that none ends a run midway."""
 
 from collections.abc import Iterable
 
@@ -19,7 +19,7 @@ def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) ->
         max_tokens: The most tokens of a completion: the setting max_completion_length.
 
     Raises:
-        ValueError: As `Policy.check_prompt`, naming the prompt by its beginning.
+        ValueError: For the reasons of `Policy.check_prompt`; the error shows the beginning of the prompt.
     """
     for prompt in prompts:
         policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
@@ -35,7 +35,7 @@ def check_rows(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, policy:
         max_tokens: The most tokens of a completion.
 
     Raises:
-        ValueError: As `to_prompt` and `check_prompts`.
+        ValueError: For the reasons of `to_prompt` and `check_prompts`.
     """
     for row in tqdm(rows, desc="check prompts", delay=2, leave=False):
         check_prompts([to_prompt(row, tokenizer)], policy, max_tokens)

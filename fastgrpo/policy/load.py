@@ -1,4 +1,4 @@
-"""Loading a policy and its tokenizer, with checks that name what does not fit."""
+"""Loads a policy and its tokenizer, and checks that they fit each other and that the engine can run them exactly."""
 
 import logging
 from contextlib import contextmanager, nullcontext
@@ -94,7 +94,7 @@ def load_policy(
 def policy_and_tokenizer(
     model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Any
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
-    """Make what a trainer trains, on its device and in its precision.
+    """Load or take over the model that a trainer trains, on its device and in its precision.
 
     Args:
         model: A folder or hub id, or a transformers causal LM, which is changed in place.
@@ -105,7 +105,7 @@ def policy_and_tokenizer(
         The policy and its tokenizer, which fit each other.
 
     Raises:
-        ValueError: As `load_policy`; or the model was made in memory and there is no tokenizer.
+        ValueError: For the reasons of `load_policy`, or the model was made in memory and there is no tokenizer.
     """
     own_attention = config.rollout_backend == "hf"
     if not isinstance(model, PreTrainedModel):
@@ -143,7 +143,7 @@ def load_model(
         The transformers model, on its device.
 
     Raises:
-        ValueError: It is not there, damaged or not complete.
+        ValueError: The model does not exist, is damaged, or is not complete.
     """
     device = choose_device(device)
     with _loading(path, "model"):
@@ -156,8 +156,8 @@ def load_model(
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         raise ValueError(
-            f"model {str(path)!r} lacks {len(names)} of its weights ({names[0]}, ...): they would be random; is the "
-            "folder whole, and is it a causal LM?"
+            f"model {str(path)!r} lacks {len(names)} of its weights ({names[0]}, ...), which would be random; check "
+            "that the folder is complete and holds a causal LM"
         )
     return model.to(device)
 
@@ -181,7 +181,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 @contextmanager
 def _loading(path, what):
-    """Turn transformers' many ways to say that a model cannot be loaded into one: a ValueError that names it."""
+    """Turn the many exceptions that transformers raises for a model that cannot be loaded into one ValueError."""
     path = str(path)
     if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
         raise ValueError(f"no such model folder: {path}")
@@ -199,18 +199,18 @@ def _loading(path, what):
 
 
 def refuse_code(path: str | Path, error: Exception) -> None:
-    """Explain transformers' error where it means that the model comes with code of its own.
+    """Raise an error with the remedy where transformers' error means that the model needs Python code of its own.
 
     Args:
         path: The folder or hub id.
         error: What transformers raised.
 
     Raises:
-        ValueError: With the remedy, where that is what the error means.
+        ValueError: The model comes with Python code.
     """
     if "trust_remote_code" in str(error):
         raise ValueError(
-            f"{str(path)!r} comes with Python code of its own, which is not run unasked; read it, then pass "
+            f"{str(path)!r} comes with Python code of its own, which is not run by default; read it, then pass "
             "--trust_remote_code True"
         ) from error
 
@@ -248,7 +248,7 @@ def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None
         tokenizer: The tokenizer.
 
     Raises:
-        ValueError: It does.
+        ValueError: The tokenizer knows more tokens.
     """
     embeddings = policy.module.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > embeddings:
@@ -259,7 +259,7 @@ def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the weights, and only them: a rotary embedding's frequencies in bf16 would be wrong by radians.
+    """Cast the parameters of a model but not its buffers: rotary frequencies in bf16 would be wrong by radians.
 
     Args:
         model: The model, changed in place.
@@ -270,12 +270,12 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool = False) -> Policy:
-    """Make a policy of a model: no dropout, gradient checkpointing as told; what would be silently wrong is refused.
+    """Make a policy of a model. Dropout is switched off, and a model that would be computed wrongly is refused.
 
     Args:
         model: The model, changed in place.
         gradient_checkpointing: Whether layers are recomputed in the backward pass.
-        own_attention: Whether a model that packed attention cannot run is welcome: it then trains by its own attention
+        own_attention: Whether to accept a model that packed attention cannot run. It then trains by its own attention
             over padded sequences.
 
     Returns:
@@ -288,9 +288,11 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     name, obstacle = type(model).__name__, packing_obstacle(model)
     for knob in ("logits_scaling", "logit_scale"):
         if getattr(model.config, knob, 1) not in (1, None):
-            raise ValueError(f"{name}: config.{knob}={getattr(model.config, knob)} changes the head; not supported")
+            raise ValueError(
+                f"{name}: config.{knob}={getattr(model.config, knob)} changes the head, which is not supported"
+            )
     if obstacle and not own_attention:
-        raise ValueError(f"{name} {obstacle}: use --rollout_backend hf, which trains by its own attention, too")
+        raise ValueError(f"{name} {obstacle}: use --rollout_backend hf, which also trains by the model's own attention")
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # transformers' SDPA leaves the cap out
     for module in model.modules():  # the policy that is trained must be the policy that drew the samples
@@ -302,7 +304,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     model.eval()
     _check_generation_config(model)
     if gradient_checkpointing:
-        # The layers run a second time in the backward pass, outside of `Policy.states`: they must attend as they did.
+        # In the backward pass the layers run again, outside of `Policy.states`, and must use the same attention.
         def contexts():
             return nullcontext(), attention_of(model, model.config._attn_implementation)
 
@@ -314,8 +316,10 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
 
 
 def _check_generation_config(model):
-    """Mend or refuse a generation config that contradicts itself: transformers loads it, but would not save it with the
-    first checkpoint."""
+    """Repair or refuse a generation config that contradicts itself.
+
+    transformers loads such a config, but would refuse to save it with the first checkpoint.
+    """
     config = model.generation_config
     try:
         if config is not None:
@@ -327,9 +331,11 @@ def _check_generation_config(model):
         except ValueError as error:
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
-                f"the model's generation_config.json could not be saved again, mend it: {reason}"
+                f"the model's generation_config.json could not be saved again; correct it: {reason}"
             ) from None
-        logger.warning("the model's generation_config.json samples without do_sample: what is saved has do_sample=True")
+        logger.warning(
+            "the model's generation_config.json has sampling settings but no do_sample; checkpoints get do_sample=True"
+        )
 
 
 def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:

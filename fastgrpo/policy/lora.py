@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685), which peft puts into the policy's own modules.
 
-A linear layer with weight W computes W + alpha / r B A, and only A and B train. The policy stays the transformers model
-it was, so that hidden states, rollouts and gradient checkpointing include the adapters without code of their own. The
+A linear layer with weight W computes with W + alpha / r B A, and only A and B are trained. The policy is still the same
+transformers model, so hidden states, rollouts and gradient checkpointing need no code for the adapters. The
 base is frozen: neither its gradients nor the head's are computed, and the optimizer holds the adapters alone. The
 policy with its adapters switched off is the reference, which therefore needs no copy in memory.
 """

@@ -1,8 +1,8 @@
-"""The policy: token ids -> hidden states, and the head that the loss takes over.
+"""The policy: it turns token ids into hidden states, and has the head that the loss computes with.
 
-`Policy` is all that the engine knows of a model. A transformers module is inside of it; what changes how that module is
-held in memory (adapters, quantization, sharding) attaches here. It makes logits for single draws alone: those of a
-whole batch are the loss's to avoid.
+The engine reaches a model through `Policy` alone, which wraps a transformers module. Whatever changes how that module
+is held in memory (adapters, quantization, sharding) attaches here. `Policy.logits` is for the few states that tokens
+are drawn from; the loss never makes the logits of a whole batch.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Head(NamedTuple):
 
 
 class Context(Protocol):
-    """Who attends to whom in one forward pass; `PackedAttention` is the one of training."""
+    """The attention of one forward pass: it knows which token attends to which. Training uses `PackedAttention`."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -68,13 +68,13 @@ class Policy:
 
     @classmethod
     def of(cls, model: "PreTrainedModel | Policy") -> "Policy":
-        """Take a model as people hand it over.
+        """Return a `Policy` for a model that may already be one.
 
         Args:
             model: A transformers causal LM, or a `Policy`.
 
         Returns:
-            The `Policy`, or a new one around the model.
+            The `Policy` itself, or a new one that wraps the model.
         """
         return model if isinstance(model, cls) else cls(model)
 
@@ -90,7 +90,7 @@ class Policy:
 
     @property
     def shape(self) -> Any:
-        """The transformers config of the text layers: how many there are, how wide, with how many heads."""
+        """The transformers config of the text layers, with their number, width and heads."""
         return self.module.config.get_text_config()
 
     @property
@@ -101,12 +101,12 @@ class Policy:
 
     @contextmanager
     def gather(self) -> Iterator[list[torch.Tensor]]:
-        """Have whole weights in memory for a rollout, and list them.
+        """Provide the whole weights in memory while a rollout runs.
 
-        On one rank they are there anyway, and the list holds views of the parameters. Where weights are sharded, this
-        is the place that fills buffers with whole ones and lets the module compute with them. The buffers must keep
-        their addresses from one rollout to the next: CUDA graphs read weights by address, and the engine compares
-        addresses.
+        On one rank they are in memory anyway, and the list holds views of the parameters. Where weights are sharded,
+        this method shall fill buffers with the whole weights and let the module compute with them. The buffers must
+        keep their addresses from one rollout to the next, because CUDA graphs read weights by address and the engine
+        compares addresses.
 
         Yields:
             A view of every parameter, in the order of the module's parameters.
@@ -123,7 +123,7 @@ class Policy:
         Args:
             input_ids: [N] int64.
             position_ids: [N] int64, the position of each token in its own sequence.
-            context: Who attends to whom.
+            context: The attention, which knows which token attends to which.
 
         Returns:
             [N, D] final hidden states in the policy's dtype.
@@ -164,13 +164,13 @@ class Policy:
         return linear_logprob(states, weight, batch.targets, bias=bias, logit_softcap=softcap, temperature=temperature)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Project a few states, those that a token is drawn from.
+        """Compute the logits of the few states from which tokens are drawn.
 
         Args:
             states: [R, D] in the policy's dtype.
 
         Returns:
-            [R, V] fp32 logits, also from 16-bit states: a rounded logit is a wrong log-prob.
+            [R, V] logits in fp32 even for 16-bit states, because rounded logits would give wrong log-probs.
         """
         weight, bias, softcap = self.head
         if states.dtype in (torch.float32, torch.float64):
@@ -212,7 +212,7 @@ class Policy:
             )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The weights that training moves: all of them, or the adapters alone where the policy has some."""
+        """Return the weights that training changes: all of them, or only the adapters where the policy has some."""
         weights = self.module.state_dict()
         if has_adapters(self.module):
             return {name: value for name, value in weights.items() if ADAPTER in name}
@@ -220,7 +220,7 @@ class Policy:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy weights into the policy. Its storage stays, because rollouts and the optimizer use it.
+        """Copy weights into the policy's own storage, which rollouts and the optimizer use too.
 
         Args:
             state: The dictionary that `state_dict` returned.
@@ -236,9 +236,9 @@ class Policy:
 
     @contextmanager
     def _checkpointing(self):
-        """Have the layers recompute in the backward pass where there will be one; elsewhere it would cost time.
+        """Turn on gradient checkpointing where a backward pass will follow; elsewhere it would only cost time.
 
-        Layers look at their attribute `training`, which is False everywhere else.
+        A layer checkpoints where its attribute `training` is True, which it is only inside of this context.
         """
         layers = []
         if torch.is_grad_enabled():

@@ -69,8 +69,8 @@ def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     spans = torch.arange(len(batch.input_ids)).split(batch.lengths)
     prompts, rest = spans[: len(batch.branches)], iter(spans[len(batch.branches) :])
     rows = [torch.cat([prompt, next(rest)]) for prompt, own in zip(prompts, batch.branches, strict=True) for _ in own]
-    rows = pad_sequence([*rows, *rest], batch_first=True, padding_value=-1)  # [S, T], the packed token at each place
-    place = torch.empty(len(batch.input_ids), dtype=torch.int64)  # where each of the N stands among the S * T
+    rows = pad_sequence([*rows, *rest], batch_first=True, padding_value=-1)  # [S, T] indices of packed tokens
+    place = torch.empty(len(batch.input_ids), dtype=torch.int64)  # [N] index of each packed token among the S * T
     place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # a prompt's token is read from any of its copies
     ids = batch.input_ids[rows.clamp(min=0).to(batch.input_ids.device)]
     # The mask hides nothing. Without one, transformers would look for several sequences packed into one.

@@ -1,5 +1,8 @@
-"""The reference policy of the KL: none, the policy without its adapters, or a frozen copy of it as it was when training
-began; the copy rests whole on the device, is streamed there from the host layer by layer, or is quantized.
+"""The reference policy of the KL term.
+
+It is the policy without its adapters, or a frozen copy of the policy as it was when training began. The copy lies on
+the device, or in host memory from where its layers are streamed to the device, or it is quantized. At beta = 0 there is
+no reference.
 """
 
 import copy
@@ -65,7 +68,7 @@ def make_reference(
         moving: Whether the reference will follow the policy (`FrozenCopy.sync`), so that a checkpoint must hold it.
 
     Returns:
-        None; the policy itself with its adapters off, where it has some; or a copy.
+        None at beta = 0, the policy itself with its adapters off where it has adapters, and else a copy.
     """
     if beta == 0:
         return None
@@ -81,7 +84,7 @@ def frozen_copy(model: PreTrainedModel, device: str | None = None) -> PreTrained
 
     Args:
         model: The model.
-        device: Where the copy's parameters go; None: where the model's are. Buffers stay where they are.
+        device: Where the copy's parameters go. None is the device of the model. Buffers stay on their device.
 
     Returns:
         The copy.
@@ -90,7 +93,7 @@ def frozen_copy(model: PreTrainedModel, device: str | None = None) -> PreTrained
     for parameter in model.parameters():
         value = parameter.detach().to(device or parameter.device, copy=True)
         memo[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
-    return copy.deepcopy(model, memo).eval()  # takes its parameters from the memo
+    return copy.deepcopy(model, memo).eval()  # deepcopy takes the parameters from the memo
 
 
 class Reference:
@@ -105,7 +108,7 @@ class Reference:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside of this context `policy` is the reference, and can run."""
+        """Make `policy` compute as the reference while the context manager is open."""
         yield
 
     def score(self, samples: Sequence[Sample], scoring: Scoring) -> tuple[list[torch.Tensor], dict[str, float]]:
@@ -122,11 +125,11 @@ class Reference:
             return score(self.policy, samples, scoring), {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of it: nothing, as it is made anew from the model that the run began with."""
+        """Return what a checkpoint must hold: nothing, because a resumed run makes the reference anew."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Args:
             state: The dictionary that `state_dict` returned.
@@ -138,18 +141,18 @@ class AdaptersOff(Reference):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside of this context the adapters are off."""
+        """Switch the adapters off while the context manager is open."""
         with adapters_off(self.policy.module):
             yield
 
 
 class FrozenCopy(Reference):
-    """A copy of the policy as it is now, without gradients, beside it.
+    """A copy of the policy as it is now, without gradients.
 
     Args:
         policy: The policy.
-        moving: Whether `sync` will move it, so that a checkpoint must hold its weights.
-        device: Where the copy's parameters are; None: where the policy's are.
+        moving: Whether `sync` will change the copy, so that a checkpoint must hold its weights.
+        device: Where the copy's parameters go. None is the policy's device.
     """
 
     def __init__(self, policy: Policy, moving: bool = False, device: str | None = None):
@@ -171,11 +174,11 @@ class FrozenCopy(Reference):
                 mine.lerp_(theirs.to(mine.device), alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights, where the copy moves."""
+        """Return the weights of a copy that follows the policy, and nothing for any other copy."""
         return self.policy.module.state_dict() if self.moving else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the weights, where there are some.
+        """Restore the weights, if the state has any.
 
         Args:
             state: The dictionary that `state_dict` returned.
@@ -185,11 +188,11 @@ class FrozenCopy(Reference):
 
 
 class StreamedCopy(FrozenCopy):
-    """A copy in host memory. The device holds two layers of it, embedding and head, and these only while it runs.
+    """A copy in host memory. Only while it runs, the device holds two of its layers, its embedding and its head.
 
     Args:
         policy: The policy.
-        moving: As for `FrozenCopy`.
+        moving: See `FrozenCopy`.
     """
 
     def __init__(self, policy: Policy, moving: bool = False):
@@ -198,7 +201,7 @@ class StreamedCopy(FrozenCopy):
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside of this context the copy computes on the policy's device."""
+        """Let the copy compute on the policy's device while the context manager is open."""
         with self.stream.ready():
             yield
 
@@ -237,11 +240,11 @@ class QuantizedCopy(Reference):
         return logps, metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Whether the copy has been compared with the exact one."""
+        """Return whether the copy has been compared with the exact one."""
         return {"measured": self.exact is None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over whether it has been compared.
+        """Restore whether the copy has been compared with the exact one.
 
         Args:
             state: The dictionary that `state_dict` returned.

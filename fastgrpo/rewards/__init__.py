@@ -1,1 +1,1 @@
-"""Reward functions: finding and calling them, and those that tasks bring."""
+"""Reward functions: how they are found, called and checked, and the functions that come with tasks."""

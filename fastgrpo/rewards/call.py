@@ -43,10 +43,10 @@ def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
         )
     try:
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module is a person's own: anything may go wrong in it
+    except Exception as error:  # the module is the user's own, and may raise anything
         raise ValueError(
-            f"reward function {spec!r} cannot be imported: {type(error).__name__}: {error}; the module must be in the "
-            "working directory's PYTHONPATH or installed"
+            f"reward function {spec!r} cannot be imported: {type(error).__name__}: {error}; the module must be "
+            "installed, or lie in the working directory or on the PYTHONPATH"
         ) from error
     if not callable(function):
         raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
@@ -55,7 +55,7 @@ def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
 
 @dataclass(frozen=True)
 class Judged:
-    """What the reward functions said about some completions.
+    """The verdicts of the reward functions on some completions.
 
     Attributes:
         completions: The completions with `rewards` and `extras` filled in.
@@ -89,13 +89,14 @@ class Rewards:
 
     Args:
         functions: The functions.
-        weights: One weight for each function; none: all 1.
-        on_error: "raise", or "skip": what a function fails on counts as not given, and is counted.
-        shaping: More functions, of weight 1, behind the others. Where those give a completion no reward, these do not
-            either.
+        weights: One weight for each function. Empty makes every weight 1.
+        on_error: "raise" ends the run when a function fails; "skip" treats its reward as not given and counts the
+            failure.
+        shaping: Further functions, whose weight is 1. A completion to which `functions` give no reward gets none from
+            these either.
 
     Raises:
-        ValueError: There are no functions, two of one name, or not as many weights as functions.
+        ValueError: There are no functions, two have the same name, or there are not as many weights as functions.
     """
 
     def __init__(
@@ -127,15 +128,15 @@ class Rewards:
 
         Args:
             completions: S completions.
-            trainer_state: How far the run is; handed on.
-            allow_none: Whether it is no error that no completion gets any reward.
+            trainer_state: How far the run is, which is passed to the functions.
+            allow_none: Whether it is allowed that no completion gets any reward.
 
         Returns:
             The completions with their rewards, and what was counted and logged.
 
         Raises:
-            ValueError: A function raised, or returned something else than S finite numbers or None, or all gave None
-                for every completion. With on_error "skip", none of these.
+            ValueError: A function raised, or did not return S finite numbers or None, or all functions gave None for
+                every completion. With on_error "skip" none of these is raised.
         """
         # A data set's own completions must not stand in for the rollouts, nor its prompts for the rendered ones.
         taken = ("prompts", "completions", "completion", "completion_ids")
@@ -206,7 +207,7 @@ class Rewards:
         return rewards
 
     def _fail(self, name, problem, errors, count, completion, cause=None):
-        """Count an error, or raise it with the completion that it happened on (the first one of a whole call)."""
+        """Count an error, or raise it and name its completion (the first one where the whole call failed)."""
         if self.on_error == "skip":
             errors[name] += count
             return
@@ -229,7 +230,7 @@ class Rewards:
 
 
 def _attempt(function, *arguments, **named):
-    """What a function returns, or the exception that it raises."""
+    """Call a function, and return its result or the exception that it raises."""
     try:
         return function(*arguments, **named)
     except Exception as error:
@@ -237,7 +238,7 @@ def _attempt(function, *arguments, **named):
 
 
 def _extra(column, values, count):
-    """The values of a further column of samples.jsonl, checked."""
+    """Check the values of an additional column of samples.jsonl, and return them as JSON can hold them."""
     values = [_scalar(value) for value in values]
     if len(values) != count:
         raise ValueError(f"log_extra({column!r}, ...) takes one value a completion: {count}, got {len(values)}")
@@ -249,7 +250,7 @@ def _extra(column, values, count):
 
 
 def _scalar(value):
-    """A number of numpy's or torch's as Python's; anything else as it is."""
+    """Convert a number of NumPy or torch to one of Python, and return anything else unchanged."""
     try:
         return value.item() if hasattr(value, "item") else value
     except (TypeError, ValueError, RuntimeError):  # several numbers
@@ -257,7 +258,7 @@ def _scalar(value):
 
 
 def _finished(coroutine):
-    """What a coroutine returns. Where this thread runs a loop already, as a notebook's does, another one runs it."""
+    """Run a coroutine and return its result. Another thread runs it where this one has a loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -267,7 +268,7 @@ def _finished(coroutine):
 
 
 async def _gather(results):
-    """Await what is awaitable, all at once; the rest as it is. An exception is a result."""
+    """Await all awaitable results at once, and return them with the others. An exception counts as a result."""
     pending = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
     awaited = await asyncio.gather(*(results[i] for i in pending), return_exceptions=True)
     for i, result in zip(pending, awaited, strict=True):
@@ -276,6 +277,6 @@ async def _gather(results):
 
 
 def _told(error):
-    """Tell an exception and where it was raised, on one line."""
+    """Describe an exception, and where it was raised, on one line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({frame.filename}:{frame.lineno})"

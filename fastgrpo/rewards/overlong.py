@@ -31,7 +31,7 @@ def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache:
 
 
 def shaping(config: GRPOConfig) -> list[Callable[..., list[float]]]:
-    """Make the reward functions that the settings add to those that a person passes.
+    """Make the reward functions that the settings add to those of the caller.
 
     Args:
         config: The settings of the run.

@@ -1,11 +1,12 @@
 """Rollouts: prompts in, completions out, drawn in the trainer's process from the policy's own weights.
 
-Three words, each for one thing:
+The engine uses three words, each for one thing:
 
 - A *prompt* is the token ids that a request asks to complete, n times. It is computed once for all n completions.
-- A *lane* is one completion in flight: its place in the batch that every decode step computes. When a completion
+- A *lane* holds one completion in flight. Every decode step computes one token for each lane. When a completion
   finishes, its lane is free for the next one.
-- A *slot* is where keys and values lie in memory: a prompt has one that all its lanes read, and each lane has one.
+- A *slot* is the memory for keys and values. A prompt has one slot, which all its lanes read, and each lane has one for
+  the tokens that it drew.
 """
 
 import importlib

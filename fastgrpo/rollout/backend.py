@@ -1,4 +1,4 @@
-"""What a rollout backend is: requests in, finished groups out, under vLLM's names."""
+"""The interface of a rollout backend: it takes requests and returns finished groups, under vLLM's names."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ class Request:
     """A prompt whose completions are to be drawn.
 
     Attributes:
-        request_id: Its number, which keys its draws beside the seed.
+        request_id: Its number. Seed and number together decide the random numbers of its draws.
         prompt_ids: Token ids of the prompt.
         limits: For each completion, how many tokens it may have at most.
         sampling: How to draw.
@@ -66,7 +66,7 @@ class RolloutBackend(ABC):
         self.unfinished = {}  # request_id -> Request, waiting or running
         self.waiting = deque()
         self.next_id = 0
-        self.live_lanes = []  # completions in flight, at each look since the backend was last idle
+        self.live_lanes = []  # number of completions in flight at each step since the backend was last idle
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutBackend":
@@ -96,8 +96,9 @@ class RolloutBackend(ABC):
             prompt_ids: Token ids of the prompt.
             n: How many completions.
             sampling: How to draw; requests in flight together must agree in all but seed and max_tokens.
-            request_id: Keys the draws beside the seed; None takes the next number.
-            max_tokens: n limits, where they differ among the completions; None takes that of `sampling` for all.
+            request_id: Number of the request. Seed and number together decide the random numbers of its draws. None
+                takes the next number.
+            max_tokens: n limits, where they differ among the completions. None takes the limit of `sampling` for all.
 
         Returns:
             The request_id.
@@ -141,13 +142,13 @@ class RolloutBackend(ABC):
             break  # the others agree with one another
 
     def abort_request(self, request_id: int) -> int:
-        """Drop a request, waiting or running; an unknown or finished one is passed over.
+        """Drop a request that waits or runs. An unknown or finished request is ignored.
 
         Args:
             request_id: Its number.
 
         Returns:
-            How many tokens had been drawn of its completions.
+            How many tokens of its completions had been drawn.
         """
         request = self.unfinished.pop(request_id, None)
         drawn = 0
@@ -159,7 +160,7 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def _stop(self, request):
-        """Drop a request that runs. Returns how many tokens had been drawn of it."""
+        """Drop a request that runs. Returns how many tokens of its completions had been drawn."""
 
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
@@ -174,11 +175,11 @@ class RolloutBackend(ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """What the backend measured since it was last idle.
+        """Return what the backend measured since it was last idle.
 
         Returns:
-            `rollout/live_mean`, the completions in flight, and `rollout/live_share`, their mean as a share of the most
-            in flight. Nothing where the backend does not look.
+            `rollout/live_mean`, the mean number of completions in flight, and `rollout/live_share`, that mean divided
+            by the largest number in flight. Empty where the backend does not count them.
         """
         if not self.live_lanes:
             return {}
@@ -198,13 +199,13 @@ class RolloutBackend(ABC):
             prompts: B lists of token ids, none empty.
             num_generations: G.
             sampling: How to draw.
-            progress: Called with the number of completions that finished, or None.
+            progress: A function that is called with the number of completions that just finished, or None.
 
         Returns:
             B * G rollouts; those of a prompt stand side by side.
 
         Raises:
-            ValueError: A prompt that cannot be drawn, or the backend is not idle.
+            ValueError: A prompt cannot be completed, or the backend is not idle.
         """
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")
@@ -230,7 +231,7 @@ def first_finished(
     sampling: SamplingParams,
     count: int,
 ) -> tuple[dict[int, list[Rollout]], int]:
-    """Draw completions of the first prompts to finish, and abort the others.
+    """Draw completions of all prompts until `count` prompts have finished, and abort the others.
 
     Args:
         engine: An idle backend.
@@ -251,7 +252,7 @@ def first_finished(
             for output in engine.step():
                 if len(groups) < count:
                     groups[output.request_id] = output.rollouts
-                else:  # it finished at the same look
+                else:  # it finished in the same step as the last one that was wanted
                     lost += sum(len(rollout.ids) for rollout in output.rollouts)
     finally:
         for request_id in list(engine.unfinished):

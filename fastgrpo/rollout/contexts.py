@@ -1,6 +1,6 @@
-"""What the policy's attention does in generation: a context for the prefill of prompts and one for a decode step.
+"""The policy's attention in generation: one context for the prefill of prompts, and one for a decode step.
 
-A context is what `policy/attention.py` forwards the queries, keys and values of each layer to.
+A context receives the queries, keys and values of each layer from `policy/attention.py`.
 
 Shapes: N packed prompt tokens, n lanes in use, K key heads, H query heads, d head width.
 """

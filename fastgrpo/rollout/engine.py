@@ -1,9 +1,10 @@
-"""The generation loop: prompts in, completions with the log-probs of their draws out.
+"""The generation loop: it takes prompts and returns completions with the log-probs of their draws.
 
-It runs the policy's own module through the registered attention: there is no second copy of the weights and no weight
-sync, and nothing of the old weights outlives an optimizer step, because no request may be in flight over one. A prompt
-is computed once for its group. When a completion finishes, its lane is taken over by the next group; when no group
-waits, the last lanes move into the gaps. On a GPU the host looks every POLL_STEPS steps, and a step is one CUDA graph.
+It runs the policy's own module through the registered attention, so there is no second copy of the weights that would
+have to follow an update. No request may be in flight during an optimizer step, so no key or value of old weights is
+ever read. A prompt is computed once for its group. When a completion finishes, the next group takes over its lane; when
+no group waits, the last lanes move into the gaps. On a GPU a step is one CUDA graph, and the host looks for finished
+lanes every POLL_STEPS steps.
 
 Shapes: B prompts, G completions each, n lanes in use, V vocabulary.
 """
@@ -28,8 +29,8 @@ from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
 from fastgrpo.rollout.slots import Slots
 
-COMPACT_BELOW = 0.9  # share of the lanes in use under which gaps are closed: a copy costs less than wasted compute
-ADMIT_FROM = 0.25  # free share of the lanes from which waiting groups start: a prefill costs several decode steps
+COMPACT_BELOW = 0.9  # gaps are closed when a smaller share of the lanes is in use: a copy costs less than idle lanes
+ADMIT_FROM = 0.25  # waiting groups start when this share of the lanes is free: a prefill costs several decode steps
 PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass
 POLL_STEPS = 8  # decode steps between two looks at the GPU's finished flags; on a CPU every step is looked at
 
@@ -87,8 +88,8 @@ class RolloutEngine(RolloutBackend):
         memory_utilization: The share of the device's free memory, when the first request comes, that keys and values
             may take.
         enforce_eager: Whether to decode without CUDA graphs.
-        reserved: A function that returns how many of the free bytes others will take (the optimizer's states, before
-            its first step), or None for none.
+        reserved: A function that returns how many of the free bytes something else will take later (such as the
+            optimizer's states before its first step). None stands for 0.
 
     Raises:
         ValueError: An argument is out of range.
@@ -110,11 +111,11 @@ class RolloutEngine(RolloutBackend):
         self.on_gpu = self.policy.device.type == "cuda"
         self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
         self.budget = None  # bytes for keys and values
-        self.running = []  # what is on each lane up to the last one in use: a Running, or None
+        self.running = []  # the Running of each lane up to the last one in use; None where a lane is free
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
-        self.gathered = ExitStack()  # holds the whole weights while any request is in flight
-        self.weights, self.places = [], None  # the weights, and their addresses, which graphs read
+        self.gathered = ExitStack()  # keeps `Policy.gather` open while any request is in flight
+        self.weights, self.places = [], None  # the weights, and their addresses, at which graphs read them
         self.steps = 0  # decode steps so far
 
     @classmethod
@@ -163,7 +164,7 @@ class RolloutEngine(RolloutBackend):
         return drawn
 
     def _release(self):
-        """Give the whole weights free once nothing is in flight."""
+        """Release the gathered weights once nothing is in flight."""
         if not self.unfinished:
             self.gathered.close()
             self.weights = []
@@ -196,8 +197,10 @@ class RolloutEngine(RolloutBackend):
         return len(self.running) - self.running.count(None)
 
     def _begin(self):
-        """Note which weights the requests begin with: keys and values in flight are theirs, and graphs read them by
-        address."""
+        """Note the versions and addresses of the weights before requests start.
+
+        Keys and values in flight are computed with these versions, and graphs read the weights at these addresses.
+        """
         self.gathered.close()
         self.weights = self.gathered.enter_context(self.policy.gather())
         places = [weight.data_ptr() for weight in self.weights]
@@ -237,7 +240,7 @@ class RolloutEngine(RolloutBackend):
             self._start(groups)
 
     def _make_room(self):
-        """Make lanes, slots and provider for what waits; those that are there stay where they are large enough."""
+        """Make lanes, slots and provider for the waiting requests. Present ones stay if they are large enough."""
         policy, sampling = self.policy, self.waiting[0].sampling
         shape = policy.shape
         self.sampling = sampling
@@ -254,7 +257,7 @@ class RolloutEngine(RolloutBackend):
         limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), self.budget, provider.flat
         try:
             new = fit(requests, *limits)
-        except ValueError:  # the longest prompt and the largest group need not be one request's: begin with the first
+        except ValueError:  # longest prompt and largest group may be of different requests: fit the first one alone
             new, requests = fit(requests[:1], *limits), requests[:1]
         if self.geometry is not None:
             new = settled(self.geometry, new, requests, *limits[1:3])
@@ -267,7 +270,7 @@ class RolloutEngine(RolloutBackend):
         self.lanes = Lanes(new.lanes, new.capacity, policy.device)
 
     def _start(self, groups):
-        """Prefill; where that fails, the groups wait again."""
+        """Prefill groups and put their completions on their lanes. If the prefill fails, the groups wait again."""
         try:
             self._prefill(groups)
         except BaseException:

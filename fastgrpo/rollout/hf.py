@@ -12,8 +12,10 @@ from fastgrpo.rollout.sampling import SamplingParams, filter_logps
 
 @contextmanager
 def _plain(model):
-    """Hide the model's own generation config: `generate` fills in from it what the one it is given leaves open. Under a
-    repetition penalty, say, draws and log-probs would not be the policy's."""
+    """Hide the model's own generation config, from which `generate` would fill in what the given config leaves open.
+
+    With a repetition penalty, for example, draws and log-probs would no longer be the policy's.
+    """
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
         yield
@@ -56,9 +58,10 @@ class DrawRecorder(LogitsProcessor):
 
 
 class HFBackend(RolloutBackend):
-    """Draws the groups that wait by `generate`, as many at once as max_num_seqs allows.
+    """Draws waiting groups by transformers' `generate`, as many at once as max_num_seqs allows.
 
-    The seed of the first request seeds a batch: unlike the engine's, a group's draws depend on what is drawn with it.
+    The seed of the first request seeds the whole batch. Unlike in the engine, the draws of a group therefore depend on
+    the groups that are drawn with it.
     """
 
     def _stop(self, request):
@@ -66,10 +69,10 @@ class HFBackend(RolloutBackend):
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Draw the groups that wait and fit, to their end.
+        """Draw all completions of the waiting groups that fit into one batch.
 
         Returns:
-            These groups.
+            The groups, all finished.
         """
         if not self.waiting:
             return []

@@ -1,4 +1,4 @@
-"""What the completion on each lane has drawn so far, on the device. The host looks at it every few steps.
+"""The state of the lanes on the device: the tokens drawn so far, their log-probs, and which lanes have finished.
 
 Shapes: R lanes, C most tokens of a completion, S lanes of a call.
 """

@@ -1,4 +1,4 @@
-"""The parts of attention that share a prompt: queries of several slots against the first keys of each slot.
+"""Functions that compute one part of attention: the queries of several slots against the first keys of each slot.
 
 A part attends without a causal mask and returns the log-sum-exp of its scores, so that `SharedPrefix` (providers.py)
 can merge the part over a prompt with the part over a lane's own tokens.

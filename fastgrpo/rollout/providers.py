@@ -83,9 +83,8 @@ class SharedPrefix(Provider):
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         n = len(token_index)
         members = slots.members
-        if (
-            members.device.type == "cpu"
-        ):  # no graph needs fixed shapes there, so unused prompts and columns are left out
+        if members.device.type == "cpu":
+            # No CUDA graph needs fixed shapes there, so unused prompts and columns are left out.
             used = (members >= 0).nonzero()
             members = members[: int(used[:, 0].max()) + 1, : int(used[:, 1].max()) + 1]
         self.lanes = members.clamp(min=0).long()  # [P, G]; an empty entry computes lane 0, and nobody reads the result

@@ -1,1 +1,1 @@
-"""What a run leaves behind and how it goes on: its folder, checkpoints, log, curves and warnings."""
+"""The folder, checkpoints, log, curves and warnings of a run, and how a run is resumed."""

@@ -1,4 +1,4 @@
-"""What a person looks at when a run is over: curves.png, summary.json, and a table that is printed."""
+"""The results of a run for people: curves.png, summary.json, and a table that is printed at the end."""
 
 import json
 from pathlib import Path

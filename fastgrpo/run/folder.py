@@ -90,7 +90,7 @@ def hold(path: Path) -> TextIO:
         path: The folder.
 
     Returns:
-        The open file that carries the lock. Closing it gives the folder free.
+        The open file that carries the lock. Closing it releases the folder.
 
     Raises:
         ValueError: Another process holds the lock.
@@ -104,8 +104,8 @@ def hold(path: Path) -> TextIO:
         lock.close()
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise ValueError(
-                f"output_dir {path} is in use by a run that still lives ({owner}); wait for its end, or choose another "
-                "folder"
+                f"output_dir {path} is in use by a run that is still alive ({owner}); wait until it ends, or choose "
+                "another folder"
             ) from None
         raise
     lock.truncate(0)

@@ -1,4 +1,4 @@
-"""Warnings about what spoils a GRPO run without an error, and the end of a run whose updates are never finite.
+"""Warnings about problems that spoil a GRPO run without an error, and the end of a run that only skips updates.
 
 `CHECKS` is the table of the warnings. Each has a condition on the metrics of a step, and is given once, when the
 condition has held for a number of steps in a row.

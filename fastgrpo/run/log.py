@@ -130,7 +130,7 @@ class RunLog:
     """The log of a run, and the owner of the run's folder.
 
     Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. It is a context manager:
-    leaving it closes the files and gives the folder free. Its attributes are `dir`, the Path of the folder; `started`,
+    leaving it closes the files and releases the folder. Its attributes are `dir`, the Path of the folder; `started`,
     the time of `time.perf_counter` at which the run began; `checkpoint`, the Path of the checkpoint that the run
     continues from, or None; and `latest`, the (step, value) that was last written of every metric.
 
@@ -253,7 +253,7 @@ class RunLog:
         self._samples.flush()
 
     def close(self) -> None:
-        """Close the progress bar and the files, and give the folder free."""
+        """Close the progress bar and the files, and release the folder."""
         self.close_bar()
         for file in (self._metrics, self._samples, self._lock):
             file.close()
@@ -297,7 +297,7 @@ def _tensorboard(log):
     except ImportError:
         raise ValueError("report_to tensorboard needs a package that is missing: pip install tensorboard") from None
 
-    # Hides the values that the interrupted run wrote after the checkpoint.
+    # purge_step hides the values that the interrupted run wrote after the checkpoint.
     purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1
     writer = SummaryWriter(log.dir / "tensorboard", purge_step=purge_step)
 

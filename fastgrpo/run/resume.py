@@ -1,4 +1,4 @@
-"""What a run goes on from: which checkpoint, in which folder, and whether its settings are still the same."""
+"""Resuming a run: finds the folder and the checkpoint to continue from, and compares the settings."""
 
 import json
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from fastgrpo.run.folder import LOCK, claim_output_dir, empty, is_run
 
 
 def open_run(config: GRPOConfig, say: Callable[[str], None]) -> tuple[Path, TextIO, Path | None]:
-    """Claim the folder of a run and find the checkpoint that it goes on from.
+    """Claim the folder of a run and find the checkpoint that it continues from.
 
     Args:
         config: The settings of the run.
-        say: Called with a line for the person.
+        say: A function that prints a line for the user.
 
     Returns:
         The folder, its lock, and a good checkpoint, which is None for a fresh start.
@@ -41,10 +41,10 @@ def open_run(config: GRPOConfig, say: Callable[[str], None]) -> tuple[Path, Text
             raise ValueError(f"{path} holds a finished run without its checkpoints; choose another output_dir")
         if any(old.name != LOCK for old in path.iterdir()) and not is_run(path):
             raise ValueError(
-                f"output_dir {path} holds files that are not of a run, and resume_from_checkpoint=auto found none to "
-                "go on from; choose another folder"
+                f"output_dir {path} holds files that are not of a run, and resume_from_checkpoint=auto found no "
+                "checkpoint in it; choose another folder"
             )
-        say(f"no checkpoint in {path}: a fresh start")
+        say(f"there is no checkpoint in {path}, so a new run starts")
         empty(path)
     else:
         check_settings(checkpoint, config, say)
@@ -60,18 +60,18 @@ def _parent(checkpoint, output_dir):
     step_of(path)
     if output_dir is not None and Path(output_dir).resolve() != path.parent.resolve():
         raise ValueError(
-            f"resume_from_checkpoint {path} goes on in its own run folder: leave --output_dir {output_dir} away; or "
+            f"resume_from_checkpoint {path} continues in its own run folder: leave --output_dir {output_dir} out, or "
             f"start a new run from its weights with --model_name_or_path {path}"
         )
     return path.parent
 
 
 def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """Find the newest checkpoint that is whole. Damaged ones are named and passed over.
+    """Find the newest checkpoint that is intact. Damaged ones are named and passed over.
 
     Args:
         run_dir: The folder of a run.
-        say: Called with a line for the person.
+        say: A function that prints a line for the user.
 
     Returns:
         The checkpoint; None where there is none.
@@ -92,12 +92,12 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def set_aside(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
-    """Rename the checkpoints after a step: the run will write its own, and these may be damaged or of another course.
+    """Rename the checkpoints after a step, because the resumed run will write its own for these steps.
 
     Args:
         run_dir: The folder of a run.
-        step: The step that the run goes on from.
-        say: Called with a line for the person.
+        step: The step that the run continues from.
+        say: A function that prints a line for the user.
     """
     for later, path in checkpoints(run_dir).items():
         if later > step:
@@ -109,15 +109,15 @@ def set_aside(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
 
 
 def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], None]) -> None:
-    """Refuse to go on with other settings. Those that change how a run computes, not what, give a warning.
+    """Compare the settings with those of a checkpoint. A change is allowed, gives a warning, or is refused.
 
-    What a resumed run may change stands in each setting's field. A setting that is newer than the checkpoint counts as
-    having had its default.
+    The field of each setting says which of these applies (`Setting.resume`). If the checkpoint is older than a setting,
+    the setting's default is compared.
 
     Args:
-        checkpoint: What the run goes on from.
-        config: The settings that it would go on with.
-        say: Called with a line for the person.
+        checkpoint: The checkpoint that the run continues from.
+        config: The settings of the resumed run.
+        say: A function that prints a line for the user.
 
     Raises:
         ValueError: A setting was changed that changes what the run computes.
@@ -138,6 +138,6 @@ def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], No
                 f"was{anew}"
             )
         say(
-            f"warning: {field.name} was {old!r} and is {new!r} now: the run goes on, but not to the last bit as it "
-            "would have"
+            f"warning: {field.name} was {old!r} and is {new!r} now: the run continues, but not bit for bit as it would "
+            "have without the change"
         )

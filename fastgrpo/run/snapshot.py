@@ -29,19 +29,19 @@ from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import save_model
 
-# The generators come last: nothing may draw from them once they stand where they stood.
+# The generators come last, because nothing may draw from them after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
 STATE = "trainer_state.json"
 PROGRESS = "progress"  # the part whose entries stand at the top of trainer_state.json, as transformers has them
 
 
 class Snapshot:
-    """A copy of a run's state on the host, which training does not touch any more.
+    """A copy of a run's state on the host, which later training does not change.
 
     Args:
         parts: The parts of the run by name; `policy` is the `Policy`.
         tokenizer: The policy's tokenizer.
-        about: What a resumed run is compared with: settings, number of rows, dtype.
+        about: What a resumed run will be compared with: the settings, the number of rows, and the dtype.
     """
 
     def __init__(self, parts: Mapping[str, Stateful], tokenizer: PreTrainedTokenizerBase, about: Mapping[str, Any]):
@@ -55,7 +55,7 @@ class Snapshot:
                 self.files[file] = to_host(states if len(names) > 1 else states[names[0]], copies)
         apart = {"policy", PROGRESS}.union(*FILES.values())
         state = {name: part.state_dict() for name, part in parts.items() if name not in apart}
-        # It is text already: later steps cannot change it.
+        # The state is made into text at once, so that later steps cannot change it.
         self.state = json.dumps({**parts[PROGRESS].state_dict(), **state, **about}, indent=2)
 
     def write(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class Snapshot:
         Args:
             path: The folder.
         """
-        logging.disable_progress_bar()  # transformers' bar would tear the run's own
+        logging.disable_progress_bar()  # transformers' bar would break up the run's own
         save_model(path, self.model, self.tokenizer, self.weights)
         for file, state in self.files.items():
             torch.save(state, path / file)
@@ -72,11 +72,11 @@ class Snapshot:
 
 
 def to_host(tree: Any, copies: dict) -> Any:
-    """Copy every tensor of nested dicts and lists to the CPU; one that occurs twice (tied weights) stays one.
+    """Copy every tensor of nested dicts and lists to the CPU. A tensor that occurs twice (tied weights) is copied once.
 
     Args:
         tree: The dicts, lists and tensors.
-        copies: {} to share among several calls.
+        copies: The copies so far, a dictionary that several calls may share. It is empty at first.
 
     Returns:
         The same tree with the copies.
@@ -94,22 +94,23 @@ def to_host(tree: Any, copies: dict) -> Any:
 
 
 def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any]) -> None:
-    """Put the parts of a new run where those were that wrote a checkpoint; the generators come last.
+    """Restore the parts of a run from a checkpoint, the random generators last.
 
     Args:
         parts: The parts of the run by name, as for `Snapshot`.
         path: The folder of the checkpoint.
-        about: As for `Snapshot`; the settings in it have been compared before.
+        about: As for `Snapshot`. Its settings have been compared before.
 
     Raises:
-        ValueError: The data, the number of steps or the precision is not what the run had.
+        ValueError: The number of rows or the precision differs from that of the checkpoint, or the checkpoint is beyond
+            max_steps.
     """
     state = json.loads((path / STATE).read_text())
     if state["rows"] != about["rows"]:
         raise ValueError(f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}")
     max_steps = parts[PROGRESS].state_dict()["max_steps"]
     if state["global_step"] > max_steps:
-        raise ValueError(f"{path} is past max_steps={max_steps}; raise it")
+        raise ValueError(f"{path} is past max_steps={max_steps}; raise max_steps")
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
@@ -141,10 +142,10 @@ def _read(file, state):
 
 
 class GlobalRNG:
-    """The global generators. Rollouts draw from seeds of their own; reward functions may use these."""
+    """The global random generators. Reward functions may use them; rollouts draw from seeds of their own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of Python's, NumPy's, torch's and every CUDA device's generator."""
+        """Return the states of the generators of Python, NumPy, torch and every CUDA device."""
         state = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             numpy = sys.modules["numpy"].random.get_state(legacy=False)
@@ -154,7 +155,7 @@ class GlobalRNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the states. A GPU that was not there then, or is not there any more, is left alone.
+        """Restore the states. GPUs that only one of the two machines has are ignored.
 
         Args:
             state: The dictionary that `state_dict` returned.

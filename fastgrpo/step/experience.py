@@ -1,12 +1,12 @@
-"""Prompts -> rewarded groups: what was drawn for a step, and what of it the step trains on.
+"""Turns prompts into rewarded groups of completions, and chooses the groups that a step trains on.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) drops the groups that teach nothing and draws as many new
-prompts, batch after batch, until there are prompts_per_step groups that do, or max_num_gen_batches were drawn; the
-first dropped groups then fill up. Oversampling starts more groups than are wanted and aborts those that finish last,
-which favours prompts with short completions.
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) drops the groups that teach nothing, and draws as many new
+prompts in their place, batch after batch. It ends when prompts_per_step groups teach something, or when
+max_num_gen_batches batches were drawn; the first of the dropped groups then fill the step. Oversampling starts more
+groups than are wanted and aborts those that finish last, which favours prompts with short completions.
 
-Metrics are over all groups that finished, dropped or not: over the kept ones alone, reward and accuracy would be those
-of prompts chosen by reward and accuracy. Aborted groups are in no metrics but their own.
+The metrics cover all groups that finished, dropped or not, because the kept groups alone are chosen by their rewards.
+Aborted groups are counted only in the metrics of oversampling.
 
 Shapes: S completions, those of a prompt side by side, G completions a group; F reward functions.
 """
@@ -32,8 +32,8 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.step.measure import length_metrics, reward_metrics
 
-# Between the seeds of a step's batches. torch's CPU generator reads 32 bits of a seed: modulo 2**32, the multiples of
-# the golden ratio keep farthest from one another, and so from the seeds of the next steps.
+# The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
+# 2**32, the multiples of the golden ratio stay far from one another, and so from the seeds of the next steps.
 BATCH_STRIDE = 0x9E3779B1
 
 
@@ -46,8 +46,8 @@ class Draw:
         errors: How many completions each reward function failed on, by name.
         logged: The values that reward functions logged, by name.
         live: What the rollout backend measured.
-        taken: How many prompts were taken from the source, those of aborted groups too.
-        lost_tokens: Tokens drawn of aborted groups.
+        taken: How many prompts were taken from the source, including those of aborted groups.
+        lost_tokens: How many tokens of aborted groups were drawn.
     """
 
     completions: list[Completion]
@@ -66,7 +66,7 @@ class Experience:
         completions: [S] completions with rewards and advantages.
         trained: The index of each completion that the step trains on, group by group.
         taken: How many prompts were taken from the source.
-        num_tokens: Prompt and completion tokens, with those drawn of aborted groups.
+        num_tokens: Prompt and completion tokens, including the drawn tokens of aborted groups.
         metrics: What was measured, by name.
     """
 
@@ -87,7 +87,7 @@ class ExperienceMaker:
         rewards: The reward functions.
         sampling: How to draw; each batch has a seed of its own.
         args: The settings.
-        timer: Learns how long the rollout and the rewards took.
+        timer: The timer that measures the rollout and the rewards.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class ExperienceMaker:
         """Draw until there are enough groups that teach something.
 
         Args:
-            state: How far the run is; the step that follows is drawn.
+            state: How far the run is before the step.
 
         Returns:
-            What was drawn, and which of it the step trains on.
+            What was drawn, and which completions the step trains on.
 
         Raises:
-            ValueError: A prompt that the policy cannot hold, or a reward function that fails.
+            ValueError: The policy cannot hold a prompt, or a reward function fails.
         """
         args, draws, teaching = self.args, [], []
         for batch in range(args.max_num_gen_batches if args.dynamic_sampling else 1):
@@ -121,7 +121,7 @@ class ExperienceMaker:
             teaching += self.teaching(draws[-1].completions)
             if sum(teaching) == args.prompts_per_step:
                 break
-        # Groups that teach come first, dropped ones fill up; of each kind, the earliest. Their order stays.
+        # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
         trained = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
         completions, trained = self._trained_together(_joined(draws), trained)
         taken, lost = sum(draw.taken for draw in draws), sum(draw.lost_tokens for draw in draws)
@@ -146,8 +146,8 @@ class ExperienceMaker:
 
         Args:
             state: How far the run is.
-            batch: The number of the batch within the step. Prompts of later batches stand in for dropped ones; they may
-                be few, and then it is no mistake that none of them gets a reward.
+            batch: The number of the batch within the step. Batches after the first replace dropped groups and may be
+                small, so it is no error if none of their completions gets a reward.
             count: How many groups are wanted.
 
         Returns:
@@ -174,13 +174,13 @@ class ExperienceMaker:
         return Draw(completions, judged.errors, judged.logged, self.engine.metrics(), taken, lost_tokens)
 
     def with_advantages(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Standardize rewards within what is trained on together.
+        """Turn the rewards of completions that are trained on together into advantages.
 
         Args:
             completions: [S] completions with rewards.
 
         Returns:
-            The same with advantages, and masked where the settings take truncated ones out of the loss.
+            The completions with advantages. Truncated ones are masked if the settings take them out of the loss.
         """
         args, per_function = self.args, reward_matrix(completions)
         if args.multi_objective_aggregation == "normalize_then_sum":
@@ -216,12 +216,12 @@ class ExperienceMaker:
         return [any(c.advantage != 0 and not c.masked for c in group) for group in self._groups(completions)]
 
     def _groups(self, values):
-        """[S] -> a list of G for each group."""
+        """Split a list of S values into one list of G values for each group."""
         size = self.args.num_generations
         return [values[i : i + size] for i in range(0, len(values), size)]
 
     def _trained_together(self, completions, groups):
-        """Standardize anew over all groups that the step trains on.
+        """Compute the advantages again, over all groups that the step trains on.
 
         Returns:
             (the completions, the index of each completion that is trained on, group by group).
@@ -235,7 +235,7 @@ class ExperienceMaker:
 
 
 def to_sample(completion: Completion, index: int | None = None, corrected: bool = False) -> Sample:
-    """Make what an update trains on of a completion.
+    """Make the sample that an update trains on from a completion.
 
     Args:
         completion: The completion, with its advantage.
@@ -258,14 +258,14 @@ def to_sample(completion: Completion, index: int | None = None, corrected: bool 
 
 
 def _joined(draws):
-    """The completions of all batches. A column that reward functions logged for one batch is None in the others."""
+    """Join the completions of all batches. Columns that were logged for one batch alone are None in the others."""
     completions = list(chain.from_iterable(draw.completions for draw in draws))
     columns = dict.fromkeys(chain.from_iterable(completion.extras for completion in completions))
     return [dataclasses.replace(c, extras=columns | c.extras) for c in completions]
 
 
 def _logged(draws):
-    """Errors of reward functions, and the means of what they passed to log_metric, as metrics."""
+    """Return the errors of reward functions, and the means of the values that they logged, as metrics."""
     errors, logged = Counter(), defaultdict(list)
     for draw in draws:
         errors += draw.errors
@@ -277,5 +277,5 @@ def _logged(draws):
 
 
 def _means(measured):
-    """The means of what the rollout backend measured in each batch."""
+    """Average what the rollout backend measured over the batches."""
     return {name: sum(values[name] for values in measured) / len(measured) for name in measured[0]}

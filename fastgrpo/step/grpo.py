@@ -1,9 +1,8 @@
-"""The GRPO updates of one rollout: minibatches and passes over them, old and reference log-probs, the loss, and what it
-measures.
+"""The GRPO updates of one rollout: minibatches and passes over them, old and reference log-probs, loss and metrics.
 
-Every term of the loss carries its weight over the whole update (`Sample.weights`), computed before any sample is
-dropped. So a step does not depend on how it was split into micro-batches, nor on whether samples that teach nothing
-were computed.
+Each token has a weight in the loss of the whole update (`Sample.weights`), which is computed before any sample is
+dropped. So the result does not depend on how the update is split into micro-batches, nor on whether samples that teach
+nothing are computed.
 """
 
 import dataclasses
@@ -28,11 +27,11 @@ class Updated:
     """What the updates of one rollout did.
 
     Attributes:
-        samples: The samples, in the order they came, as the last update left them: with their weights and the share of
-            their tokens that it clipped.
-        norms: The gradient norm of each update; NaN where it was skipped, 0 where there was nothing to learn from.
+        samples: The samples in their order, with their weights and with the share of their tokens that the last update
+            clipped.
+        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
         metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates and
-            learning_rate. What a skipped update measured is in none of the others.
+            learning_rate. All but the last two leave skipped updates out.
     """
 
     samples: list[Sample]
@@ -46,7 +45,7 @@ class GRPOUpdate:
     Args:
         policy: The policy that is trained.
         reference: The reference, see `make_reference`; None where objective.beta is 0.
-        updater: Steps the optimizer.
+        updater: The updater, which steps the optimizer.
         objective: The knobs of the loss.
         temperature: The temperature that the samples were drawn at.
         updates_per_rollout: How many minibatches a rollout is split into.
@@ -74,7 +73,7 @@ class GRPOUpdate:
 
         Args:
             groups: Samples, a list for each prompt.
-            with_entropy: Whether to measure the entropy, which is a pass over the logits.
+            with_entropy: Whether to measure the entropy, which takes another pass over the logits.
 
         Returns:
             The samples after the last update, and what was measured.
@@ -116,8 +115,8 @@ class GRPOUpdate:
 
         Args:
             minibatch: The samples of the update.
-            step_tokens: The normalizer of dapo: the tokens of the whole rollout, shared evenly among its updates. That
-                of bnpo is the minibatch's own.
+            step_tokens: The normalizer of dapo, which is the number of unmasked completion tokens of the whole rollout
+                divided by the number of its minibatches. bnpo divides by those of the minibatch instead.
 
         Returns:
             [T] fp32 for each sample, T the length of its completion.
@@ -130,7 +129,7 @@ class GRPOUpdate:
         return weights.split(counts.tolist())
 
     def teaches(self, sample: Sample) -> bool:
-        """Tell whether a sample carries gradient: without KL and entropy bonus, one of no advantage does not.
+        """Tell whether a sample carries gradient. Without KL and entropy bonus, it does not if its advantage is 0.
 
         Args:
             sample: The sample.
@@ -142,9 +141,9 @@ class GRPOUpdate:
         return not sample.masked and (regularized or sample.advantage != 0)
 
     def _score(self, samples, kept):
-        """Give the kept samples their reference log-probs, and their old ones where they will meet a policy that moved.
+        """Compute reference log-probs of the kept samples, and old log-probs of those after the first minibatch.
 
-        The first minibatch meets the policy that drew it: its ratio is 1, and its log-probs come out of its loss.
+        The first minibatch is computed with the policy that drew it: its ratio is 1, and its loss returns log-probs.
 
         Returns:
             Metrics of the reference.
@@ -186,7 +185,7 @@ class GRPOUpdate:
                 batch.targets,
                 batch.advantages,
                 cu_seqlens=batch.cu_seqlens,
-                rows=torch.arange(len(batch.targets)),  # samples that do not teach have left: no need to look for them
+                rows=torch.arange(len(batch.targets)),  # all of them: samples that do not teach are no longer here
                 old_logps=batch.old_logps,
                 ref_logps=batch.ref_logps,
                 sampler_logps=batch.sampler_logps,
@@ -200,9 +199,9 @@ class GRPOUpdate:
             )
 
     def _after_update(self, sample, logps):
-        """What the next update needs of a sample, and the share of its tokens that this one clipped.
+        """Return a sample with what the next update needs and with the share of its tokens that this update clipped.
 
-        On the first update of a rollout the log-probs are the old ones of the later passes, where there are any.
+        The log-probs of the first update are the old log-probs of later passes, if there are any.
         """
         if sample.old_logps is not None:
             return dataclasses.replace(sample, clipped=self.clipped_share(sample, logps))

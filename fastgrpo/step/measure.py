@@ -1,4 +1,4 @@
-"""What a step's completions and rewards say, as numbers for metrics.jsonl and lines for samples.jsonl.
+"""Summarizes the completions and rewards of a step, as metrics for metrics.jsonl and lines for samples.jsonl.
 
 Shapes: S completions, those of a group side by side, G completions a group; F reward functions.
 """
@@ -21,7 +21,7 @@ def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, grou
         group_size: G.
 
     Returns:
-        Metrics by name; one that nothing was given for is absent.
+        Metrics by name. A metric without any reward to compute it from is absent.
     """
     per_function = reward_matrix(completions)
     advantages = torch.tensor([completion.advantage for completion in completions], dtype=torch.float64)

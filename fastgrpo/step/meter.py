@@ -8,7 +8,7 @@ import torch
 from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.policy.batch import Batch
 
-EXTREMES = {"min": min, "max": max}  # metrics whose name ends so are not averaged
+EXTREMES = {"min": min, "max": max}  # metrics whose last part has one of these names are not averaged
 SUMMED = ("policy_loss", "active_tokens")
 
 
@@ -44,8 +44,8 @@ class Meter:
             norms: The gradient norm of each update; NaN where it was skipped.
 
         Returns:
-            Metrics by name: means over active tokens, the largest and smallest where the name says so; losses are means
-            over the updates.
+            Metrics by name. They are means over active tokens, except for losses, which are means over the updates, and
+            for metrics whose name says that they are the largest or the smallest value.
         """
         taken = [math.isfinite(norm) for norm in norms]
         values = {"skipped_updates": len(norms) - sum(taken)}
@@ -67,6 +67,6 @@ class Meter:
 
     @staticmethod
     def _of(entries, taken):
-        """The values of the updates that were not skipped, on the host."""
+        """Copy the values of the updates that were not skipped to the host."""
         values = torch.stack([value for _, value in entries]).double().tolist()
         return [value for (update, _), value in zip(entries, values, strict=True) if taken[update]]

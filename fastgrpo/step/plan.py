@@ -132,7 +132,7 @@ def plan(
 
 
 def _reference(config, model):
-    """The part that the reference takes which `make_reference` makes of this model, the policy without adapters."""
+    """Compute the part of the reference that `make_reference` would make of this model, which has no adapters yet."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if config.beta == 0:
         return Part("reference", 0, "none: beta is 0")

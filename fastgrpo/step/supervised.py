@@ -11,7 +11,7 @@ from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
-MAX_TOKENS = 16384  # of a micro-batch
+MAX_TOKENS = 16384  # largest number of tokens of a micro-batch
 
 
 def sft(
@@ -35,7 +35,8 @@ def sft(
         learning_rate: The learning rate at the start.
         seed: Decides the order of the examples.
         max_grad_norm: Gradients are clipped to this norm; 0 is off.
-        on_step: Called with (step, loss) after each update; training ends where it returns True. None: not called.
+        on_step: A function that is called with (step, loss) after each update, and ends the training by returning True.
+            None calls nothing.
 
     Raises:
         ValueError: There are no examples, or `MAX_SKIPPED` updates in a row were not finite.

@@ -1,4 +1,4 @@
-"""One optimizer update, shared by supervised training and GRPO: micro-batches, accumulate, clip, step."""
+"""One optimizer update over several micro-batches, which supervised training and GRPO share."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,7 +23,7 @@ class Updater:
         max_tokens: The token budget of a micro-batch.
         device: Where micro-batches go.
         share_prompt: Whether neighbours with the same prompt share its tokens.
-        timer: Learns how long the passes took; None for one that nobody reads.
+        timer: The timer that measures the passes. None makes one that is not read.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class Updater:
                 called in the order of the samples.
 
         Returns:
-            The gradient norm before clipping, a scalar tensor; 0 where there were no samples: nothing moves then. NaN
-            where loss or gradient was not finite: then nothing moves either, but the schedule goes on.
+            The gradient norm before clipping, a scalar tensor. It is 0 where there are no samples, and NaN where the
+            loss or the gradient is not finite. In both cases the weights stay as they are, and only the schedule
+            advances.
         """
         total = None
         for part in split_by_tokens(samples, self.max_tokens, self.share_prompt):

@@ -1,7 +1,7 @@
 """Built-in tasks: prompts and rewards. A task is a module here with `build(config, tokenizer) -> Task`.
 
-A task may also have `make_policy(run_dir, config, announce) -> path`: a small model of its own, used where no
---model_name_or_path is given. Its `build` then comes first, and gets None for the tokenizer.
+A task may also have `make_policy(run_dir, config, announce) -> path`, which makes a small model of its own for runs
+without --model_name_or_path. In such a run `build` is called before there is a model, and its tokenizer is None.
 """
 
 import importlib
@@ -15,14 +15,14 @@ from fastgrpo.data import Source
 
 @dataclass(frozen=True)
 class Task:
-    """What a task brings. Its data is read when it is asked for, so that an evaluation reads no training data.
+    """The data and the rewards of a task. Data is read only when it is needed: an evaluation reads no training data.
 
     Attributes:
-        train: Makes the source of training rows. It reads the settings of training, and raises ValueError where there
-            is no data to train on.
-        test: Reads the held-out rows; None where there are none.
-        reward_funcs: The task's reward functions. The first one is the accuracy: a completion counts as right where it
-            gives at least 1.
+        train: A function that makes the source of training rows. It reads the settings of training, and raises
+            ValueError where there is no data to train on.
+        test: A function that reads the held-out rows. It returns None where there are none.
+        reward_funcs: The task's reward functions. The first one decides the accuracy: a completion counts as right
+            where it gives at least 1.
     """
 
     train: Callable[[], Source]

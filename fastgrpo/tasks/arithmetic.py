@@ -1,11 +1,11 @@
-"""The embedded default: a small character-level model learns sums of two two-digit numbers, on any machine.
+"""The embedded example: a small character-level model learns to add two two-digit numbers, on any machine.
 
     47+38=7+8=15 4+3+1=8 85
 
-The model writes the sum of the units, that of the tens with the carry, then the result; only the result is rewarded.
-A short supervised warm start teaches the form and some of the sums; GRPO does the rest, over a curriculum of small
-numbers, larger ones, and the hardest level: any two, with a carry. `HELD_OUT` pairs of that level appear neither in the
-warm start nor in GRPO.
+The model writes the sum of the units, then the sum of the tens with the carry, then the result. Only the result is
+rewarded. A short supervised warm start teaches the form and some of the sums. GRPO does the rest, over a curriculum
+whose levels are small numbers, larger numbers, and any two numbers whose sum has a carry. `HELD_OUT` pairs of the last
+level appear neither in the warm start nor in GRPO.
 """
 
 import random
@@ -29,12 +29,14 @@ from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task
 
 HELD_OUT = 500
-PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs compare
+PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs can be compared
 CHARACTERS = "0123456789+= "
 WARM_START = {"steps": 340, "batch_size": 64, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 8192
-ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start ends: a start that GRPO can learn from
-CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300  # not before the learning rate has come down
+ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start ends, because GRPO can learn from there
+# The accuracy is checked on CHECK_PROMPTS sums every CHECK_STEPS steps, but not before step CHECK_FROM, when the
+# learning rate has come down.
+CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300
 CARRY_SHARE = 0.08  # share of the warm start's examples with a carry: enough to show it, too few to learn it
 
 
@@ -57,7 +59,7 @@ def correctness(prompts: list, completions: list, answer: list[str], **columns: 
 def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
     """Split the pairs of two-digit numbers into levels. No level has a held-out pair, in either order.
 
-    The easy levels have sums with and without a carry: a policy that practises sums without one unlearns the carry.
+    The easy levels have sums with and without a carry, because a policy that never sees a carry unlearns it.
 
     Returns:
         Four lists of pairs: both numbers below 40; both below 70; any two with a carry; held-out ones with a carry.
@@ -105,18 +107,18 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     """Train on the curriculum over the three levels, and test on the held-out pairs.
 
     Args:
-        config: Settings; to train, a `GRPOConfig`.
+        config: The settings. `Task.train` needs a `GRPOConfig`.
         tokenizer: Not needed here.
 
     Returns:
         The task, whose one reward is whether the sum is right.
 
     Raises:
-        ValueError: A data setting is given that this task, which makes its own data, would not read.
+        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
     """
     for name in ("dataset_name", "dataset_config", "system_prompt"):
         if getattr(config, name):
-            raise ValueError(f"task=arithmetic makes its own data: {name} goes with --task gsm8k or dataset")
+            raise ValueError(f"task=arithmetic makes its own data; use {name} with --task gsm8k or --task dataset")
     *levels, held_out = pairs_by_level()
 
     def train():
@@ -137,7 +139,7 @@ def make_policy(run_dir: Path, config: GRPOConfig, announce: Callable[[int, int,
     Args:
         run_dir: The folder of the run; the model goes to run_dir/warm-start.
         config: The settings of the run; its seed, dtype and device are used.
-        announce: Called with the step, the number of steps and the loss.
+        announce: A function that is called with the step, the number of steps and the loss.
 
     Returns:
         The folder to load the policy from.

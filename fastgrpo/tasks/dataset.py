@@ -1,4 +1,4 @@
-"""Prompts of any data set with a `prompt` column; rewards from --reward_funcs module:function."""
+"""The task of any data set with a `prompt` column. --reward_funcs module:function names its rewards."""
 
 from functools import partial
 
@@ -10,10 +10,10 @@ from fastgrpo.tasks import Task
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Take the rows as they are. A system prompt goes before each prompt, as a message or as text.
+    """Build the task of a data set. A system prompt goes before each prompt, as a message or as text.
 
     Args:
-        config: Settings; to train, a `GRPOConfig`.
+        config: The settings. `Task.train` needs a `GRPOConfig`.
         tokenizer: Not needed here.
 
     Returns:

@@ -1,7 +1,7 @@
 """GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
 
-The model is asked to think in <think> tags and to answer in <answer> tags; correctness, format and length are rewarded
-apart. `--curriculum_iters N` draws plain sums in the same template for the first N steps, so that a model that has
+The model is asked to think in <think> tags and to answer in <answer> tags. Correctness, format and length have a reward
+each. `--curriculum_iters N` draws plain sums in the same template for the first N steps, so that a model that has
 never seen the tags earns its first rewards on problems it can solve.
 """
 
@@ -25,11 +25,11 @@ CURRICULUM_ROWS = 4096
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Take GSM8K from the hub, or from --dataset_name: a .jsonl file or a folder, with `question` and `answer` rows.
+    """Build the task from GSM8K on the hub, or from the rows with `question` and `answer` of --dataset_name.
 
     Args:
-        config: Settings; to train, a `GRPOConfig`.
-        tokenizer: Whether it has a chat template decides the form of the prompts.
+        config: The settings. `Task.train` needs a `GRPOConfig`.
+        tokenizer: The policy's tokenizer. Prompts are messages if it has a chat template, and plain text otherwise.
 
     Returns:
         The task, with rewards for the answer, the form and the length.

@@ -11,7 +11,10 @@ from fastgrpo.config.settings import GRPOConfig, Settings
 
 CASES = {
     # rule: settings, what the refusal says
-    "_groups_fit": ({"max_num_seqs": 4}, "max_num_seqs=4 must hold a group of num_generations=8; raise it"),
+    "_groups_fit": (
+        {"max_num_seqs": 4},
+        "max_num_seqs=4 is too small for a group of num_generations=8; raise max_num_seqs",
+    ),
     "_evaluation_groups_fit": (
         {"eval_num_generations": 300},
         "max_num_seqs=256 must hold the eval_num_generations=300",
@@ -34,7 +37,10 @@ CASES = {
     "_there_are_steps": ({"max_steps": 0}, "max_steps must be positive, or -1"),
     "_every_update_has_a_group": ({"updates_per_rollout": 9}, "raise prompts_per_step"),
     "_resume_or_overwrite": ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
-    "_the_best_metric_is_measured": ({"metric_for_best_model": "eval/accuracy"}, "eval_steps=None steps; set it"),
+    "_the_best_metric_is_measured": (
+        {"metric_for_best_model": "eval/accuracy"},
+        "must be a multiple of eval_steps, got eval_steps=None",
+    ),
 }
 
 
@@ -69,9 +75,7 @@ def test_other_ways_to_contradict_oneself(settings):
 
 
 def test_what_the_loss_cannot_combine_is_refused_with_the_settings():
-    with pytest.raises(
-        ValueError, match=r"vespo folds the sampler's weights .* with sampler_logps, got 'seq"
-    ):
+    with pytest.raises(ValueError, match=r"vespo folds the sampler's weights .* with sampler_logps, got 'seq"):
         GRPOConfig(loss_type="vespo", importance_sampling_mode="sequence_mask")
 
 

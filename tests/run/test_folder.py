@@ -76,6 +76,6 @@ except ValueError as error:
         return process.stdout
 
     lock = hold(tmp_path)
-    assert f"in use by a run that still lives (process {os.getpid()} on {socket.gethostname()})" in asked()
+    assert f"in use by a run that is still alive (process {os.getpid()} on {socket.gethostname()})" in asked()
     lock.close()
     assert asked() == ""

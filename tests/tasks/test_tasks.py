@@ -158,5 +158,5 @@ def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
 
 
 def test_arithmetic_refuses_data_it_would_not_read():
-    with pytest.raises(ValueError, match="system_prompt goes with --task gsm8k"):
+    with pytest.raises(ValueError, match="use system_prompt with --task gsm8k"):
         arithmetic.build(GRPOConfig(system_prompt="Be brief."), None)

@@ -346,5 +346,5 @@ def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_
     assert (saved["do_sample"], saved["temperature"], saved["top_p"]) == (True, 0.6, 0.9)
     assert "do_sample=True" in caplog.text
     path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
-    with pytest.raises(ValueError, match=r"could not be saved again, mend it: .*length_penalty"):
+    with pytest.raises(ValueError, match=r"could not be saved again; correct it: .*length_penalty"):
         GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}])

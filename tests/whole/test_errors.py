@@ -44,7 +44,7 @@ CASES = {
     "not a boolean": (words("--gradient_checkpointing maybe"), "gradient_checkpointing.*True.*False"),
     "out of range": (words("--num_generations 1"), "num_generations must be at least 2, got 1"),
     "no such choice": (words("--loss_type ppo"), "loss_type must be one of grpo"),
-    "group beyond max_num_seqs": (words("--max_num_seqs 4"), "max_num_seqs=4 must hold a group"),
+    "group beyond max_num_seqs": (words("--max_num_seqs 4"), "max_num_seqs=4 is too small for a group"),
     "more updates than groups": (words("--task gsm8k --updates_per_rollout 9"), "updates_per_rollout=9.*raise prompts"),
     "task that makes its data": (words("--dataset_name x.jsonl"), "arithmetic makes its own data"),
     "config without value": (words("--config"), "--config needs a value"),
@@ -134,7 +134,7 @@ CASES = {
     "message without a role": (
         spoilt(lambda c: c.write('{"prompt": [{"rol": "user", "content": "hi"}]}')), "each with a role and a content",
     ),
-    "no messages": (spoilt(lambda c: c.write('{"prompt": []}')), "a prompt of messages must have some"),
+    "no messages": (spoilt(lambda c: c.write('{"prompt": []}')), "a list of messages must have at least one"),
     "overlong prompt, far behind": (
         spoilt(
             lambda c: c.write(*['{"prompt": "ab"}'] * 50, json.dumps({"prompt": "long " * 600})), shuffle_dataset=False
@@ -148,7 +148,7 @@ CASES = {
                 c.write('{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}'),
             )
         ),
-        "chat template refuses the prompt 'u': System role not supported; .*no system prompt",
+        "chat template refuses the prompt 'u': System role not supported; .*leave the system prompt out",
     ),
     "empty prompt": (spoilt(lambda c: c.write('{"prompt": ""}')), "the prompt '' has no tokens"),
     "messages without a template": (
@@ -204,7 +204,7 @@ CASES = {
     "output folder that is a file": (spoilt(lambda c: c.run.write_text("x")), "run is a file; name a folder"),
     "output folder of a live run": (
         spoilt(in_use, overwrite_output_dir=True),
-        r"run is in use by a run that still lives \(process \d+ on .*\); wait for its end",
+        r"run is in use by a run that is still alive \(process \d+ on .*\); wait until it ends",
     ),
     "no permission": (
         spoilt(lambda c: c.patch("pathlib.Path.mkdir", raising(PermissionError(errno.EACCES, "Not yours", "/x")))),

@@ -26,7 +26,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(whole, dtype, stopped_at, capsys)
         make_trainer(folder, name, signalled(stopped_at, signal.SIGTERM), dtype=dtype).train()
     assert stop.value.code == 143
     assert list(checkpoints(folder / name))[-1] == stopped_at
-    assert f"stopped after step {stopped_at}; --resume_from_checkpoint auto" in capsys.readouterr().out
+    assert f"stopped after step {stopped_at}; continue with --resume_from_checkpoint auto" in capsys.readouterr().out
     trainer = make_trainer(folder, name, seed=1, dtype=dtype, resume_from_checkpoint="auto")
     trainer.train()
     assert (trainer.source.level, trainer.log.checkpoint.name) == (1, f"checkpoint-{stopped_at}")

@@ -77,7 +77,8 @@ def test_a_process_that_is_told_to_stop_says_how_to_go_on(tmp_path):
     verify(tmp_path / "run" / f"checkpoint-{step}")
     assert "SIGTERM: finishing the step, then saving; a second signal ends the process at once" in said
     last = said.strip().splitlines()[-1]
-    assert last == f"stopped after step {step}; --resume_from_checkpoint auto --output_dir {tmp_path / 'run'} goes on"
+    command = f"--resume_from_checkpoint auto --output_dir {tmp_path / 'run'}"
+    assert last == f"stopped after step {step}; continue with {command}"
 
 
 def test_a_killed_run_of_adapters_goes_on_and_leaves_a_plain_model(tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         (tmp_path / "nowhere", None, "no such folder"),
         (tmp_path / "run", None, "the name of a checkpoint is checkpoint-STEP"),
         (tmp_path / "run" / "checkpoint-2" / "..", None, "the name of a checkpoint is checkpoint-STEP"),
-        (tmp_path / "run" / "checkpoint-2", tmp_path / "other", "goes on in its own run folder"),
+        (tmp_path / "run" / "checkpoint-2", tmp_path / "other", "continues in its own run folder"),
         (tmp_path / "run" / "checkpoint-2", None, "manifest.json is missing"),
     ):
         output_dir = None if output_dir is None else str(output_dir)
@@ -118,7 +118,7 @@ time.sleep(60)
         assert other.stdout.readline() == "held\n"
         (tmp_path / "metrics.jsonl").write_text("rows")
         for settings in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(ValueError, match=rf"in use by a run that still lives \(process {other.pid} on "):
+            with pytest.raises(ValueError, match=rf"in use by a run that is still alive \(process {other.pid} on "):
                 claim_output_dir(str(tmp_path), "t", **settings)
         assert (tmp_path / "metrics.jsonl").read_text() == "rows"
     finally:

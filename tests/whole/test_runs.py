@@ -36,11 +36,11 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
     log = RunLog(config)
     path = arithmetic.make_policy(log.dir, config, lambda *_: None)
     task = arithmetic.build(config, None)
-    trainer = GRPOTrainer(str(path), correctness, config, task.train, None, log=log)
+    trainer = GRPOTrainer(str(path), correctness, config, task.train(), None, log=log)
     rewards = Rewards([arithmetic.correctness])
 
     def accuracy():
-        result = evaluate(trainer.engine, trainer.tokenizer, task.test, rewards, trainer.sampling, trainer.state)
+        result = evaluate(trainer.engine, trainer.tokenizer, task.test(), rewards, trainer.sampling, trainer.state)
         return result.values["eval/accuracy"]
 
     before = accuracy()

@@ -118,7 +118,7 @@ def test_no_command_runs_the_code_of_a_model_unless_asked_to(tmp_path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     argv = flags.format(model=folder).split()
     assert main(argv) == 2
-    told = f"error: '{folder}' comes with Python code of its own, which is not run unasked; read it, then pass --trust_"
+    told = f"error: '{folder}' comes with Python code of its own, which is not run by default; read it, then pass --tr"
     assert told in capsys.readouterr().err and not (folder / "ran").exists()
     assert main([*argv, "--trust_remote_code", "True"]) == 0
     assert (folder / "ran").exists()
