@@ -65,6 +65,7 @@ class Policy:
 
     def __init__(self, module: PreTrainedModel, own_attention: bool = False):
         self.module, self.own_attention = module, own_attention
+        self.softcap = getattr(self.shape, "final_logit_softcapping", None)
 
     @classmethod
     def of(cls, model: "PreTrainedModel | Policy") -> "Policy":
@@ -97,7 +98,7 @@ class Policy:
     def head(self) -> Head:
         """The language-model head. Its tensors are the parameters themselves."""
         layer = self.module.get_output_embeddings()
-        return Head(layer.weight, layer.bias, getattr(self.shape, "final_logit_softcapping", None))
+        return Head(layer.weight, layer.bias, self.softcap)
 
     @contextmanager
     def gather(self) -> Iterator[list[torch.Tensor]]:
@@ -111,11 +112,11 @@ class Policy:
         Yields:
             A view of every parameter, in the order of the module's parameters.
         """
-        yield [parameter.detach() for parameter in self.module.parameters()]
+        yield [parameter.detach() for parameter in self.parameters()]
 
-    def version(self) -> int:
-        """Return a number that grows whenever a parameter is written in place, as an optimizer's step does."""
-        return sum(parameter._version for parameter in self.module.parameters())
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """List the policy's own parameters. An update writes them in place, and so raises their version counters."""
+        return list(self.module.parameters())
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """Run packed tokens through the layers.

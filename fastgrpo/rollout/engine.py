@@ -115,7 +115,7 @@ class RolloutEngine(RolloutBackend):
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
         self.gathered = ExitStack()  # keeps `Policy.gather` open while any request is in flight
-        self.weights, self.places = [], None  # the weights, and their addresses, at which graphs read them
+        self.weights, self.addresses = [], None  # the weights, and their addresses, at which graphs read them
         self.steps = 0  # decode steps so far
 
     @classmethod
@@ -183,7 +183,7 @@ class RolloutEngine(RolloutBackend):
             return []
         if len(self.waiting) == len(self.unfinished):  # nothing is in flight
             self._begin()
-        elif self.policy.version() != self.version:
+        elif self._version() != self.version:
             raise ValueError("the weights changed while requests were in flight; finish or abort them before an update")
         self._admit()
         remaining = max(running.end for running in self.running if running) - self.steps
@@ -203,13 +203,18 @@ class RolloutEngine(RolloutBackend):
         """
         self.gathered.close()
         self.weights = self.gathered.enter_context(self.policy.gather())
-        places = [weight.data_ptr() for weight in self.weights]
-        if places != self.places:
+        addresses = [weight.data_ptr() for weight in self.weights]
+        if addresses != self.addresses:
             self.graphs.clear()
-        self.places, self.version = places, self.policy.version()
+        self.addresses, self.parameters = addresses, self.policy.parameters()
+        self.version = self._version()
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
             self.lanes.forgive()
+
+    def _version(self):
+        """Count the writes to the policy's parameters, so that an update between two steps shows."""
+        return sum(parameter._version for parameter in self.parameters)
 
     def _admit(self):
         """Start waiting groups on free lanes, when enough are free."""
