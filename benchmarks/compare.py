@@ -136,6 +136,21 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _commit():
+    """Name the commit that is measured; -dirty where the tree differs from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+    )
+    return described.stdout.strip() or "unknown"
+
+
+COMMIT = _commit()  # asked for once, because the first results that a run writes make the tree differ
+
+
 def rows_of(
     results: dict[str, dict[str, float | None]],
     missing: dict[str, str] | None = None,
@@ -154,17 +169,9 @@ def rows_of(
         Rows with the date and commit of the run, the versions that it ran with, the description, the variant's name,
         its time in milliseconds and its peak memory in MiB.
     """
-    root = Path(__file__).parent.parent
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-    )
     run = {
         "date": STARTED,
-        "commit": described.stdout.strip() or "unknown",
+        "commit": COMMIT,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
