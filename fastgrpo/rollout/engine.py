@@ -115,7 +115,7 @@ class RolloutEngine(RolloutBackend):
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
         self.gathered = ExitStack()  # keeps `Policy.gather` open while any request is in flight
-        self.weights, self.addresses = [], None  # the weights, and their addresses, at which graphs read them
+        self.addresses = None  # of the whole weights: graphs read them there
         self.steps = 0  # decode steps so far
 
     @classmethod
@@ -167,7 +167,6 @@ class RolloutEngine(RolloutBackend):
         """Release the gathered weights once nothing is in flight."""
         if not self.unfinished:
             self.gathered.close()
-            self.weights = []
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
@@ -202,8 +201,7 @@ class RolloutEngine(RolloutBackend):
         Keys and values in flight are computed with these versions, and graphs read the weights at these addresses.
         """
         self.gathered.close()
-        self.weights = self.gathered.enter_context(self.policy.gather())
-        addresses = [weight.data_ptr() for weight in self.weights]
+        addresses = [weight.data_ptr() for weight in self.gathered.enter_context(self.policy.gather())]
         if addresses != self.addresses:
             self.graphs.clear()
         self.addresses, self.parameters = addresses, self.policy.parameters()

@@ -80,9 +80,12 @@ def test_what_the_loss_cannot_combine_is_refused_with_the_settings():
 
 
 def test_what_goes_together():
-    GRPOConfig(loss_type="vespo", importance_sampling_mode="token_mask")
-    GRPOConfig(metric_for_best_model="eval/accuracy", eval_steps=10, save_steps=20)
-    GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256)
+    """Each of these stands at the very edge of a rule."""
+    assert GRPOConfig(loss_type="vespo", importance_sampling_mode="token_mask").objective.surrogate == "vespo"
+    assert GRPOConfig(metric_for_best_model="eval/accuracy", eval_steps=10, save_steps=20).save_steps == 20
+    edge = GRPOConfig(updates_per_rollout=8, soft_punish_cache=512, eval_num_generations=256)
+    assert (edge.updates_per_rollout, edge.soft_punish_cache) == (edge.prompts_per_step, edge.max_completion_length)
+    assert edge.eval_num_generations == edge.max_num_seqs
 
 
 def test_rules_hold_for_every_record_that_has_their_settings():

@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fastgrpo
 from benchmarks import report
-from fastgrpo import Objective, chat, doctor, evaluate, train
+from fastgrpo import chat, doctor, evaluate, train
 from fastgrpo.config import recipe
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.log import METRICS
@@ -89,8 +89,8 @@ def test_flags_of_other_commands_exist(command, capsys):
 
 
 def test_flags_in_the_text_exist(capsys):
-    """In code spans that begin with a flag; those of `Objective` are flags of training too, or will be."""
-    known = {f"--{field.name}" for record in (GRPOConfig, Objective) for field in dataclasses.fields(record)}
+    """In code spans that begin with a flag."""
+    known = {f"--{field.name}" for field in dataclasses.fields(GRPOConfig)}
     known |= flags_of(evaluate, capsys) | flags_of(chat, capsys) | {"--config", "--debug", "--model"}
     for page in PAGES:
         for span in re.findall(r"`(--[^`\n]+)`", page.read_text()):
