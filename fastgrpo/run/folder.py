@@ -1,143 +1,238 @@
-"""The folder of a run: one process at a time owns it through a lock, and it is emptied only on request."""
+"""The folder of a run: one run at a time owns it, and what no run made in it is neither deleted nor overwritten.
 
-import errno
-import fcntl
-import json
+A run notes the name of each file and folder in `MADE` before it makes it there. These notes are the proof that a run
+made a thing. Overwriting a folder deletes what is noted alone, and a run refuses a folder in which something else has a
+name that the run would use.
+"""
+
 import os
 import re
 import shutil
-import socket
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+
+from fastgrpo.run.lock import LOCK, FolderLock
 
 RUNS = Path("runs")
-LOCK = ".lock"
-# Glob patterns of everything that a run writes into its folder. Only these are ever deleted from it.
-RUN_FILES = (
-    "config.json",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "curves.png",
-    "summary.json",
-    "checkpoint-*",
-    "stale-checkpoint-*",
-    ".tmp-checkpoint-*",
-    "merged",
-    "trace.json.gz",
-    "warm-start",
-    "tensorboard",
+MADE = ".made-by-runs"
+# Every name that a run gives to something in its folder. Nothing else is ever noted or deleted.
+NAMES = re.compile(
+    r"config\.json|metrics\.jsonl|samples\.jsonl|curves\.png|summary\.json|trace\.json\.gz|merged|warm-start|tensorboard"
+    r"|wandb|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
+_GONE = "deleted "  # begins the line of a name whose thing a run has deleted
+
+
+class RunFolder:
+    """A folder that this process holds for a run until `close`, or until the process ends.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        ValueError: As `FolderLock`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._lock = path, FolderLock(path)
+
+    def close(self) -> None:
+        """Release the folder."""
+        self._lock.close()
+
+    def made(self) -> list[Path]:
+        """Return what runs have made in the folder and is still there."""
+        noted = made_in(self.path)
+        return [path for path in sorted(self.path.iterdir()) if path.name in noted]
+
+    def foreign(self) -> list[Path]:
+        """Return what no run made in the folder although it has a name that a run uses."""
+        noted = made_in(self.path)
+        return [path for path in sorted(self.path.iterdir()) if NAMES.fullmatch(path.name) and path.name not in noted]
+
+    def refuse_foreign(self) -> None:
+        """Refuse the folder where a run would overwrite what no run made.
+
+        Raises:
+            ValueError: There is such a thing; it is named.
+        """
+        foreign = self.foreign()
+        if foreign:
+            raise ValueError(
+                f"output_dir {self.path} holds {foreign[0].name}, which no run made there and a run would overwrite; "
+                "move it away, or choose another folder"
+            )
+
+    def claim(self, name: str) -> Path:
+        """Note that this run makes something in the folder. Call this before it is made.
+
+        Args:
+            name: Its name, one of `NAMES`.
+
+        Returns:
+            Its path.
+
+        Raises:
+            ValueError: There is something under this name that no run made.
+        """
+        path = self.path / name
+        if name not in made_in(self.path):
+            if os.path.lexists(path):
+                raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
+            note(self.path, name)
+        return path
+
+    def rename(self, old: str, new: str) -> Path:
+        """Rename something that a run made.
+
+        Args:
+            old: Its name.
+            new: Its name from now on, one of `NAMES`.
+
+        Returns:
+            Its new path.
+
+        Raises:
+            ValueError: There is something under the new name that no run made.
+        """
+        path = (self.path / old).rename(self.claim(new))
+        note(self.path, old, gone=True)
+        return path
+
+    def remove(self, name: str) -> None:
+        """Delete something that a run made, and nothing else.
+
+        Args:
+            name: Its name.
+        """
+        assert name in made_in(self.path), name
+        remove(self.path / name)
+        note(self.path, name, gone=True)
+
+    def empty(self) -> None:
+        """Delete what runs have made in the folder. Everything else stays."""
+        for path in self.made():
+            self.remove(path.name)
+
+
+def made_in(path: Path) -> set[str]:
+    """Read which names in a folder belong to things that runs made.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The names; empty where no run has noted any.
+    """
+    try:
+        with open(os.open(path / MADE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return set()
+    noted = {line.removeprefix(_GONE): not line.startswith(_GONE) for line in lines}  # the last line of a name holds
+    return {name for name, there in noted.items() if there and NAMES.fullmatch(name)}
+
+
+def note(path: Path, name: str, gone: bool = False) -> None:
+    """Note that a run is about to make something in a folder, or that it has deleted it.
+
+    Args:
+        path: The folder.
+        name: The name of the thing, one of `NAMES`.
+        gone: Whether it was deleted.
+    """
+    assert NAMES.fullmatch(name), name
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path / MADE, flags, 0o644), "a") as file:
+        file.write((_GONE if gone else "") + name + "\n")
 
 
 def claim_output_dir(
-    output_dir: str | None, task: str, overwrite: bool = False, resume: bool = False
-) -> tuple[Path, TextIO]:
+    output_dir: str | None,
+    task: str,
+    overwrite: bool = False,
+    resume: bool = False,
+    inputs: Mapping[str, Path] | None = None,
+) -> RunFolder:
     """Create and lock the folder of a run.
 
     Args:
         output_dir: The folder. None takes the next free runs/TASK-N.
         task: The name of the task, which names the folder where `output_dir` is None.
-        overwrite: Whether to delete what an earlier run left in the folder. Other files stay.
+        overwrite: Whether to delete what earlier runs made in the folder. Other files stay.
         resume: Whether a folder that is not empty is accepted as it is.
+        inputs: What the run reads, by what it is called in the error, such as "the model".
 
     Returns:
-        The folder and its lock. The folder belongs to this process until the lock is closed or the process ends.
+        The folder.
 
     Raises:
-        ValueError: The folder is not empty and may not be overwritten, is a file, cannot be written, or is in use.
+        ValueError: The folder is not empty and may not be overwritten, is a file, cannot be written, is in use, holds
+            one of the inputs, or holds something that no run made and a run would overwrite.
     """
     try:
         if output_dir is None:
-            path = _next_numbered(task)
-        else:
-            path = Path(output_dir)
-            if path.is_file():
-                raise ValueError(f"output_dir {path} is a file; name a folder")
-            if not (overwrite or resume) and path.exists() and any(old.name != LOCK for old in path.iterdir()):
-                raise ValueError(
-                    f"output_dir {path} is not empty; choose another folder, delete what a run left in it with "
-                    "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"
-                )
-            path.mkdir(parents=True, exist_ok=True)
-        lock = hold(path)
+            return RunFolder(_next_numbered(task))
+        path = Path(output_dir)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"output_dir {path} is a file; name a folder")
+        _refuse_inputs(path, inputs or {})
+        if not (overwrite or resume) and path.exists() and contents(path):
+            raise ValueError(
+                f"output_dir {path} is not empty; choose another folder, delete what a run left in it with "
+                "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        folder = RunFolder(path)
+        if overwrite:
+            try:
+                folder.refuse_foreign()
+                folder.empty()
+            except BaseException:
+                folder.close()
+                raise
+        return folder
     except OSError as error:
         raise ValueError(
             f"output_dir {error.filename or output_dir} cannot be written: {error.strerror}; choose another folder"
         ) from error
-    if overwrite:
-        empty(path)
-    return path, lock
+
+
+def contents(path: Path) -> list[Path]:
+    """List what is in a folder besides the lock and the notes of runs.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        The paths, sorted by name.
+    """
+    return sorted(entry for entry in path.iterdir() if entry.name not in (LOCK, MADE))
+
+
+def _refuse_inputs(path, inputs):
+    """Refuse a run folder that holds something that the run reads."""
+    for what, file in inputs.items():
+        if Path(file).resolve().is_relative_to(path.resolve()):
+            raise ValueError(
+                f"{what} {file} lies inside output_dir {path}, where the run could overwrite it; choose another "
+                "output_dir"
+            )
 
 
 def _next_numbered(task):
+    """Create the folder runs/TASK-N with the first number that is free, though others may start at the same moment."""
     if not re.fullmatch(r"\w[\w.-]*", task):
         raise ValueError(f"task {task!r} cannot name a folder; set output_dir")
     RUNS.mkdir(exist_ok=True)
-    taken = [re.fullmatch(rf"{re.escape(task)}-(\d+)", path.name) for path in RUNS.iterdir()]
-    number = max((int(match[1]) for match in taken if match), default=0) + 1
-    path = RUNS / f"{task}-{number}"
-    path.mkdir()  # raises where another run has just taken this number
-    return path
-
-
-def hold(path: Path) -> TextIO:
-    """Lock a folder for this process.
-
-    The lock is a POSIX record lock: it ends with the process, however that ends, and child processes do not inherit
-    it, so a child that outlives the run does not keep the folder locked.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The open file that carries the lock. Closing it releases the folder.
-
-    Raises:
-        ValueError: Another process holds the lock.
-    """
-    lock = open(path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - stays open as long as the run
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        owner = lock.read().strip()
-        lock.close()
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise ValueError(
-                f"output_dir {path} is in use by a run that is still alive ({owner}); wait until it ends, or choose "
-                "another folder"
-            ) from None
-        raise
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
-    return lock
-
-
-def is_run(path: Path) -> bool:
-    """Tell whether a folder is the folder of a run, by the settings that a run writes there first.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        True where config.json holds the settings of a run.
-    """
-    try:
-        return "resume_from_checkpoint" in json.loads((path / "config.json").read_text())
-    except (OSError, ValueError, TypeError):
-        return False
-
-
-def empty(path: Path) -> None:
-    """Delete what a run leaves in its folder. Other files stay.
-
-    Args:
-        path: The folder of a run.
-    """
-    for pattern in RUN_FILES:
-        for old in path.glob(pattern):
-            remove(old)
+    while True:
+        taken = [re.fullmatch(rf"{re.escape(task)}-(\d+)", path.name) for path in RUNS.iterdir()]
+        path = RUNS / f"{task}-{max((int(match[1]) for match in taken if match), default=0) + 1}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue  # another run has just taken this number
 
 
 def remove(path: Path) -> None:

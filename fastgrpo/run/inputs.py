@@ -1,0 +1,40 @@
+"""The files that a run reads. None of them may lie in the run's own folder, where it could overwrite or delete them."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastgrpo.config.settings import GRPOConfig
+
+_OURS = Path(__file__).resolve().parent.parent
+
+
+def inputs_of(
+    config: GRPOConfig, functions: Sequence[Callable], model: Any = None, rows: Any = None
+) -> dict[str, Path]:
+    """Find the files and folders that a run reads.
+
+    Args:
+        config: The settings of the run.
+        functions: The reward functions.
+        model: A folder, a hub id, or a transformers model, which knows where it was loaded from.
+        rows: The training rows. A datasets.Dataset names its files.
+
+    Returns:
+        The paths that exist, by what an error calls them, such as "the model".
+    """
+    found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
+    found |= {f"the reward function {function!r:.60} of": _source(function) for function in functions}
+    for number, file in enumerate(getattr(rows, "cache_files", ()), 1):
+        found[f"file {number} of the data set"] = file["filename"]
+    return {what: Path(path) for what, path in found.items() if path and Path(path).exists()}
+
+
+def _source(function):
+    """Return the file of a reward function that is not our own, or None where it has none, as in a notebook."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    name = getattr(function, "__module__", None) or type(function).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return None if file is None or Path(file).resolve().is_relative_to(_OURS) else file

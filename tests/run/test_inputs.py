@@ -1,0 +1,43 @@
+"""The files that a run reads are found, wherever they are named."""
+
+import functools
+import sys
+from types import SimpleNamespace
+
+import tiny
+from transformers import AutoModelForCausalLM
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.rewards.gsm8k import correctness
+from fastgrpo.run.inputs import inputs_of
+
+
+def test_models_data_and_reward_files(tmp_path, monkeypatch):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    (tmp_path / "cache.arrow").write_text("")
+    (tmp_path / "judge_of_mine.py").write_text(
+        "def score(completions, **columns): ...\n\nclass Judge:\n    def __call__(self, completions, **columns): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import judge_of_mine
+
+    config = GRPOConfig(task="dataset", dataset_name=str(tmp_path / "rows.jsonl"), model_name_or_path="m")
+    rows = SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.arrow")}])
+    for function in (judge_of_mine.score, functools.partial(judge_of_mine.score, x=1), judge_of_mine.Judge()):
+        found = inputs_of(config, [function], str(tmp_path), rows)
+        assert sorted(found.values()) == sorted(
+            [tmp_path, tmp_path / "rows.jsonl", tmp_path / "cache.arrow", tmp_path / "judge_of_mine.py"]
+        )
+    assert {"the model", "the data set", "file 1 of the data set"} < set(found)
+    monkeypatch.delitem(sys.modules, "judge_of_mine")
+
+
+def test_a_model_in_memory_knows_its_folder(tmp_path):
+    tiny.save(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert inputs_of(GRPOConfig(), [], model) == {"the model": tmp_path / "model"}
+
+
+def test_hub_ids_and_our_own_rewards_are_no_files():
+    config = GRPOConfig(task="gsm8k", model_name_or_path="m", dataset_name="openai/gsm8k")
+    assert inputs_of(config, [correctness], "Qwen/Qwen3-0.6B") == {}
