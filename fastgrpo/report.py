@@ -8,6 +8,7 @@ from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.settings import Settings
 from fastgrpo.run.curves import draw_curves
+from fastgrpo.run.folder import note
 
 
 @documented
@@ -32,7 +33,9 @@ def report(argv: list[str]) -> None:
         raise ValueError(
             f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1"
         )
-    print(draw_curves(run))
+    path = draw_curves(run)
+    note(run, path.name)  # the picture is a run's from now on, whoever drew the one before it
+    print(path)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,13 +30,14 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     """
     from fastgrpo.policy.load import choose_device, load_tokenizer
     from fastgrpo.rewards.call import Rewards, load_reward
+    from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
     from fastgrpo.step.optim import check_schedule
     from fastgrpo.tasks import find_task
     from fastgrpo.trainer import GRPOTrainer
 
     task_module = find_task(config.task)
-    log, tokenizer, path = None, None, config.model_name_or_path
+    tokenizer, path = None, config.model_name_or_path
     choose_device(config.device)
     check_schedule(config.lr_scheduler_type)
     if path is not None:
@@ -49,11 +50,17 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
-    if path is None:
-        log = RunLog(config)
-        path = _make_policy(task_module, config, log)
-        tokenizer = load_tokenizer(path, config.trust_remote_code)
-    trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log)
+    if path is not None:
+        trainer = GRPOTrainer(path, functions, config, train, test, tokenizer)
+    else:
+        log = RunLog(config, inputs_of(config, functions))
+        try:
+            path = _make_policy(task_module, config, log)
+            tokenizer = load_tokenizer(path, config.trust_remote_code)
+            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log)
+        except BaseException:
+            log.close()
+            raise
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
@@ -74,7 +81,7 @@ def _make_policy(task_module, config, log):
             log.progress(steps, "SFT")
         log.advance(loss=loss)
 
-    path = task_module.make_policy(log.dir, config, announce)
+    path = task_module.make_policy(log.folder.claim("warm-start"), config, announce)
     log.close_bar()
     return path
 

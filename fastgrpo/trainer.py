@@ -25,7 +25,9 @@ from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
 from fastgrpo.run.curves import conclude
+from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
+from fastgrpo.run.inputs import inputs_of
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
 from fastgrpo.run.resume import set_aside
@@ -72,6 +74,9 @@ class GRPOTrainer:
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.rewards = Rewards(functions, args.reward_weights, args.reward_errors, shaping(args))
         self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
+        # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
+        frozen = args.use_peft or (args.beta > 0 and not args.sync_ref_model)
+        self.digests = {"model": digest_of_weights(self.policy.state_dict()) if frozen else None}
         apply_liger(self.model, args.use_liger_kernel)
         refuse_adapters(self.model)
         if args.use_peft:
@@ -83,6 +88,7 @@ class GRPOTrainer:
                 seed=args.seed,
             )
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset)
+        self.digests["data"] = digest_of_rows(self.source.rows)
         check_rows(self.source.rows, self.tokenizer, self.policy, args.max_completion_length)
         self.eval_rows = None if eval_dataset is None else list(eval_dataset)[: args.max_eval_samples]
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
@@ -111,10 +117,10 @@ class GRPOTrainer:
             moving=args.sync_ref_model,
         )  # fmt: skip
         self.update = self._make_update()
-        self.log = log or RunLog(args)
+        self.log = log or RunLog(args, inputs_of(args, functions, model, train_dataset))
         self.checkpoints = Checkpointer(args, self.log)
         self.watch = Watch(args, self.checkpoints)
-        self.profiler = Profiler(args.profile, self.log.dir, self.log.say)
+        self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -177,9 +183,11 @@ class GRPOTrainer:
         return parts if self.reference is None else parts | {"reference": self.reference}
 
     def about(self) -> dict[str, Any]:
-        """Return what a resumed run is compared with: the number of rows, the dtype and the settings."""
+        """Return what a resumed run is compared with: the data, the model, the dtype and the settings."""
         return {
             "rows": len(self.source),
+            "data_digest": self.digests["data"],
+            "model_digest": self.digests["model"],
             "dtype": str(self.policy.dtype),
             "config": dataclasses.asdict(self.args),
         }
@@ -202,8 +210,8 @@ class GRPOTrainer:
             if log.checkpoint is None:
                 set_seed(self.args.seed)  # reward functions may draw from the global generators
             else:
-                restore(self.parts(), log.checkpoint, self.about())
-                set_aside(log.dir, self.state.global_step, log.say)
+                restore(self.parts(), log.checkpoint, self.about(), log.say)
+                set_aside(log.folder, self.state.global_step, log.say)
             while True:
                 self.checkpoints.check()
                 if not stop:
@@ -315,8 +323,8 @@ class GRPOTrainer:
             "num_tokens": state.num_tokens,
         }
         if self.args.use_peft:
-            save_model(self.log.dir / "merged", merged(self.model), self.tokenizer)
-        self.log.say("\n" + conclude(self.log.dir, summary, self.checkpoints.newest))
+            save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
+        self.log.say("\n" + conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say))
         return summary
 
 

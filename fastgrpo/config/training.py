@@ -7,6 +7,7 @@ from fastgrpo.config.sections import MIN_P
 
 WITH_ADAPTERS = When("use_peft is True", lambda settings: settings.use_peft)
 ON_GSM8K = When("task is gsm8k", lambda settings: settings.task == "gsm8k")
+WITH_RESUME = When("resume_from_checkpoint is set", lambda settings: settings.resume_from_checkpoint is not None)
 WITH_REFILLS = When("dynamic_sampling is True", lambda settings: settings.dynamic_sampling)
 WITH_WARMUP = When(
     "lr_scheduler_type is not constant (constant_with_warmup is the one with a warmup)",
@@ -16,6 +17,7 @@ BY_EPOCHS = When(
     "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)", lambda settings: settings.max_steps == -1
 )
 WITH_BEST = When("metric_for_best_model is set", lambda settings: settings.metric_for_best_model is not None)
+RESUME_IGNORE = ("data", "model")  # what a resumed run may find changed
 COUNT = Interval(at_least=1)
 
 
@@ -230,6 +232,14 @@ class RunConfig:
         None,
         "Checkpoint to continue from: the path of a checkpoint, or auto, which takes the newest intact one in "
         "output_dir and starts a new run if there is none.",
+        resume="free",
+    )
+    resume_ignore: tuple[str, ...] = setting(
+        (),
+        "What a resumed run may find changed since its checkpoint, with a warning in place of an error: data are the "
+        "rows of the training data, model are the weights at model_name_or_path.",
+        choices=RESUME_IGNORE,
+        active=WITH_RESUME,
         resume="free",
     )
     profile: int = setting(

@@ -10,19 +10,21 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.folder import remove
+from fastgrpo.run.folder import RunFolder
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+NEEDED = (STATE, "optimizer.pt", "rng.pt")  # files that every checkpoint of a run has
 CHUNK = 1 << 24  # bytes hashed at a time; chunks are large because each one has to acquire the interpreter's lock again
 
 
@@ -75,11 +77,11 @@ def step_of(path: str | Path) -> int:
     return int(match[1])
 
 
-def write_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None]) -> Path:
-    """Write run_dir/checkpoint-STEP so that it is either complete or absent, whenever the process ends.
+def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None]) -> Path:
+    """Write checkpoint-STEP into the folder of a run, either complete or not at all, whenever the process ends.
 
     Args:
-        run_dir: The folder of the run.
+        folder: The folder of the run.
         step: The step that names the checkpoint.
         write: Called with an empty folder, into which it writes the files of the checkpoint.
 
@@ -88,10 +90,12 @@ def write_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None]) ->
 
     Raises:
         OSError: The files could not be written. Nothing of the checkpoint is left in that case.
+        ValueError: There is something under its name that no run made.
     """
-    for leftover in run_dir.glob(".tmp-checkpoint-*"):
-        remove(leftover)
-    path, temporary = run_dir / f"checkpoint-{step}", run_dir / f".tmp-checkpoint-{step}"
+    for leftover in folder.made():
+        if leftover.name.startswith(".tmp-"):
+            folder.remove(leftover.name)
+    temporary = folder.claim(f".tmp-checkpoint-{step}")
     temporary.mkdir()
     try:
         write(temporary)
@@ -99,23 +103,45 @@ def write_checkpoint(run_dir: Path, step: int, write: Callable[[Path], None]) ->
         entries = {str(file.relative_to(temporary)): _entry(file) for file in files}
         manifest = temporary / MANIFEST
         manifest.write_text(json.dumps({"files": entries}, indent=2) + "\n")
-        folders = [folder for folder in temporary.rglob("*") if folder.is_dir()]
+        folders = [inner for inner in temporary.rglob("*") if inner.is_dir()]
         for written in (*files, manifest, *folders, temporary):
             sync(written)
-        temporary.rename(path)
-        sync(run_dir)
+        path = folder.rename(temporary.name, f"checkpoint-{step}")
+        sync(folder.path)
     except BaseException:
         if temporary.exists():
-            remove(temporary)
+            folder.remove(temporary.name)
         raise
     return path
 
 
-def verify(path: Path) -> None:
+def read_state(path: Path) -> dict[str, Any]:
+    """Read trainer_state.json of a checkpoint.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: It cannot be read, or does not hold the settings of a run.
+    """
+    try:
+        state = json.loads((path / STATE).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path / STATE} cannot be read: {type(error).__name__}: {error!s:.100}") from None
+    if not (isinstance(state, dict) and isinstance(state.get("config"), dict)):
+        raise ValueError(f"{path / STATE} does not hold the state of a run")
+    return state
+
+
+def verify(path: Path, needed: Sequence[str] = ()) -> None:
     """Check that every file of a checkpoint has the size and the SHA-256 that its manifest lists.
 
     Args:
         path: The folder of the checkpoint.
+        needed: Names of files that the manifest must list.
 
     Raises:
         ValueError: A file is missing or damaged, or the manifest itself is. The error names the file.
@@ -123,8 +149,11 @@ def verify(path: Path) -> None:
     try:
         entries = json.loads((path / MANIFEST).read_text())["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path / MANIFEST} is missing or cannot be read: the checkpoint is not complete") from None
+    for name in needed:
+        if name not in expected:
+            raise ValueError(f"{path / MANIFEST} does not list {name}: the checkpoint is not complete")
     for name, (size, digest) in expected.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside the checkpoint")
@@ -157,35 +186,39 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def prune(run_dir: Path, limit: int, best: int | None = None) -> None:
+def prune(folder: RunFolder, limit: int, best: int | None = None) -> None:
     """Delete checkpoints until `limit` are left: the newest, the best, then the next newest ones.
 
-    As in transformers, the newest and the best checkpoint both stay even at a limit of 1.
+    As in transformers, the newest and the best checkpoint both stay even at a limit of 1. Checkpoints that no run made
+    here neither count nor are deleted.
 
     Args:
-        run_dir: The folder of the run.
+        folder: The folder of the run.
         limit: How many checkpoints to keep.
         best: The step of the best checkpoint, or None where no metric ranks them.
     """
-    found = checkpoints(run_dir)
+    made = folder.made()
+    found = {step: path for step, path in checkpoints(folder.path).items() if path in made}
     newest_first = sorted(found, reverse=True)
     kept = {*newest_first[:1], best} & set(found)
     kept |= set([step for step in newest_first if step not in kept][: max(0, limit - len(kept))])
     for step, path in found.items():
         if step not in kept:
-            remove(path)
+            folder.remove(path.name)
 
 
 class CheckpointLog(Protocol):
     """What a `Checkpointer` needs from the log of a run. `RunLog`, which imports this module, satisfies it.
 
     Attributes:
-        dir: The folder of the run.
+        dir: The path of the folder of the run.
+        folder: The folder of the run.
         checkpoint: The checkpoint that the run continues from, or None for a new run.
         latest: The step and the value at which each metric was logged last, by the metric's name.
     """
 
     dir: Path
+    folder: RunFolder
     checkpoint: Path | None
     latest: dict[str, tuple[int, float]]
 
@@ -304,9 +337,9 @@ class Checkpointer:
     def _write(self, step, snapshot):
         for name in ("metrics.jsonl", "samples.jsonl"):  # the checkpoint records the lengths of these files
             sync(self.log.dir / name)
-        path = write_checkpoint(self.log.dir, step, snapshot.write)
+        path = write_checkpoint(self.log.folder, step, snapshot.write)
         if self.config.save_total_limit is not None:
-            prune(self.log.dir, self.config.save_total_limit, self.best and self.best["step"])
+            prune(self.log.folder, self.config.save_total_limit, self.best and self.best["step"])
         return path
 
     def _measured(self, step):

@@ -1,8 +1,12 @@
 """The results of a run for people: curves.png, summary.json, and a table that is printed at the end."""
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from fastgrpo.run.folder import RunFolder
 
 PANELS = (
     # (title, label of the vertical axis, metrics)
@@ -18,24 +22,44 @@ PANELS = (
 WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
 
-def read_metrics(run_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Read metrics.jsonl as one series for each metric.
+def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dict[str, tuple[list[int], list[float]]]:
+    """Read metrics.jsonl as one series for each metric. Lines that hold no metrics are named and passed over.
 
     Args:
         run_dir: The folder of a run.
+        say: A function that prints a line for the user.
 
     Returns:
-        The steps and the values of each metric by its name. Values that are null are left out.
+        The steps and the values of each metric by its name. Values that are null or not finite are left out.
     """
-    series = {}
-    for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    path, series, damaged = Path(run_dir) / "metrics.jsonl", {}, []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        row = _metrics_of(line)
+        if row is None:
+            damaged.append(number)
+            continue
+        step = row.pop("step")
         for name, value in row.items():
-            if name != "step" and value is not None:
+            if value is not None and math.isfinite(value):
                 steps, values = series.setdefault(name, ([], []))
-                steps.append(row["step"])
+                steps.append(step)
                 values.append(value)
+    if damaged:
+        say(f"warning: {path}:{damaged[0]} holds no metrics; {len(damaged)} such lines are passed over")
     return series
+
+
+def _metrics_of(line):
+    """Read one line of metrics.jsonl. Returns None where it is something else."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return row if all(value is None or isinstance(value, (int, float)) for value in row.values()) else None
 
 
 def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
@@ -51,11 +75,12 @@ def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def draw_curves(run_dir: str | Path) -> Path:
+def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print) -> Path:
     """Draw the curves of a run into curves.png: the logged values faintly, and their moving average.
 
     Args:
         run_dir: The folder of the run, with its metrics.jsonl.
+        say: A function that prints a line for the user.
 
     Returns:
         The path of curves.png.
@@ -63,7 +88,7 @@ def draw_curves(run_dir: str | Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    series = read_metrics(run_dir)
+    series = read_metrics(run_dir, say)
     figure = Figure(figsize=(16, 7.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{Path(run_dir).resolve().name}: GRPO, moving average over {WINDOW} logged steps")
@@ -86,21 +111,31 @@ def draw_curves(run_dir: str | Path) -> Path:
     return path
 
 
-def conclude(run_dir: Path, summary: dict[str, Any], checkpoint: Path) -> str:
-    """Write summary.json and curves.png.
+def conclude(folder: RunFolder, summary: dict[str, Any], checkpoint: Path, say: Callable[[str], None]) -> str:
+    """Write summary.json and curves.png. What cannot be written is named and left out: the run itself is saved.
 
     Args:
-        run_dir: The folder of the run.
+        folder: The folder of the run.
         summary: What summary.json holds.
         checkpoint: The last checkpoint of the run.
+        say: A function that prints a line for the user.
 
     Returns:
         A table of the summary, without the values that are None, and of the files in the folder, as text.
     """
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    draw_curves(run_dir)
+    run_dir = folder.path
+    text, written = json.dumps(summary, indent=2) + "\n", []
+    for name, write in (
+        ("summary.json", lambda path: path.write_text(text)),
+        ("curves.png", lambda path: draw_curves(run_dir, say)),
+    ):
+        try:
+            write(folder.claim(name))
+            written.append(name)
+        except (ValueError, IsADirectoryError) as error:
+            say(f"warning: {name} is not written: {error}")
     files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
-    files |= {"curves": "curves.png", "summary": "summary.json", "config": "config.json"}
+    files |= {Path(name).stem: name for name in written} | {"config": "config.json"}
     optional = {"merged": "merged", "trace": "trace.json.gz"}
     files |= {name: file for name, file in optional.items() if (run_dir / file).exists()}
     shown = [(name, value) for name, value in summary.items() if value is not None]

@@ -11,7 +11,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -130,28 +131,38 @@ class RunLog:
     """The log of a run, and the owner of the run's folder.
 
     Creating one claims the folder (see `open_run`) and, for a new run, writes config.json. It is a context manager:
-    leaving it closes the files and releases the folder. Its attributes are `dir`, the Path of the folder; `started`,
-    the time of `time.perf_counter` at which the run began; `checkpoint`, the Path of the checkpoint that the run
-    continues from, or None; and `latest`, the (step, value) that was last written of every metric.
+    leaving it closes the files and releases the folder.
+
+    Attributes:
+        folder: The `RunFolder`.
+        dir: The path of the folder.
+        started: The time of `time.perf_counter` at which the run began.
+        checkpoint: The path of the checkpoint that the run continues from, or None.
+        latest: The (step, value) that was last written of every metric, by name.
 
     Args:
         config: The settings of the run.
+        inputs: What the run reads, by what it is called in an error. None of it may lie in the folder of the run.
 
     Raises:
         ValueError: metric_for_best_model names no metric, the folder cannot be claimed, or a package that report_to
             needs is not installed.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
+    def __init__(self, config: GRPOConfig, inputs: Mapping[str, Path] | None = None) -> None:
         self.started = time.perf_counter()
         self.config = config
         check_metric(config.metric_for_best_model)
-        self.dir, self._lock, self.checkpoint = open_run(config, self.say)
-        if self.checkpoint is None:
-            self._write_config()
-        self._metrics = open(self.dir / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open until close
-        self._samples = open(self.dir / "samples.jsonl", "a", encoding="utf-8")  # noqa: SIM115
-        self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
+        self.folder, self.checkpoint = open_run(config, self.say, inputs)
+        self.dir = self.folder.path
+        try:
+            if self.checkpoint is None:
+                self._write_config()
+            self._metrics, self._samples = (_appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES)
+            self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
+        except BaseException:
+            self.folder.close()
+            raise
         self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
         self.latest = {}
         self.bar = None
@@ -169,7 +180,7 @@ class RunLog:
 
     def _write_config(self):
         resolved = {**dataclasses.asdict(self.config), "output_dir": str(self.dir)}
-        (self.dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        self.folder.claim("config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
     def say(self, text: str) -> None:
         """Print a text above the progress bar.
@@ -237,7 +248,7 @@ class RunLog:
             step: The number of steps that are done.
             values: The metrics of the line by name.
         """
-        self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+        self._metrics.write(_line({"step": step, **values}))
         self._metrics.flush()
         self.latest |= {name: (step, value) for name, value in values.items()}
         for writer in self._writers:
@@ -249,13 +260,13 @@ class RunLog:
         Args:
             rows: One dict for each line, of values that JSON can hold.
         """
-        self._samples.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self._samples.writelines(_line(row) for row in rows)
         self._samples.flush()
 
     def close(self) -> None:
         """Close the progress bar and the files, and release the folder."""
         self.close_bar()
-        for file in (self._metrics, self._samples, self._lock):
+        for file in (self._metrics, self._samples, self.folder):
             file.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,6 +302,30 @@ class RunLog:
                 file.truncate(size)
 
 
+def _appending(path):
+    """Open a file of lines to append to. A lone surrogate becomes an escape of JSON: UTF-8 cannot encode it."""
+    try:
+        return open(path, "a", encoding="utf-8", errors="backslashreplace")
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder where the run needs a file; move it away") from None
+
+
+def _line(row):
+    """Write a row as one line of JSON. JSON has no NaN and no infinity, so these become null, at any depth."""
+    try:
+        return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(row), ensure_ascii=False) + "\n"
+
+
+def _finite(value):
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _tensorboard(log):
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -299,7 +334,7 @@ def _tensorboard(log):
 
     # purge_step hides the values that the interrupted run wrote after the checkpoint.
     purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1
-    writer = SummaryWriter(log.dir / "tensorboard", purge_step=purge_step)
+    writer = SummaryWriter(log.folder.claim("tensorboard"), purge_step=purge_step)
 
     def write(step, values):
         for name, value in values.items():
@@ -314,6 +349,7 @@ def _wandb(log):
         import wandb
     except ImportError:
         raise ValueError("report_to wandb needs a package that is missing: pip install wandb") from None
+    log.folder.claim("wandb")  # it makes this folder inside of the run's
     run = wandb.init(project="fastgrpo", name=log.dir.name, dir=log.dir, config=dataclasses.asdict(log.config))
     return lambda step, values: run.log(values, step=step)
 
@@ -326,6 +362,7 @@ def _last(values):
     return values[-1]
 
 
+_LINES = ("metrics", "samples")  # the names of the .jsonl files
 # How the values of logging_steps steps become one where their mean would be wrong. `_reduce` adds up ".../errors".
 _REDUCED = {
     "num_tokens": _last,

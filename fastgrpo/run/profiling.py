@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from fastgrpo.run.folder import RunFolder
 
 STAGES = ("rollout", "reward", "reference", "forward", "loss", "backward", "optimizer", "other")
 UPDATE = ("forward", "loss", "backward", "optimizer")  # the stages whose time the MFU is measured against
@@ -162,8 +163,8 @@ class Profiler:
         say: Called with each text to print.
     """
 
-    def __init__(self, steps: int, folder: Path, say: Callable[[str], None]) -> None:
-        self.steps, self.path, self.say = steps, folder / "trace.json.gz", say
+    def __init__(self, steps: int, folder: RunFolder, say: Callable[[str], None]) -> None:
+        self.steps, self.folder, self.say = steps, folder, say
         self.seen, self.timed, self.trace = 0, [], None
 
     def step(self, values: dict[str, float], left: int) -> None:
@@ -191,9 +192,10 @@ class Profiler:
             self.trace.start()
         if self.seen == needed_steps(self.steps):
             self.trace.stop()
-            self.trace.export_chrome_trace(str(self.path))
+            path = self.folder.claim("trace.json.gz")
+            self.trace.export_chrome_trace(str(path))
             self.trace = None
-            self.say(f"trace of {self.steps} steps: {self.path}")
+            self.say(f"trace of {self.steps} steps: {path}")
 
 
 def needed_steps(steps: int) -> int:

@@ -1,55 +1,74 @@
 """Resuming a run: finds the folder and the checkpoint to continue from, and compares the settings."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TextIO
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.checkpoint import checkpoints, step_of, verify
-from fastgrpo.run.folder import LOCK, claim_output_dir, empty, is_run
+from fastgrpo.run.checkpoint import NEEDED, checkpoints, read_state, step_of, verify
+from fastgrpo.run.folder import RunFolder, claim_output_dir, contents, note
 
 
-def open_run(config: GRPOConfig, say: Callable[[str], None]) -> tuple[Path, TextIO, Path | None]:
+def open_run(
+    config: GRPOConfig, say: Callable[[str], None], inputs: Mapping[str, Path] | None = None
+) -> tuple[RunFolder, Path | None]:
     """Claim the folder of a run and find the checkpoint that it continues from.
 
     Args:
         config: The settings of the run.
         say: A function that prints a line for the user.
+        inputs: What the run reads, as for `claim_output_dir`.
 
     Returns:
-        The folder, its lock, and a good checkpoint, which is None for a fresh start.
+        The folder, and a good checkpoint, which is None for a fresh start.
 
     Raises:
         ValueError: The folder cannot be claimed, the checkpoint that was named cannot be used, or a setting changed.
     """
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
     if resume is None:
-        return *claim_output_dir(output_dir, config.task, config.overwrite_output_dir), None
+        return claim_output_dir(output_dir, config.task, config.overwrite_output_dir, inputs=inputs), None
     if resume != "auto":
         output_dir = _parent(resume, output_dir)
-    path, lock = claim_output_dir(output_dir, config.task, resume=True)
+    folder = claim_output_dir(output_dir, config.task, resume=True, inputs=inputs)
+    try:
+        checkpoint = _find(folder, config, say)
+    except BaseException:
+        folder.close()
+        raise
+    return folder, checkpoint
+
+
+def _find(folder, config, say):
+    """Find the checkpoint in a claimed folder. A folder without one is emptied for a fresh start."""
+    path, resume = folder.path, config.resume_from_checkpoint
     if resume == "auto":
         checkpoint = newest_good(path, say)
     else:
         checkpoint = Path(resume)
-        verify(checkpoint)
+        verify(checkpoint, NEEDED)
     if checkpoint is None:
         if (path / "summary.json").exists():
             raise ValueError(f"{path} holds a finished run without its checkpoints; choose another output_dir")
-        if any(old.name != LOCK for old in path.iterdir()) and not is_run(path):
+        if contents(path) and not folder.made():
             raise ValueError(
                 f"output_dir {path} holds files that are not of a run, and resume_from_checkpoint=auto found no "
                 "checkpoint in it; choose another folder"
             )
+        folder.refuse_foreign()
         say(f"there is no checkpoint in {path}, so a new run starts")
-        empty(path)
-    else:
-        check_settings(checkpoint, config, say)
-        say(f"going on from {checkpoint}")
-    return path, lock, checkpoint
+        folder.empty()
+        return None
+    # A checkpoint may have been copied to here, and runs of older versions noted nothing. What its manifest confirms is
+    # of a run, and so is, in a folder without any notes, what stands beside it.
+    for entry in [checkpoint] if folder.made() else folder.foreign():
+        note(path, entry.name)
+    folder.refuse_foreign()
+    check_settings(checkpoint, config, say)
+    say(f"going on from {checkpoint}")
+    return checkpoint
 
 
 def _parent(checkpoint, output_dir):
@@ -82,7 +101,7 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     found = checkpoints(run_dir)
     for step in reversed(found):
         try:
-            verify(found[step])
+            verify(found[step], NEEDED)
             return found[step]
         except ValueError as error:
             say(f"warning: {error}; {found[step].name} is passed over")
@@ -91,21 +110,21 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def set_aside(run_dir: Path, step: int, say: Callable[[str], None]) -> None:
+def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
     """Rename the checkpoints after a step, because the resumed run will write its own for these steps.
 
     Args:
-        run_dir: The folder of a run.
+        folder: The folder of a run.
         step: The step that the run continues from.
         say: A function that prints a line for the user.
     """
-    for later, path in checkpoints(run_dir).items():
+    for later, path in checkpoints(folder.path).items():
         if later > step:
-            free = run_dir / f"stale-{path.name}"
-            while free.exists():
-                free = free.with_name(f"{free.name}+")
-            path.rename(free)
-            say(f"{path.name} is set aside as {free.name}")
+            free = f"stale-{path.name}"
+            while (folder.path / free).exists():
+                free += "+"
+            folder.rename(path.name, free)
+            say(f"{path.name} is set aside as {free}")
 
 
 def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], None]) -> None:
@@ -122,7 +141,7 @@ def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], No
     Raises:
         ValueError: A setting was changed that changes what the run computes.
     """
-    before, now = json.loads((checkpoint / "trainer_state.json").read_text())["config"], asdict(config)
+    before, now = read_state(checkpoint)["config"], asdict(config)
     for field in fields(config):
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))

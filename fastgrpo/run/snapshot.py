@@ -16,7 +16,7 @@ goes, and the parts that it does not name go to trainer_state.json. torch.distri
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,10 @@ from transformers.utils import logging
 from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
-from fastgrpo.run.checkpoint import save_model
+from fastgrpo.run.checkpoint import STATE, read_state, save_model
 
 # The generators come last, because nothing may draw from them after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
-STATE = "trainer_state.json"
 PROGRESS = "progress"  # the part whose entries stand at the top of trainer_state.json, as transformers has them
 
 
@@ -41,7 +40,8 @@ class Snapshot:
     Args:
         parts: The parts of the run by name; `policy` is the `Policy`.
         tokenizer: The policy's tokenizer.
-        about: What a resumed run will be compared with: the settings, the number of rows, and the dtype.
+        about: What a resumed run will be compared with: the settings, the dtype, the number of rows, and the digests of
+            the rows and of the weights.
     """
 
     def __init__(self, parts: Mapping[str, Stateful], tokenizer: PreTrainedTokenizerBase, about: Mapping[str, Any]):
@@ -67,8 +67,20 @@ class Snapshot:
         logging.disable_progress_bar()  # transformers' bar would break up the run's own
         save_model(path, self.model, self.tokenizer, self.weights)
         for file, state in self.files.items():
-            torch.save(state, path / file)
+            _save(state, path / file)
         (path / STATE).write_text(self.state + "\n")
+
+
+def _save(state, path):
+    """Write a file of torch's. Raises the OSError of a disk that is full, which torch hides behind one of its own."""
+    try:
+        with open(path, "wb") as file:
+            torch.save(state, file)
+    except RuntimeError as error:
+        causes = [error]
+        while causes[-1].__context__ is not None:
+            causes.append(causes[-1].__context__)
+        raise next((cause for cause in causes if isinstance(cause, OSError)), error) from None
 
 
 def to_host(tree: Any, copies: dict) -> Any:
@@ -93,27 +105,55 @@ def to_host(tree: Any, copies: dict) -> Any:
     return tree
 
 
-def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any]) -> None:
+def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Restore the parts of a run from a checkpoint, the random generators last.
 
     Args:
         parts: The parts of the run by name, as for `Snapshot`.
         path: The folder of the checkpoint.
         about: As for `Snapshot`. Its settings have been compared before.
+        say: A function that prints a line for the user.
 
     Raises:
-        ValueError: The number of rows or the precision differs from that of the checkpoint, or the checkpoint is beyond
-            max_steps.
+        ValueError: The data, the weights or the precision differ from those of the checkpoint, the checkpoint is beyond
+            max_steps, or it has not the state that the parts need.
     """
-    state = json.loads((path / STATE).read_text())
-    if state["rows"] != about["rows"]:
-        raise ValueError(f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}")
+    state = read_state(path)
+    _compare(state, path, about, say)
     max_steps = parts[PROGRESS].state_dict()["max_steps"]
     if state["global_step"] > max_steps:
         raise ValueError(f"{path} is past max_steps={max_steps}; raise max_steps")
+    try:
+        _load(parts, path, state)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"{path} does not hold the state that this run needs ({type(error).__name__}: {error!s:.100}); resume "
+            "an older checkpoint, or continue with the version of fastgrpo that wrote it"
+        ) from error
+
+
+def _compare(state, path, about, say):
+    """Compare what a run reads with what it read when the checkpoint was written. Older checkpoints have no digests."""
+    ignored = about["config"]["resume_ignore"]
+    if state["rows"] != about["rows"]:
+        raise ValueError(f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}")
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
+    for name, what in (("data", "the rows of the training data"), ("model", "the weights at model_name_or_path")):
+        before, now = state.get(f"{name}_digest"), about[f"{name}_digest"]
+        if None in (before, now) or before == now:
+            continue
+        if name not in ignored:
+            raise ValueError(
+                f"{what} have changed since {path} was written; bring the old ones back, or go on with what is there "
+                f"now: --resume_ignore {name}"
+            )
+        say(f"warning: {what} have changed since {path} was written, which resume_ignore={name} accepts")
+
+
+def _load(parts, path, state):
+    """Hand each part its state."""
     policy: Policy = parts["policy"]
     try:
         policy.load_state_dict(read_weights(policy, path))

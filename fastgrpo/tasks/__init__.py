@@ -1,6 +1,6 @@
 """Built-in tasks: prompts and rewards. A task is a module here with `build(config, tokenizer) -> Task`.
 
-A task may also have `make_policy(run_dir, config, announce) -> path`, which makes a small model of its own for runs
+A task may also have `make_policy(path, config, announce) -> path`, which makes a small model of its own for runs
 without --model_name_or_path. In such a run `build` is called before there is a model, and its tokenizer is None.
 """
 

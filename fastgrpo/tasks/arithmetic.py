@@ -133,18 +133,17 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     return Task(train, lambda: [to_row(*pair) for pair in held_out], [correctness])
 
 
-def make_policy(run_dir: Path, config: GRPOConfig, announce: Callable[[int, int, float], None]) -> Path:
+def make_policy(path: Path, config: GRPOConfig, announce: Callable[[int, int, float], None]) -> Path:
     """Warm-start a random 0.2M-parameter Llama, and save it with its tokenizer in the format of transformers.
 
     Args:
-        run_dir: The folder of the run; the model goes to run_dir/warm-start.
+        path: The folder to write the model to.
         config: The settings of the run; its seed, dtype and device are used.
         announce: A function that is called with the step, the number of steps and the loss.
 
     Returns:
-        The folder to load the policy from.
+        The folder again.
     """
-    path = run_dir / "warm-start"
     make_model(path, config.seed)
     policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
     rng = random.Random(config.seed)

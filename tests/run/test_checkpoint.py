@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run import checkpoint
+from fastgrpo.run import checkpoint, folder
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
+from fastgrpo.run.folder import RunFolder, contents, made_in
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.snapshot import to_host
 
@@ -24,12 +25,14 @@ def two_files(path):
 
 
 def test_a_checkpoint_is_what_was_written(tmp_path):
-    path = write_checkpoint(tmp_path, 3, two_files)
+    path = write_checkpoint(RunFolder(tmp_path), 3, two_files)
     assert path == tmp_path / "checkpoint-3" and step_of(path) == 3
     verify(path)
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == {"weights", "sub/state"}
     (path / "notes.txt").write_text("a file of one's own is no damage")
-    verify(path)
+    verify(path, ["weights", "sub/state"])
+    with pytest.raises(ValueError, match=r"manifest.json does not list optimizer.pt: the checkpoint is not complete"):
+        verify(path, ["optimizer.pt"])
 
 
 def truncate(path):
@@ -56,11 +59,12 @@ def name_a_file_outside(path):
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_text('{"files": {"wei'), "manifest.json .* cannot be read"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json .* cannot be read"),
+        (lambda path: (path / "manifest.json").write_text("[" * 100_000), "manifest.json .* cannot be read"),
         (name_a_file_outside, "lies outside the checkpoint"),
     ],
 )
 def test_damage_is_named(tmp_path, harm, named):
-    path = write_checkpoint(tmp_path, 3, two_files)
+    path = write_checkpoint(RunFolder(tmp_path), 3, two_files)
     harm(path)
     with pytest.raises(ValueError, match=named):
         verify(path)
@@ -72,7 +76,8 @@ class Killed(BaseException):
 
 def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path, monkeypatch):
     """Every call that reaches the disk is the last one in turn, without the clean-up that a live process would do."""
-    write_checkpoint(tmp_path, 1, two_files)
+    run = RunFolder(tmp_path)
+    write_checkpoint(run, 1, two_files)
     clock = {"calls": 0, "last": None}
 
     def counted(function):
@@ -89,14 +94,14 @@ def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.Path, "write_text", counted(checkpoint.Path.write_text))
     monkeypatch.setattr(checkpoint.Path, "mkdir", counted(checkpoint.Path.mkdir))
     monkeypatch.setattr(checkpoint, "_entry", counted(checkpoint._entry))
-    remove = checkpoint.remove
-    outcomes = []
+    monkeypatch.setattr(folder, "note", counted(folder.note))
+    remove, outcomes = RunFolder.remove, []
     # Leftovers are removed at the start of the next save; the dead do not clean up.
-    monkeypatch.setattr(checkpoint, "remove", lambda path: None if clock["calls"] else remove(path))
+    monkeypatch.setattr(RunFolder, "remove", lambda run, name: None if clock["calls"] else remove(run, name))
     for last in range(1, 50):
         clock.update(calls=0, last=last)
         try:
-            write_checkpoint(tmp_path, 2, two_files)
+            write_checkpoint(run, 2, two_files)
         except Killed:
             outcomes.append("checkpoint-2" if 2 in checkpoints(tmp_path) else "checkpoint-1")
         else:
@@ -104,9 +109,10 @@ def test_a_kill_at_any_moment_leaves_the_last_good_one(tmp_path, monkeypatch):
         verify(tmp_path / "checkpoint-1")
         if 2 in checkpoints(tmp_path):
             verify(tmp_path / "checkpoint-2")
-            remove(tmp_path / "checkpoint-2")
-    assert len(outcomes) >= 10 and outcomes.count("checkpoint-2") == 1  # killed in the very last sync
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # leftovers went at the end
+            clock.update(last=None)
+            remove(run, "checkpoint-2")
+    assert len(outcomes) >= 10 and outcomes == sorted(outcomes) and outcomes[-1] == "checkpoint-2"  # killed at the end
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []  # leftovers went at the end
 
 
 def test_a_failed_save_leaves_nothing(tmp_path):
@@ -115,8 +121,8 @@ def test_a_failed_save_leaves_nothing(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(tmp_path, 3, full)
-    assert list(tmp_path.iterdir()) == []
+        write_checkpoint(RunFolder(tmp_path), 3, full)
+    assert contents(tmp_path) == [] and made_in(tmp_path) == set()
 
 
 def test_names_of_checkpoints(tmp_path):
@@ -143,19 +149,34 @@ def test_names_of_checkpoints(tmp_path):
     ],
 )
 def test_what_is_kept(tmp_path, limit, best, kept):
+    run = RunFolder(tmp_path)
     for step in (1, 2, 3, 4):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    prune(tmp_path, limit, best)
+        run.claim(f"checkpoint-{step}").mkdir()
+    prune(run, limit, best)
     assert list(checkpoints(tmp_path)) == kept
 
 
 def test_a_link_is_removed_and_not_what_it_points_to(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoint-1").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "run" / "checkpoint-2").mkdir()
-    prune(tmp_path / "run", 1)
+    run = RunFolder(tmp_path / "run")
+    run.claim("checkpoint-1").symlink_to(tmp_path / "elsewhere")
+    run.claim("checkpoint-2").mkdir()
+    prune(run, 1)
     assert (tmp_path / "elsewhere").is_dir() and list(checkpoints(tmp_path / "run")) == [2]
+
+
+def test_a_checkpoint_that_no_run_made_is_neither_counted_nor_deleted_nor_overwritten(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (2, 3):
+        run.claim(f"checkpoint-{step}").mkdir()
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-9").mkdir()
+    prune(run, 1)
+    assert list(checkpoints(tmp_path)) == [1, 3, 9]
+    with pytest.raises(ValueError, match="checkpoint-9 was not made by a run and is not overwritten; move it away"):
+        write_checkpoint(run, 9, two_files)
+    assert list((tmp_path / "checkpoint-9").iterdir()) == [] and not list(tmp_path.glob(".tmp*"))
 
 
 class Saving:

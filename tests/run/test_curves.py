@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from fastgrpo.run import curves
 from fastgrpo.run.curves import PANELS, conclude, draw_curves, moving_average, read_metrics, table
+from fastgrpo.run.folder import RunFolder
 from fastgrpo.run.log import METRICS
 
 
@@ -52,16 +53,44 @@ def test_the_curves_are_those_of_the_metrics(tmp_path, monkeypatch):
 
 
 def test_a_run_ends_with_its_summary_and_a_table_of_what_it_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "draw_curves", lambda run_dir: (run_dir / "curves.png").write_text("a picture"))
-    summary = {"accuracy_after": 0.5, "steps": 3, "accuracy_before": None}
-    text = conclude(tmp_path, summary, tmp_path / "checkpoint-3")
+    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, say: (run_dir / "curves.png").write_text("a picture"))
+    summary, run = {"accuracy_after": 0.5, "steps": 3, "accuracy_before": None}, RunFolder(tmp_path)
+    text = conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary and (tmp_path / "curves.png").exists()
     shown = dict(line.split() for line in text.splitlines())
     assert shown["accuracy_after"] == "0.5" and shown["steps"] == "3" and "accuracy_before" not in shown
     assert shown["checkpoint"] == str(tmp_path / "checkpoint-3") and shown["summary"] == str(tmp_path / "summary.json")
     assert "trace" not in shown and "merged" not in shown
     (tmp_path / "trace.json.gz").write_text("a trace")
-    assert f"{tmp_path / 'trace.json.gz'}" in conclude(tmp_path, summary, tmp_path / "checkpoint-3")
+    assert f"{tmp_path / 'trace.json.gz'}" in conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
+
+
+def test_what_cannot_be_written_at_the_end_is_named_and_the_rest_is_written(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'\x80rubbish\n{"step": 1, "reward": 0.5}\n' + b"[" * 100_000 + b"\n7\n")
+    (tmp_path / "curves.png").mkdir()
+    said, run = [], RunFolder(tmp_path)
+    text = conclude(run, {"steps": 3}, tmp_path / "checkpoint-3", said.append)
+    assert "summary.json" in text and "curves.png" not in text
+    assert said == [
+        f"warning: curves.png is not written: {tmp_path}/curves.png was not made by a run and is not overwritten; move "
+        "it away"
+    ]
+    (tmp_path / "curves.png").rmdir()
+    text = conclude(run, {"steps": 3}, tmp_path / "checkpoint-3", said.append)
+    assert "curves.png" in text and (tmp_path / "curves.png").stat().st_size > 10_000
+    assert said[1:] == [f"warning: {tmp_path}/metrics.jsonl:1 holds no metrics; 3 such lines are passed over"]
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "7", '"text"', '{"reward": 1}', '{"step": 1, "reward": "much"}', "\x00", "[" * 10**5]
+)
+def test_lines_that_hold_no_metrics_are_named_and_passed_over(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "reward": 0.5}\n' + line + '\n{"step": 2, "reward": Infinity}\n'
+    )
+    said = []
+    assert read_metrics(tmp_path, said.append) == {"reward": ([1], [0.5])}
+    assert said == [f"warning: {tmp_path}/metrics.jsonl:2 holds no metrics; 1 such lines are passed over"]
 
 
 def test_table():

@@ -1,6 +1,7 @@
 """What a run logs: how steps become lines, where the lines go, and how a resumed run goes back to its checkpoint."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -141,3 +142,21 @@ def test_the_bar_shows_what_it_is_told(tmp_path, capsys):
     assert log.bar is None
     out, err = capsys.readouterr()
     assert "a line above" in out and "GRPO" in err
+
+
+def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):
+    """JSON has no NaN and no infinity, and UTF-8 has no lone surrogates."""
+    log = RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), logging_steps=1))
+    with log:
+        log.step(1, {"loss": math.nan, "kl": math.inf, "reward": 0.5})
+        log.samples([{"step": 1, "completion": "a\ud800ü", "extras": {"deep": [1.0, -math.inf, (math.nan,)]}}])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    metrics, samples = (
+        json.loads((tmp_path / "run" / name).read_bytes().decode("utf-8"), parse_constant=refuse)
+        for name in ("metrics.jsonl", "samples.jsonl")
+    )
+    assert metrics == {"step": 1, "loss": None, "kl": None, "reward": 0.5}
+    assert samples == {"step": 1, "completion": "a\ud800ü", "extras": {"deep": [1.0, None, [None]]}}

@@ -37,7 +37,7 @@ def test_written_sums(a, b, text):
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(arithmetic, "sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
-    path = arithmetic.make_policy(tmp_path, GRPOConfig(device="cpu"), lambda *_: None)
+    path = arithmetic.make_policy(tmp_path / "model", GRPOConfig(device="cpu"), lambda *_: None)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -34,9 +34,9 @@ def test_flags_reach_the_trainer(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_model_the_tasks_own_is_warm_started(tmp_path, monkeypatch, capsys):
-    def make_policy(run_dir, config, announce):
+    def make_policy(path, config, announce):
         announce(1, 2, 0.5)
-        return tiny.save(run_dir / "warm-start")
+        return tiny.save(path)
 
     monkeypatch.setattr(arithmetic, "make_policy", make_policy)
     trainer = train.make_trainer(parse(["--output_dir", str(tmp_path / "run"), "--device", "cpu"]))

@@ -11,6 +11,7 @@ from resumed import ADAPTERS, MOVING, Crash, assert_same_run, crash, lines, make
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.run import checkpoint
 from fastgrpo.run.checkpoint import checkpoints
+from fastgrpo.run.folder import note
 from fastgrpo.run.snapshot import restore
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -97,12 +98,16 @@ def test_a_checkpoint_of_an_older_version_goes_on(tmp_path, monkeypatch):
 def test_a_part_that_is_missing_is_named(tmp_path):
     """A checkpoint whose manifest was made anew without a file: the run must not go on without that state."""
     with pytest.raises(SystemExit):
-        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM)).train()
+        make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **MOVING).train()
     path = tmp_path / "run" / "checkpoint-5"
+    (path / "reference.pt").unlink()
+    write_manifest(path)
+    with pytest.raises(ValueError, match=r"checkpoint-5/reference\.pt is missing from the checkpoint"):
+        make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **MOVING).train()
     (path / "optimizer.pt").unlink()
     write_manifest(path)
-    with pytest.raises(ValueError, match=r"checkpoint-5/optimizer\.pt is missing from the checkpoint"):
-        make_trainer(tmp_path, "run", resume_from_checkpoint="auto").train()
+    with pytest.raises(ValueError, match=r"checkpoint-5/manifest\.json does not list optimizer\.pt"):
+        make_trainer(tmp_path, "run", resume_from_checkpoint=str(path), **MOVING)
 
 
 def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path):
@@ -111,7 +116,7 @@ def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path)
         make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **MOVING).train()
     trainer = make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **MOVING)
     fresh = [parameter.clone() for parameter in trainer.update.reference.policy.module.parameters()]
-    restore(trainer.parts(), trainer.log.checkpoint, trainer.about())
+    restore(trainer.parts(), trainer.log.checkpoint, trainer.about(), pytest.fail)
     moved = trainer.update.reference.policy.module.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(fresh, moved, strict=True) if a.ndim == 2)
 
@@ -164,6 +169,7 @@ def test_damage_is_passed_over_and_set_aside(whole, capsys):
     assert {row["step"] for row in lines(run)} == {0, 3, 4, 6, 7}
     weights = run / "checkpoint-6" / "optimizer.pt"
     weights.write_bytes(weights.read_bytes()[:-1])
+    note(run, ".tmp-checkpoint-8")  # as a kill in the middle of a save leaves it
     (run / ".tmp-checkpoint-8").mkdir()
     with pytest.raises(ValueError, match=r"checkpoint-6/optimizer\.pt is damaged"):
         make_trainer(folder, "damaged", resume_from_checkpoint=str(run / "checkpoint-6"))

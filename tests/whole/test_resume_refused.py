@@ -16,8 +16,8 @@ from resumed import (
 )
 
 from fastgrpo import GRPOConfig
-from fastgrpo.run.checkpoint import write_checkpoint
-from fastgrpo.run.folder import claim_output_dir
+from fastgrpo.run.checkpoint import NEEDED, write_checkpoint
+from fastgrpo.run.folder import RunFolder, claim_output_dir
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.resume import newest_good
 from fastgrpo.train import parse
@@ -51,12 +51,14 @@ def test_auto_leaves_a_folder_alone_that_is_not_a_run(tmp_path):
 
 
 def test_where_all_are_damaged_nothing_is_started(tmp_path):
+    run = RunFolder(tmp_path)
     for step in (1, 2):
-        (write_checkpoint(tmp_path, step, lambda path: (path / "a").write_text("a")) / "a").write_text("b")
+        path = write_checkpoint(run, step, lambda path: [(path / name).write_text("a") for name in NEEDED])
+        (path / "rng.pt").write_text("b")
     said = []
     with pytest.raises(ValueError, match="no good checkpoint is left"):
         newest_good(tmp_path, said.append)
-    assert ["checkpoint-2/a is damaged" in said[0], "checkpoint-1/a is damaged" in said[1]] == [True, True]
+    assert ["checkpoint-2/rng.pt is damaged" in said[0], "checkpoint-1/rng.pt is damaged" in said[1]] == [True, True]
 
 
 def test_paths_that_are_no_checkpoint(tmp_path):
@@ -124,4 +126,4 @@ time.sleep(60)
     finally:
         other.kill()
         other.wait()
-    claim_output_dir(str(tmp_path), "t", resume=True)[1].close()  # the lock died with its process
+    claim_output_dir(str(tmp_path), "t", resume=True).close()  # the lock died with its process

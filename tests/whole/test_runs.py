@@ -34,7 +34,7 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
 
     config = parse(["--seed", "0", "--output_dir", str(tmp_path / "run")])
     log = RunLog(config)
-    path = arithmetic.make_policy(log.dir, config, lambda *_: None)
+    path = arithmetic.make_policy(log.folder.claim("warm-start"), config, lambda *_: None)
     task = arithmetic.build(config, None)
     trainer = GRPOTrainer(str(path), correctness, config, task.train(), None, log=log)
     rewards = Rewards([arithmetic.correctness])

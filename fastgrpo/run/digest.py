@@ -1,0 +1,56 @@
+"""Digests of what a run reads, which a checkpoint keeps so that a resumed run notices where something has changed."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+BLOCK = 4096  # numbers that are added up before they are hashed
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of_rows(rows: Iterable[dict]) -> str:
+    """Hash data rows with all of their columns, in their order.
+
+    Values that JSON cannot hold count by their type alone, arrays and tensors by their numbers: the text of other
+    objects may differ from one process to the next.
+
+    Args:
+        rows: The rows.
+
+    Returns:
+        A SHA-256 in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, default=_plain, skipkeys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else type(value).__qualname__
+
+
+@torch.no_grad()
+def digest_of_weights(weights: dict[str, torch.Tensor]) -> str:
+    """Hash weights with their names, dtypes and shapes.
+
+    The bits of every `BLOCK` numbers are added up as integers on the device of the weights, and the sums are hashed. So
+    the result is the same on every device, and a model of many gigabytes takes seconds.
+
+    Args:
+        weights: The weights by name, floating point or integer of any shape.
+
+    Returns:
+        A SHA-256 in hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in weights.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+        whole = len(bits) // BLOCK * BLOCK
+        for part in (bits[:whole].view(-1, BLOCK), bits[whole:].view(1, -1)):
+            digest.update(part.sum(1, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
