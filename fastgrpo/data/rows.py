@@ -111,7 +111,8 @@ def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a li
     if isinstance(data, (str, PathLike)):
         remedy = "read the rows first: fastgrpo.data.load_rows(name), or datasets.load_dataset(name, split='train')"
     elif isinstance(data, Mapping):  # a DatasetDict too
-        remedy = f"pass one split, such as data[{next(iter(data), 'train')!r}], or a list of dicts, one for each row"
+        split = "" if "prompt" in data else f"one split, such as data[{next(iter(data), 'train')!r}], or "
+        remedy = f"pass {split}a list of dicts, one for each row"
     elif hasattr(data, "__next__"):
         remedy = "it can be read only once, so pass list(...) of it"
     elif isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__len__")):

@@ -92,6 +92,7 @@ def test_the_types_of_a_data_frame_become_plain(tmp_path):
     "data, message",
     [
         ({"train": DATA}, r"train_dataset is of type dict; pass one split, such as data\['train'\]"),
+        ({"prompt": ["a", "b"]}, "is of type dict; pass a list of dicts, one for each row"),
         (datasets.DatasetDict(test=datasets.Dataset.from_list(DATA)), r"of type DatasetDict; .* data\['test'\]"),
         ((row for row in DATA), r"is of type generator; it can be read only once, so pass list\(...\)"),
         (map(dict, DATA), r"is of type map; it can be read only once"),
