@@ -25,6 +25,7 @@ from fastgrpo.config.sections import (
 )
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
+from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.rewards.call import Rewards, load_reward
@@ -108,7 +109,7 @@ def _evaluate_model(path, tokenizer, config):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
     rewards = Rewards(functions, on_error=config.reward_errors)
-    rows = list(test)[: config.max_eval_samples]
+    rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     draws = config.eval_num_generations
     policy, _ = load_policy(
         path,

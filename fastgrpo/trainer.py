@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Completion, Stateful, TrainerState
+from fastgrpo.data.rows import as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.fit import check_rows
@@ -48,9 +49,11 @@ class GRPOTrainer:
         reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
             `Rewards`.
         args: The settings; None for the defaults.
-        train_dataset: Rows with a `prompt` column (a list, a datasets.Dataset), or a `Source` of them. All rows are
-            checked before the first step.
-        eval_dataset: Held-out rows, or None for no evaluation.
+        train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
+            `Source` of them. An IterableDataset is read as far as the max_steps of the run can need. All rows are
+            checked here.
+        eval_dataset: Held-out rows, which are checked here too, or None for no evaluation. Of an IterableDataset
+            max_eval_samples rows are read.
         processing_class: The tokenizer; None loads the model's.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
 
@@ -63,14 +66,23 @@ class GRPOTrainer:
         model: str | Path | PreTrainedModel,
         reward_funcs: Callable | Sequence[Callable],
         args: GRPOConfig | None = None,
-        train_dataset: Sequence[dict] | Source | None = None,
-        eval_dataset: Sequence[dict] | None = None,
+        train_dataset: Source | Iterable[dict] | None = None,
+        eval_dataset: Iterable[dict] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         log: RunLog | None = None,
     ):
-        self.args = args = args or GRPOConfig()
+        self.args = args = GRPOConfig() if args is None else args
+        if not isinstance(args, GRPOConfig):
+            remedy = "GRPOConfig(**args)" if isinstance(args, dict) else "a fastgrpo.GRPOConfig"
+            raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
         if train_dataset is None:
             raise ValueError("train_dataset is needed: rows with a `prompt` column")
+        self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=_most_rows(args))
+        train_rows = as_rows(self.source.rows, "train_dataset.rows")
+        self.eval_rows = None
+        if eval_dataset is not None:
+            count = args.max_eval_samples
+            self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
         functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         self.rewards = Rewards(functions, args.reward_weights, args.reward_errors, shaping(args))
         self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
@@ -87,10 +99,9 @@ class GRPOTrainer:
                 target_modules=args.lora_target_modules,
                 seed=args.seed,
             )
-        self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset)
-        self.digests["data"] = digest_of_rows(self.source.rows)
-        check_rows(self.source.rows, self.tokenizer, self.policy, args.max_completion_length)
-        self.eval_rows = None if eval_dataset is None else list(eval_dataset)[: args.max_eval_samples]
+        for rows in (train_rows, self.eval_rows or ()):
+            check_rows(rows, self.tokenizer, self.policy, args.max_completion_length)
+        self.digests["data"] = digest_of_rows(train_rows)
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
         self.sampling = SamplingParams(
@@ -326,6 +337,12 @@ class GRPOTrainer:
             save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
         self.log.say("\n" + conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say))
         return summary
+
+
+def _most_rows(args: GRPOConfig) -> int | None:
+    """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
+    batches = args.max_num_gen_batches if args.dynamic_sampling else 1
+    return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
 
 
 def clipped(experience: Experience, updated: Updated) -> list[Completion]:

@@ -2,6 +2,7 @@
 
 from fastgrpo.data.load import load_rows
 from fastgrpo.data.records import Completion, Prompt, Rollout, Sample, TrainerState
+from fastgrpo.data.rows import Rows
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows, Source
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Level",
     "Prompt",
     "Rollout",
+    "Rows",
     "Sample",
     "ShuffledRows",
     "Source",

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastgrpo.data.rows import Rows
 
-def load_rows(
-    name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ()
-) -> Sequence[dict] | None:
+
+def load_rows(name: str, config: str | None = None, split: str = "train", columns: Sequence[str] = ()) -> Rows | None:
     """Read the rows of a .jsonl file, of SPLIT.jsonl in a folder, or of a hub data set.
 
     A file holds the split train. For another split, SPLIT.jsonl beside the file is read.
@@ -19,11 +19,11 @@ def load_rows(
         columns: Names that every row must have.
 
     Returns:
-        The rows, or None where there is no such split.
+        The rows, which know their file and line, or None where there is no such split.
 
     Raises:
-        ValueError: There is no such data set, it has no rows, or a row is not a JSON object with these columns; file
-            and line are named.
+        ValueError: There is no such data set, it is not a file, it has no rows, or a row is not a JSON object with
+            these columns; file and line are named.
     """
     path = Path(name)
     if path.is_dir():
@@ -33,12 +33,15 @@ def load_rows(
             raise ValueError(f"no such file: {path}")
         if split != "train":
             path = path.with_name(f"{split}.jsonl")
-    elif path.is_file():
+    elif path.exists():
         raise ValueError(f"{path} is not a .jsonl file: write one JSON object a line, with a `prompt` column")
     else:
         return _load_from_hub(name, config, split, columns)
     if not path.exists():
         return None
+    if not path.is_file():  # to open a pipe would wait for its writer
+        kind = "folder" if path.is_dir() else "pipe or a device"
+        raise ValueError(f"{path} is a {kind}; write the rows to a file, one JSON object a line")
     rows = read_jsonl(path, columns)
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -61,10 +64,10 @@ def _load_from_hub(name, config, split, columns):
     missing = [column for column in columns if column not in getattr(rows, "column_names", columns)]
     if missing:
         raise ValueError(f"data set {name!r} has no column {missing[0]!r}, only {', '.join(rows.column_names)}")
-    return rows
+    return Rows(rows, lambda index: f"{name} {split}, row {index}")
 
 
-def read_jsonl(path: Path, columns: Sequence[str] = ()) -> list[dict]:
+def read_jsonl(path: Path, columns: Sequence[str] = ()) -> Rows:
     """Read a file of one JSON object a line; empty lines are passed over.
 
     Args:
@@ -72,12 +75,12 @@ def read_jsonl(path: Path, columns: Sequence[str] = ()) -> list[dict]:
         columns: Names that every object must have.
 
     Returns:
-        The objects.
+        The objects, which know their line.
 
     Raises:
-        ValueError: A line is not UTF-8, not JSON, not an object, or lacks a column; it is named.
+        ValueError: A line is not UTF-8, not JSON that Python can read, not an object, or lacks a column; it is named.
     """
-    rows = []
+    rows, numbers = [], []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -88,12 +91,13 @@ def read_jsonl(path: Path, columns: Sequence[str] = ()) -> list[dict]:
                 continue
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            except (ValueError, RecursionError) as error:  # Python limits the digits of a number and the depth of lists
+                raise ValueError(f"{path}:{number}: not JSON that can be read: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
             for column in columns:
                 if column not in row:
                     raise ValueError(f"{path}:{number}: the row has no column {column!r}, only {', '.join(row)}")
             rows.append(row)
-    return rows
+            numbers.append(number)
+    return Rows(rows, lambda index: f"{path}:{numbers[index]}")

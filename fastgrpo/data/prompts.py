@@ -3,6 +3,11 @@
 A row is a dict with a `prompt` (a string, or a list of messages) and any columns that the rewards need.
 """
 
+import json
+from collections.abc import Mapping
+from reprlib import repr as brief
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
@@ -19,37 +24,78 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         The `Prompt`, with the row's other columns.
 
     Raises:
-        ValueError: The row has no `prompt`, or its messages are malformed, or there is no chat template for them.
+        ValueError: The row is no dict with a `prompt`, the prompt is neither text nor messages with a text each, or the
+            tokenizer or its chat template cannot take it.
     """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
-        raise ValueError(f"a row has no column 'prompt', only {', '.join(row)}")
+        raise ValueError(f"the row has no column 'prompt', only {', '.join(map(str, row))}")
+    for name in row:
+        if not isinstance(name, str):
+            raise ValueError(f"the names of columns must be strings, got {brief(name)}")
     prompt = row["prompt"]
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif not isinstance(prompt, list):
-        raise ValueError(f"a prompt must be a string or a list of messages, got {prompt!r}")
-    elif not prompt or not all(_is_message(message) for message in prompt):
+    _check(prompt)
+    ids = _tokenized(prompt, tokenizer)
+    return Prompt(ids, prompt, {name: value for name, value in row.items() if name != "prompt"})
+
+
+def _check(prompt: Any) -> None:
+    """Refuse a prompt that is neither text nor messages, or that a line of samples.jsonl could not hold."""
+    if isinstance(prompt, list):
+        if not prompt:
+            raise ValueError("the prompt is an empty list; a list of messages must have at least one")
+        for index, message in enumerate(prompt):
+            _check_message(message, f"message {index} of the prompt")
+    elif not isinstance(prompt, str):
+        raise ValueError(f"the prompt must be a string or a list of messages, got {brief(prompt)}")
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
         raise ValueError(
-            f"a list of messages must have at least one, each with a role and a content, got {prompt!r:.80}"
-        )
-    elif tokenizer.chat_template is None:
-        raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
-    else:
-        from jinja2 import TemplateError
+            f"the prompt has the lone surrogate {error.object[error.start]!r}, which is half of a character and no "
+            "text; mend the row where its text was cut or decoded"
+        ) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the prompt must be made of what JSON can hold: {error}") from None
 
-        try:
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
-        except TemplateError as error:
+
+def _check_message(message, name):
+    """Refuse a message without a role, or without a content that is text; a call of tools needs no content."""
+    if not isinstance(message, dict):
+        raise ValueError(f"{name} must be a dict with a role and a content, got {brief(message)}")
+    for field in ("role", "content"):
+        value = message.get(field)
+        if isinstance(value, str) or (field == "content" and value is None and message.get("tool_calls")):
+            continue
+        if field not in message:
             raise ValueError(
-                f"the tokenizer's chat template refuses the prompt {shortened(prompt)}: {error}; if the template has "
-                "no system role, leave the system prompt out"
-            ) from None
-        ids = ids["input_ids"]
-    return Prompt(list(ids), prompt, {name: value for name, value in row.items() if name != "prompt"})
+                f"{name} has no {field!r}, only {', '.join(map(str, message))}; a list of messages must have at least "
+                "one, each with a role and a content"
+            )
+        remedy = "; join the texts of its parts into one string" if isinstance(value, list) else ""
+        raise ValueError(f"the {field} of {name} must be a string, got {brief(value)}{remedy}")
 
 
-def _is_message(message):
-    return isinstance(message, dict) and "role" in message and ("content" in message or "tool_calls" in message)
+def _tokenized(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a checked prompt. Templates and tokenizers are others' code, which may raise anything."""
+    conversational = isinstance(prompt, list)
+    if conversational and tokenizer.chat_template is None:
+        raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
+    try:
+        if conversational:
+            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+        else:
+            encoded = tokenizer(prompt)
+        return list(encoded["input_ids"])
+    except Exception as error:
+        part, remedy = "tokenizer", "mend the prompt, or use another tokenizer"
+        if conversational:
+            part, remedy = "tokenizer's chat template", "mend the messages, or the template, which reads them otherwise"
+            if any(message["role"] == "system" for message in prompt):
+                remedy = "if the template has no system role, leave the system prompt out"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"the {part} refuses the prompt {shortened(prompt)}: {reason}; {remedy}") from error
 
 
 def shortened(text: str | list, limit: int = 60) -> str:

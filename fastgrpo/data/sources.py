@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from fastgrpo.data.records import Stateful
+from fastgrpo.data.rows import Rows, as_rows, joined
 
 
 @runtime_checkable
@@ -50,28 +51,26 @@ class Source(Stateful, Protocol):
         return {}
 
 
-def as_source(data: Source | Sequence[dict], *, seed: int, shuffle: bool) -> Source:
+def as_source(data: Any, *, seed: int, shuffle: bool, needed: int | None = None) -> Source:
     """Return a `Source` for training data that may be rows or already a `Source`.
 
     Args:
-        data: Rows, or a source of them.
+        data: A source, or what `as_rows` takes.
         seed: Decides the order of rows.
         shuffle: Whether rows are shuffled.
+        needed: How many rows the run can need, which is how far an IterableDataset is read. None where that is not
+            known.
 
     Returns:
         The source itself, or a new one of the rows.
 
     Raises:
-        ValueError: The data is neither a sequence of rows nor a source.
+        ValueError: The data is neither rows nor a source, or it has no rows.
     """
     if isinstance(data, Source):
         return data
-    if isinstance(data, (str, dict)) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise ValueError(
-            f"train_dataset is a {type(data).__name__}; pass rows (a list of dicts, a datasets.Dataset), or a Source, "
-            "which has rows, take, observe, metrics, state_dict and load_state_dict"
-        )
-    return ShuffledRows(data, seed=seed, shuffle=shuffle)
+    rows = as_rows(data, "train_dataset", needed, "max_steps, which says how many rows the run can need")
+    return ShuffledRows(rows, seed=seed, shuffle=shuffle)
 
 
 class ShuffledRows:
@@ -173,9 +172,9 @@ class Curriculum:
         self.level, self.recent, self.steps = 0, [], 0
 
     @property
-    def rows(self) -> list[dict]:
+    def rows(self) -> Rows:
         """Return the rows of all levels."""
-        return [row for level in self.levels for row in level.source.rows]
+        return joined([as_rows(level.source.rows, f"level {level.name!r}") for level in self.levels])
 
     def __len__(self):
         return len(self.levels[-1].source)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import to_completion, to_prompt
+from fastgrpo.data.prompts import to_completion
 from fastgrpo.data.records import Completion, Prompt, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
-from fastgrpo.policy.fit import check_prompts
+from fastgrpo.policy.fit import prompts_of
 from fastgrpo.rewards.answers import completion_text, final_answer
 from fastgrpo.rewards.call import Judged, Rewards, reward_matrix
 from fastgrpo.rollout.backend import RolloutBackend
@@ -96,13 +96,12 @@ def evaluate(
         The results.
 
     Raises:
-        ValueError: The policy cannot hold a prompt, a reward function fails, or num_generations is too large.
+        ValueError: A row cannot be used (its place is named), a reward function fails, or num_generations is too large.
     """
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
     started = time.perf_counter()
-    prompts = [to_prompt(row, tokenizer) for row in rows]
-    check_prompts(prompts, engine.policy, sampling.max_tokens)
+    prompts = list(prompts_of(rows, tokenizer, engine.policy, sampling.max_tokens))
     means = _Means()
 
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:

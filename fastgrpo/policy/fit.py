@@ -1,12 +1,13 @@
 """Checks that prompts fit the policy. Every row is checked before the first step, so that none ends a run midway."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.data.records import Prompt
+from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
 
 
@@ -25,7 +26,9 @@ def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) ->
         policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
 
 
-def check_rows(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int) -> None:
+def prompts_of(
+    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int
+) -> Iterator[Prompt]:
     """Tokenize every row and check its prompt.
 
     Args:
@@ -34,8 +37,35 @@ def check_rows(rows: Iterable[dict], tokenizer: PreTrainedTokenizerBase, policy:
         policy: The policy.
         max_tokens: The most tokens of a completion.
 
+    Returns:
+        An iterator of the prompts, which makes each when it is asked for.
+
     Raises:
-        ValueError: For the reasons of `to_prompt` and `check_prompts`.
+        ValueError: For the reasons of `to_prompt` and `check_prompts`; the error names the place of the row.
     """
-    for row in tqdm(rows, desc="check prompts", delay=2, leave=False):
-        check_prompts([to_prompt(row, tokenizer)], policy, max_tokens)
+
+    def fitting(row):
+        prompt = to_prompt(row, tokenizer)
+        check_prompts([prompt], policy, max_tokens)
+        return prompt
+
+    return as_rows(rows, "data").each(fitting)
+
+
+def check_rows(
+    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int
+) -> None:
+    """Check every row, and keep nothing of it.
+
+    Args:
+        rows: Data rows.
+        tokenizer: The policy's tokenizer.
+        policy: The policy.
+        max_tokens: The most tokens of a completion.
+
+    Raises:
+        ValueError: For the reasons of `prompts_of`.
+    """
+    prompts = prompts_of(rows, tokenizer, policy, max_tokens)
+    for _ in tqdm(prompts, desc="check prompts", total=len(rows), delay=2, leave=False):
+        pass

@@ -37,12 +37,16 @@ def _train(config):
 def _rows(config, split):
     """Read the rows of a split, with the system prompt before each; None where there is no such split."""
     rows = load_rows(config.dataset_name, config.dataset_config, split, columns=("prompt",))
-    return None if rows is None else [_with_system(row, config.system_prompt) for row in rows]
+    if rows is None or config.system_prompt is None:
+        return rows
+    return rows.map(partial(_with_system, system_prompt=config.system_prompt))
 
 
 def _with_system(row, system_prompt):
-    if system_prompt is None or "prompt" not in row:
-        return row
-    if isinstance(row["prompt"], str):
-        return {**row, "prompt": f"{system_prompt}\n\n{row['prompt']}"}
-    return {**row, "prompt": [{"role": "system", "content": system_prompt}, *row["prompt"]]}
+    """Put the system prompt before a prompt. What is no prompt stays as it is, for the check of rows to refuse."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return {**row, "prompt": f"{system_prompt}\n\n{prompt}"}
+    if isinstance(prompt, list) and prompt:
+        return {**row, "prompt": [{"role": "system", "content": system_prompt}, *prompt]}
+    return row

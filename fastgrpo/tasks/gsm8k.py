@@ -6,6 +6,7 @@ never seen the tags earns its first rewards on problems it can solve.
 """
 
 import random
+from reprlib import repr as brief
 
 from transformers import PreTrainedTokenizerBase
 
@@ -41,7 +42,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
     def rows(split):
         loaded = load_rows(name, name_of_config, split, columns=("question", "answer"))
-        return None if loaded is None else [to_row(row, system_prompt, conversational) for row in loaded]
+        return None if loaded is None else loaded.map(lambda row: to_row(row, system_prompt, conversational))
 
     def train():
         problems = rows(config.dataset_train_split)
@@ -70,11 +71,13 @@ def to_row(row: dict, system_prompt: str, conversational: bool) -> dict:
         The row with its `prompt`.
 
     Raises:
-        ValueError: The row lacks `question` or `answer`.
+        ValueError: The row lacks `question` or `answer`, or one of them is no text or is empty.
     """
     for column in ("question", "answer"):
         if column not in row:
             raise ValueError(f"a GSM8K row needs the columns question and answer, got {', '.join(row)}")
+        if not isinstance(row[column], str) or not row[column].strip():
+            raise ValueError(f"the {column} must be a text that is not empty, got {brief(row[column])}")
     if conversational:
         prompt = [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
     else:

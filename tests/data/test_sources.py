@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.data.rows import as_rows
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows, as_source
 
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
@@ -30,6 +31,20 @@ def test_no_rows():
         ShuffledRows([])
 
 
+def test_a_source_stays_as_it_is_and_rows_become_one():
+    source = ShuffledRows([{"prompt": "a"}])
+    assert as_source(source, seed=0, shuffle=True) is source
+    stream = as_source(iter_of([{"prompt": "a"}] * 9), seed=0, shuffle=True, needed=4)
+    assert len(stream) == 4 and stream.rows.where(3) == "train_dataset row 3"
+    with pytest.raises(ValueError, match="is of type Iter; it may have no end, so pass max_steps, which says"):
+        as_source(iter_of([]), seed=0, shuffle=True)
+
+
+def iter_of(rows):
+    """A data set that can be iterated over, and has no length."""
+    return type("Iter", (), {"__iter__": lambda self: iter(rows)})()
+
+
 def levels():
     return [
         Level("easy", ShuffledRows(["e"]), until_accuracy=0.8),
@@ -47,6 +62,12 @@ def test_a_curriculum_moves_on_by_accuracy_and_by_steps_and_stays_at_the_end():
     # 1.0, 0.6, 0.7 average 0.77; 0.6, 0.7, 0.9 0.73; 0.7, 0.9, 0.9 0.83
     assert "".join(seen) == "eeeeetthhhh"
     assert curriculum.metrics() == {"curriculum/level": 2}
+
+
+def test_the_rows_of_a_curriculum_keep_their_places():
+    easy, hard = ShuffledRows(as_rows([{}], "easy.jsonl")), ShuffledRows([{}, {}])
+    rows = Curriculum([Level("easy", easy), Level("hard", hard)]).rows
+    assert [rows.where(i) for i in range(len(rows))] == ["easy.jsonl row 0", "level 'hard' row 0", "level 'hard' row 1"]
 
 
 def test_a_curriculum_is_restored():

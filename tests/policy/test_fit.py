@@ -4,7 +4,7 @@ import pytest
 import tiny
 
 from fastgrpo.data.records import Prompt
-from fastgrpo.policy.fit import check_prompts, check_rows
+from fastgrpo.policy.fit import check_prompts, check_rows, prompts_of
 from fastgrpo.policy.model import Policy
 
 
@@ -26,7 +26,20 @@ def test_prompts_that_the_model_cannot_hold():
 def test_every_row_is_looked_at():
     policy, tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()
     check_rows([{"prompt": "ab"}, {"prompt": "c"}], tokenizer, policy, 200)
-    with pytest.raises(ValueError, match=r"the prompt 'cc.*max_completion_length=200 it exceeds"):
+    with pytest.raises(ValueError, match=r"data row 1: the prompt 'cc.*max_completion_length=200 it exceeds"):
         check_rows([{"prompt": "ab"}, {"prompt": "c" * 60}], tokenizer, policy, 200)
-    with pytest.raises(ValueError, match="no column 'prompt', only question"):
+    with pytest.raises(ValueError, match="data row 1: the row has no column 'prompt', only question"):
         check_rows([{"prompt": "ab"}, {"question": "?"}], tokenizer, policy, 200)
+
+
+def test_prompts_of_rows():
+    tokenizer = tiny.tokenizer()
+    (prompt,) = prompts_of([{"prompt": "ab", "n": 1}], tokenizer, Policy(tiny.model(vocab_size=258)), 6)
+    assert prompt == Prompt(tokenizer("ab")["input_ids"], "ab", {"n": 1})
+
+
+def test_a_template_that_renders_nothing():
+    chat = tiny.tokenizer(chat=True)
+    chat.chat_template = "{% if false %}{% endif %}"
+    with pytest.raises(ValueError, match="data row 0: the prompt 'hi' has no tokens"):
+        check_rows([{"prompt": [{"role": "user", "content": "hi"}]}], chat, Policy(tiny.model(vocab_size=258)), 6)

@@ -83,6 +83,31 @@ def test_gsm8k_system_prompt_and_curriculum():
 def test_gsm8k_rows_need_their_columns():
     with pytest.raises(ValueError, match="columns question and answer, got text"):
         gsm8k.to_row({"text": "?"}, "", False)
+    good = {"question": "1+1?", "answer": "#### 2"}
+    for column in good:
+        for value, shown in ((None, "None"), ("", "''"), (" \n", r"' \\n'"), (["a"], r"\['a'\]"), (42, "42")):
+            with pytest.raises(ValueError, match=f"the {column} must be a text that is not empty, got {shown}$"):
+                gsm8k.to_row({**good, column: value}, "", True)
+
+
+def test_rows_keep_their_lines_in_a_task(tmp_path):
+    """Also with a system prompt before each prompt, and behind the sums of a curriculum."""
+    path = tmp_path / "train.jsonl"
+    row = json.dumps({"prompt": "hi", "question": "1+1?", "answer": "2"})
+    path.write_text(f"\n{row}\n\n{row}\n")
+    for system_prompt in (None, "S"):
+        config = GRPOConfig(task="dataset", dataset_name=str(path), system_prompt=system_prompt)
+        rows = dataset.build(config, None).train().rows
+        assert rows.where(1) == f"{path}:4" and rows[1]["prompt"] == ("hi" if system_prompt is None else "S\n\nhi")
+    config = GRPOConfig(task="gsm8k", dataset_name=str(path), curriculum_iters=2)
+    rows = gsm8k.build(config, tiny.tokenizer()).train().rows
+    assert rows.where(len(rows) - 1) == f"{path}:4" and rows.where(0) == "level 'arithmetic' row 0"
+
+
+@pytest.mark.parametrize("prompt", [None, 7, []])
+def test_a_system_prompt_leaves_what_is_no_prompt_as_it_is(prompt):
+    row = {"prompt": prompt}
+    assert dataset._with_system(row, "S") is row
 
 
 def test_data_sets_of_ones_own(tmp_path):

@@ -148,7 +148,7 @@ CASES = {
                 c.write('{"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}'),
             )
         ),
-        "chat template refuses the prompt 'u': System role not supported; .*leave the system prompt out",
+        "chat template refuses the prompt 'u': TemplateError: System role not supported; .*leave the system prompt out",
     ),
     "empty prompt": (spoilt(lambda c: c.write('{"prompt": ""}')), "the prompt '' has no tokens"),
     "messages without a template": (
