@@ -134,22 +134,22 @@ def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any],
 
 def _compare(state, path, about, say):
     """Compare what a run reads with what it read when the checkpoint was written. Older checkpoints have no digests."""
-    ignored = about["config"]["resume_ignore"]
-    if state["rows"] != about["rows"]:
-        raise ValueError(f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}")
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
+    changes = {}
+    if state["rows"] != about["rows"]:
+        changes["data"] = f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}"
     for name, what in (("data", "the rows of the training data"), ("model", "the weights at model_name_or_path")):
         before, now = state.get(f"{name}_digest"), about[f"{name}_digest"]
-        if None in (before, now) or before == now:
-            continue
-        if name not in ignored:
+        if before != now and None not in (before, now):
+            changes.setdefault(name, f"{what} have changed since {path} was written")
+    for name, change in changes.items():
+        if name not in about["config"]["resume_ignore"]:
             raise ValueError(
-                f"{what} have changed since {path} was written; bring the old ones back, or go on with what is there "
-                f"now: --resume_ignore {name}"
+                f"{change}; bring back what was there, or go on with what is there now: --resume_ignore {name}"
             )
-        say(f"warning: {what} have changed since {path} was written, which resume_ignore={name} accepts")
+        say(f"warning: {change}, which resume_ignore={name} accepts")
 
 
 def _load(parts, path, state):

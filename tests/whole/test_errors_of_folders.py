@@ -150,6 +150,14 @@ def test_a_resumed_run_notices_other_rows(after, capfd):
     assert "warning: the rows of the training data have changed since" in capfd.readouterr().out
 
 
+def test_a_resumed_run_notices_more_rows(after, capfd):
+    after.write('{"prompt": "ab"}', '{"prompt": "cd"}', '{"prompt": "ef"}')
+    message = "checkpoint-2 was trained on 2 rows, the data now has 3; bring back .*--resume_ignore data"
+    check(train.main, after.argv(**after.resumed), message, capfd)
+    assert train.main(after.argv(**after.resumed, resume_ignore="data")) == 0
+    assert "the data now has 3, which resume_ignore=data accepts" in capfd.readouterr().out
+
+
 def test_a_resumed_run_notices_other_weights_below_its_reference(after, capfd):
     """At beta above 0 the reference is made from them anew."""
     tiny.save(after.model, seed=1)
