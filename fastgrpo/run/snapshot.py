@@ -119,11 +119,11 @@ def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any],
             max_steps, or it has not the state that the parts need.
     """
     state = read_state(path)
-    _compare(state, path, about, say)
-    max_steps = parts[PROGRESS].state_dict()["max_steps"]
-    if state["global_step"] > max_steps:
-        raise ValueError(f"{path} is past max_steps={max_steps}; raise max_steps")
     try:
+        _compare(state, path, about, say)
+        max_steps = parts[PROGRESS].state_dict()["max_steps"]
+        if state["global_step"] > max_steps:
+            raise ValueError(f"{path} is past max_steps={max_steps}; raise max_steps")
         _load(parts, path, state)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(

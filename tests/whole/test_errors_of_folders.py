@@ -204,11 +204,12 @@ def test_a_state_that_cannot_be_read_is_named(after, capfd, text):
     check(train.main, after.argv(**after.resumed), "checkpoint-2/trainer_state.json (cannot be|does not hold)", capfd)
 
 
-def test_a_state_that_lacks_something_is_named(after, capfd):
+@pytest.mark.parametrize("name", ["source", "rows", "global_step"])
+def test_a_state_that_lacks_something_is_named(after, capfd, name):
     file = after.run / "checkpoint-2" / "trainer_state.json"
-    file.write_text(json.dumps({name: v for name, v in json.loads(file.read_text()).items() if name != "source"}))
+    file.write_text(json.dumps({key: v for key, v in json.loads(file.read_text()).items() if key != name}))
     write_manifest(file.parent)
-    message = r"checkpoint-2 does not hold the state that this run needs \(KeyError: 'source'\); resume an older"
+    message = r"checkpoint-2 does not hold the state that this run needs \(KeyError: '" + name + r"'\); resume an older"
     check(train.main, after.argv(**after.resumed), message, capfd)
 
 
