@@ -14,6 +14,7 @@ import torch
 from loss_runs import OBJECTIVES, D, N, V, check_compiled, device_only_mask, run, same
 
 import fastgrpo.loss.losses
+import fastgrpo.loss.values
 from fastgrpo import linear_grpo_loss
 from fastgrpo.kernels import launch, linear_logprob
 
@@ -49,10 +50,7 @@ def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows,
 
     for name in ("tolist", "item"):
         monkeypatch.setattr(torch.Tensor, name, refused)
-    monkeypatch.setattr(
-        fastgrpo.loss.losses, "check_targets", lambda targets, vocab_size: None
-    )  # looks, on the CPU alone
-    monkeypatch.setattr(fastgrpo.loss.rows, "_is_partition", lambda cu_seqlens, total: True)  # likewise
+    monkeypatch.setattr(fastgrpo.loss.values, "_host_looks", lambda values: False)
     ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
     monkeypatch.undo()
     same(ours, theirs)
