@@ -23,8 +23,8 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 def group_advantages(
-    rewards: "torch.Tensor | ndarray | Sequence[float]", group_size: int, *, scale: str = "group", baseline: str = "group", eps: float = 1e-4,
-    clip: float | None = None,
+    rewards: "torch.Tensor | ndarray | Sequence[float]", group_size: int, *, scale: str = "group",
+    baseline: str = "group", eps: float = 1e-4, clip: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Standardize rewards within each group (GRPO, arXiv 2402.03300, section 4.1.2).
 
@@ -123,7 +123,9 @@ def decoupled_advantages(
     if rewards.ndim != 2 or not rewards.shape[1]:
         raise ValueError(f"rewards must be [S, F] with F reward functions, got shape {tuple(rewards.shape)}")
     if weights.shape != rewards.shape[1:] or not weights.isfinite().all():
-        raise ValueError(f"weights must be {rewards.shape[1]} finite numbers, one a reward function, got {weights}")
+        raise ValueError(
+            f"weights must be {rewards.shape[1]} finite numbers, one a reward function, got {weights.tolist()}"
+        )
     parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
     total = (torch.stack(parts, 1) * weights.to(rewards.device)).sum(1)  # x_i = sum_k w_k A_ik
     deviation = _sample_std(total, ~rewards.isnan().all(1), dim=0)

@@ -93,7 +93,7 @@ def _check_rows(rows: Any, tokens: torch.Tensor) -> None:
         before = torch.cat([rows.new_full((1,), -1), rows[:-1]])
         return (rows > before) & (rows >= 0) & (rows < total)
 
-    check_numbers(rows, "rows", f"rise strictly within [0, {total})", legal)
+    check_numbers(rows.long(), "rows", f"rise strictly within [0, {total})", legal)
 
 
 def _check_count(count: Any) -> None:
