@@ -6,14 +6,11 @@ Shapes: S completions, those of one prompt side by side: B prompts times G compl
 import math
 import numbers
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fastgrpo.loss.objective import NOT_NEGATIVE, POSITIVE
-
-if TYPE_CHECKING:
-    from numpy import ndarray
 
 LARGEST = 1e150  # the square of a larger reward exceeds fp64: its deviation would be infinite, and all advantages 0
 _NUMBERS = "a tensor, a numpy array or a list of real numbers"
@@ -23,8 +20,8 @@ AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 def group_advantages(
-    rewards: "torch.Tensor | ndarray | Sequence[float]", group_size: int, *, scale: str = "group",
-    baseline: str = "group", eps: float = 1e-4, clip: float | None = None,
+    rewards: torch.Tensor | Sequence[float], group_size: int, *, scale: str = "group", baseline: str = "group",
+    eps: float = 1e-4, clip: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Standardize rewards within each group (GRPO, arXiv 2402.03300, section 4.1.2).
 
@@ -91,9 +88,8 @@ def group_advantages(
 
 
 def decoupled_advantages(
-    rewards: "torch.Tensor | ndarray | Sequence[Sequence[float]]",
-    weights: "torch.Tensor | ndarray | Sequence[float]", group_size: int, *, eps: float = 1e-4,
-    clip: float | None = None,
+    rewards: torch.Tensor | Sequence[Sequence[float]], weights: torch.Tensor | Sequence[float], group_size: int, *,
+    eps: float = 1e-4, clip: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Standardize each reward function by itself, and then standardize their weighted sum (GDPO, arXiv 2601.05242).
 
