@@ -14,7 +14,8 @@ from fastgrpo.kernels import chunked, products, reference
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.loss.rows import TokenInputs, keep_rows
+from fastgrpo.loss.inputs import TokenInputs
+from fastgrpo.loss.rows import keep_rows
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 Head = Callable[[Batch], Gradients]

@@ -14,6 +14,7 @@ and dW. A weight whose rows are sharded over processes (vocabulary-parallel) add
 
 import torch
 
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.objectives import policy_loss_fwd
 from fastgrpo.kernels.policy_rows import cut, policy_parts
 from fastgrpo.kernels.products import compute_dtype, no_autocast
@@ -172,7 +173,7 @@ class LinearLogprob(torch.autograd.Function):
         return logps, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("linear_logprob")
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, bias, targets, entropy, temperature = ctx.saved_tensors
         temperature = ctx.temperature if temperature is None else temperature
@@ -251,7 +252,7 @@ class LinearGRPO(torch.autograd.Function):
         return loss.to(dtype), {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * 10

@@ -9,6 +9,7 @@ themselves.
 import torch
 
 from fastgrpo.kernels.chunked import row_slices
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.objectives import policy_loss_fwd
 from fastgrpo.kernels.policy_rows import cut
 from fastgrpo.kernels.products import compute_dtype, no_autocast
@@ -57,7 +58,7 @@ class LogitsGRPO(torch.autograd.Function):
         return loss.sum(dtype=torch.float64).to(loss.dtype), outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("logits_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * 6

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, wanted
 from fastgrpo.kernels.linear_logprob import (
     PATHS,
@@ -105,7 +106,7 @@ class LinearGRPO(torch.autograd.Function):
         return merged.pop("loss").sum(dtype=torch.float64).float(), merged
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * 11

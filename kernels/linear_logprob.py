@@ -26,6 +26,7 @@ Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size.
 import torch
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, wanted
 from fastgrpo.kernels.head_rows import Rows, entropy_bwd, finish_fwd, reduce_fwd
 from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
@@ -290,7 +291,7 @@ class LinearLogprob(torch.autograd.Function):
         return rows[0].clone(), rows[1].clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("linear_logprob")
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, bias, targets, temperatures, rows, exps = ctx.saved_tensors
         temperature, softcap, needs, chunk_rows, group, keep = ctx.options

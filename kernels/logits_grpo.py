@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.logits_rows import logits_bwd, logits_bwd_, logits_grpo_, logits_stats, scale_rows_
 from fastgrpo.kernels.objectives import importance_weights
 from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, policy_loss_fwd, policy_metrics
@@ -67,7 +68,7 @@ class LogitsGRPO(torch.autograd.Function):
         return loss.sum(dtype=torch.float64).float(), {"logps": stats[0], **entropy, **metrics}
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("logits_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * 6

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.policy_rows import PolicyRows, sequence_mean, sequence_sum
 from fastgrpo.kernels.products import compute_dtype
 
@@ -218,7 +219,7 @@ class PolicyLoss(torch.autograd.Function):
         return loss.sum(dtype=torch.float64).to(loss.dtype), {"logps": logps.detach(), **metrics}
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order("grpo_loss")
     def backward(ctx, grad_loss, _):
         (g,) = ctx.saved_tensors
         return (None if grad_loss is None else g * grad_loss), None, None, None

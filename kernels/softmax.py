@@ -64,6 +64,8 @@ class Vocabulary(NamedTuple):
             ValueError: A rank holds no row.
         """
         if group is None:
+            if not weight.shape[0]:
+                raise ValueError("weight must hold at least one row, got none")
             return cls(0, weight.shape[0], weight.shape[0], None)
         size = torch.tensor([weight.shape[0]], device=weight.device)
         sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

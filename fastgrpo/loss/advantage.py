@@ -4,25 +4,33 @@ Shapes: S completions, those of one prompt side by side: B prompts times G compl
 """
 
 import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from fastgrpo.loss.objective import NOT_NEGATIVE, POSITIVE
+
+LARGEST = 1e150  # the square of a larger reward exceeds fp64: its deviation would be infinite, and all advantages 0
+_NUMBERS = "a tensor, a numpy array or a list of real numbers"
 SCALES = ("group", "batch", "none")
 BASELINES = ("group", "leave_one_out")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
 def group_advantages(
-    rewards: torch.Tensor, group_size: int, *, scale: str = "group", baseline: str = "group", eps: float = 1e-4,
-    clip: float | None = None,
+    rewards: torch.Tensor | Sequence[float], group_size: int, *, scale: str = "group", baseline: str = "group",
+    eps: float = 1e-4, clip: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Standardize rewards within each group (GRPO, arXiv 2402.03300, section 4.1.2).
 
         A_i = (r_i - mean) / (std + eps)
 
     Args:
-        rewards: [S] floats. The G completions of a prompt stand side by side. NaN marks a reward that was not given: it
-            takes no part in the mean and the deviation, and its advantage is 0.
+        rewards: [S] numbers, at most 1e150 in size: a tensor, a numpy array, or a list or tuple. The G completions of a
+            prompt stand side by side. NaN marks a reward that was not given: it takes no part in the mean and the
+            deviation, and its advantage is 0.
         group_size: G, the completions of one prompt.
         scale: What the centred rewards are divided by. "group" is the sample standard deviation of the group; "batch"
             is that of all rewards (PPO Lite, arXiv 2508.08221); "none" divides by nothing (Dr. GRPO, arXiv 2503.20783).
@@ -32,22 +40,31 @@ def group_advantages(
         clip: Bound on |A|, or None.
 
     Returns:
-        [S] fp32 advantages (fp64 for fp64 rewards). A group whose given rewards are all equal gets exact zeros.
+        [S] advantages: fp64 for fp64 rewards and for lists and tuples, fp32 for all others. A group whose given rewards
+        are all equal gets exact zeros.
 
     Raises:
-        ValueError: S is not a multiple of G, the scale or the baseline is unknown, or a reward is infinite.
+        ValueError: The rewards are no numbers, one of them is infinite or too large, S is not a multiple of G, or
+            another argument is not what it must be.
     """
-    if rewards.ndim != 1 or group_size < 1 or len(rewards) % group_size:
+    rewards = _numbers(rewards, "rewards")
+    if isinstance(group_size, bool) or not isinstance(group_size, numbers.Integral) or group_size < 1:
+        raise ValueError(f"group_size must be a positive integer, got {group_size!r}")
+    if rewards.ndim != 1 or len(rewards) % group_size:
         raise ValueError(
             f"rewards must be [S] with S a multiple of group_size={group_size}, got shape {tuple(rewards.shape)}"
         )
+    NOT_NEGATIVE.check("eps", eps)
     if scale not in SCALES:
         raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
     if baseline not in BASELINES:
         raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {baseline!r}")
-    if rewards.isinf().any():
-        raise ValueError(f"rewards must be finite (NaN for one that was not given), got {rewards.tolist()}")
-    groups = rewards.double().view(-1, group_size)
+    groups = rewards.double().reshape(-1, group_size)
+    large = groups[groups.abs() > LARGEST]
+    if len(large):
+        raise ValueError(
+            f"rewards must be finite and at most {LARGEST} in size (NaN for one that was not given), got {large[0]}"
+        )
     given = ~groups.isnan()
     centred = torch.where(given, groups - groups.nanmean(1, keepdim=True), 0.0)  # r_i - mean
     # Rounding of the mean must not turn equal rewards into tiny advantages: dividing by eps would make noise of them.
@@ -66,13 +83,14 @@ def group_advantages(
         count = given.sum(1, keepdim=True)
         centred = centred * count / (count - 1).clamp(min=1)
     if deviation is not None:
-        centred = centred / (deviation + eps)  # (r_i - mean) / (std + eps)
+        centred = _standardized(centred, deviation, eps)  # (r_i - mean) / (std + eps)
     return _clipped(centred.flatten(), clip).to(rewards.dtype if rewards.dtype == torch.float64 else torch.float32)
 
 
 def decoupled_advantages(
-    rewards: torch.Tensor, weights: torch.Tensor, group_size: int, *, eps: float = 1e-4, clip: float | None = None
-) -> torch.Tensor:
+    rewards: torch.Tensor | Sequence[Sequence[float]], weights: torch.Tensor | Sequence[float], group_size: int, *,
+    eps: float = 1e-4, clip: float | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Standardize each reward function by itself, and then standardize their weighted sum (GDPO, arXiv 2601.05242).
 
         A_i = x_i / (std(x) + eps),   x_i = sum_k w_k A_ik
@@ -85,8 +103,8 @@ def decoupled_advantages(
     without spread.
 
     Args:
-        rewards: [S, F] floats. NaN marks a reward that was not given.
-        weights: [F], the weight of each reward function.
+        rewards: [S, F] numbers, as in `group_advantages`. NaN marks a reward that was not given.
+        weights: [F] finite numbers, the weight of each reward function.
         group_size: G, the completions of one prompt.
         eps: Added to both standard deviations.
         clip: Bound on |A|, or None.
@@ -95,18 +113,46 @@ def decoupled_advantages(
         [S] fp64 advantages, 0 where no function gave a reward.
 
     Raises:
-        ValueError: For the same reasons as `group_advantages`.
+        ValueError: For the same reasons as `group_advantages`; or the weights are not [F] finite numbers.
     """
+    rewards, weights = _numbers(rewards, "rewards"), _numbers(weights, "weights")
+    if rewards.ndim != 2 or not rewards.shape[1]:
+        raise ValueError(f"rewards must be [S, F] with F reward functions, got shape {tuple(rewards.shape)}")
+    if weights.shape != rewards.shape[1:] or not weights.isfinite().all():
+        raise ValueError(
+            f"weights must be {rewards.shape[1]} finite numbers, one a reward function, got {weights.tolist()}"
+        )
     parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
-    total = (torch.stack(parts, 1) * weights).sum(1)  # x_i = sum_k w_k A_ik
-    return _clipped(total / (_sample_std(total, ~rewards.isnan().all(1), dim=0) + eps), clip)
+    total = (torch.stack(parts, 1) * weights.to(rewards.device)).sum(1)  # x_i = sum_k w_k A_ik
+    deviation = _sample_std(total, ~rewards.isnan().all(1), dim=0)
+    return _clipped(_standardized(total, deviation, eps), clip)
+
+
+def _numbers(values: Any, name: str) -> torch.Tensor:
+    """Make a tensor of what a caller gave: Python's numbers as fp64, tensors and numpy arrays as they are."""
+    try:
+        if isinstance(values, list | tuple):
+            values = torch.tensor(values, dtype=torch.float64)
+        elif hasattr(values, "__array__") and not isinstance(values, torch.Tensor):
+            values = torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name} must be {_NUMBERS}: {error}") from None
+    if not isinstance(values, torch.Tensor):
+        raise ValueError(f"{name} must be {_NUMBERS}, got {type(values).__name__}")
+    if values.is_complex():
+        raise ValueError(f"{name} must be {_NUMBERS}, got {values.dtype}")
+    return values
+
+
+def _standardized(centred, deviation, eps):
+    """Divide by the deviation plus eps. What is 0 stays 0, where both of these are 0 too."""
+    return torch.where(centred == 0, 0.0, centred / (deviation + eps))
 
 
 def _clipped(advantages, clip):
     if clip is None:
         return advantages
-    if not clip > 0:
-        raise ValueError(f"clip must be positive, got {clip}")
+    POSITIVE.check("clip", clip)
     return advantages.clamp(-clip, clip)
 
 

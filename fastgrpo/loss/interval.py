@@ -1,6 +1,7 @@
 """Ranges of numbers, which the knobs of the loss and the settings of the same names share."""
 
 import math
+import numbers
 from dataclasses import dataclass
 
 
@@ -47,8 +48,10 @@ class Interval:
             value: The number.
 
         Raises:
-            ValueError: The number is not finite, or lies outside of the interval.
+            ValueError: It is no number, is not finite, or lies outside of the interval.
         """
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{name} must be a number, got {value!r}")
         if not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value}")
         inside = (
@@ -59,3 +62,8 @@ class Interval:
         )
         if not inside:
             raise ValueError(f"{name} must be {self.text}, got {value}" + (f": {self.why}" if self.why else ""))
+
+
+# Below it, logits of ordinary size (up to 1e8) divided by the temperature would exceed the largest fp32, and the loss
+# would be NaN. A sampler's greedy temperature of 0 has no log-probs either.
+TEMPERATURE = Interval(at_least=1e-30, why="logits are divided by it")

@@ -12,8 +12,9 @@ import torch
 
 from fastgrpo.kernels import chunked
 from fastgrpo.kernels.softmax import Vocabulary
-from fastgrpo.loss.checks import HAS_TRITON, cast_for_autocast, check_head, check_targets, choose_backend
+from fastgrpo.loss.checks import HAS_TRITON, cast_for_autocast, check_head, choose_backend
 from fastgrpo.loss.rows import per_token
+from fastgrpo.loss.values import check_targets, check_temperature, check_temperatures
 
 if HAS_TRITON:
     from fastgrpo.kernels import linear_logprob as triton_logprob
@@ -36,7 +37,7 @@ def linear_logprob(
         targets: [...] integers in [0, V).
         bias: [V] or None.
         logit_softcap: The cap of softcap(x) = cap tanh(x / cap), as in Gemma 2 (arXiv 2408.00118), or None.
-        temperature: A float, or a tensor [...].
+        temperature: A float, or a tensor [...], at least 1e-30.
         return_entropy: Whether to return the entropy too, in nats.
         process_group: Group of torch.distributed over whose ranks the rows of weight and bias are sharded, in rank
             order, in equal or unequal parts. It is there for trainers of your own; the engine here does not pass it.
@@ -50,10 +51,11 @@ def linear_logprob(
         pair (logps, entropy), both differentiable.
 
     Raises:
-        ValueError: A shape does not fit, a target lies outside [0, V), a rank holds no rows of the weight, or the
-            backend is unknown.
+        ValueError: A tensor has the wrong shape, device or kind of numbers; a target lies outside [0, V) or a
+            temperature outside of its range; a rank holds no rows of the weight; or the backend is unknown.
     """
     check_head(hidden, weight, bias, logit_softcap, targets)
+    check_temperature(temperature, targets)
     hidden, weight = cast_for_autocast(backend, hidden, weight)
     backend = choose_backend(backend, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
@@ -61,6 +63,8 @@ def linear_logprob(
     check_targets(flat, vocabulary.total)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     temperature = per_token(temperature, "temperature", targets.shape)
+    if isinstance(temperature, torch.Tensor):
+        check_temperatures(temperature)
     if backend == "triton":
         located, group = vocabulary.located(flat, len(weight))
         logps, entropy = triton_logprob.linear_logprob(

@@ -27,20 +27,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastgrpo.kernels import chunked, chunked_logits, objectives
-from fastgrpo.kernels.products import needed
+from fastgrpo.kernels.products import compute_dtype, needed
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss.checks import (
     HAS_TRITON,
     cast_for_autocast,
     check_head,
-    check_targets,
     check_token_ids,
     choose_backend,
     compacts,
 )
+from fastgrpo.loss.inputs import TokenInputs
 from fastgrpo.loss.objective import Objective
 from fastgrpo.loss.output import GRPOLossOutput, loss_output
-from fastgrpo.loss.rows import TokenInputs, keep_rows
+from fastgrpo.loss.rows import keep_rows
+from fastgrpo.loss.values import check_targets, check_tensor
 
 if HAS_TRITON:
     from fastgrpo.kernels import linear_grpo, logits_grpo, policy_loss
@@ -66,13 +67,14 @@ def linear_grpo_loss(
         weight: [V, D], the head.
         targets: [B, T] or [N] integers; those of inactive rows are never read (-100 is legal).
         advantages: [B] or [B, T]; packed [S] or [N].
-        mask: [B, T] or [N], nonzero where a token counts; None is everywhere.
+        mask: [B, T] or [N], positive where a token counts and 0 elsewhere; None is everywhere.
         cu_seqlens: [S+1] integers, packed layout only. They are needed by advantages [S], by the loss types grpo,
             dr_grpo, sapo, luspo and vespo, and by sequence-level ratios and importance weights.
-        rows: [M] int64, increasing: the flat indices of the rows that carry gradient, where the caller knows them.
-            Only these are computed. Where the objective looks at whole sequences (sequence-level ratios or importance
-            weights, vespo) they must be all the masked-in tokens of the sequences that they touch; with an entropy
-            bonus all masked-in tokens. On the host, with cu_seqlens there too, they cost no wait for the device.
+        rows: [M] integers that rise strictly: the flat indices of the rows that carry gradient, where the caller knows
+            them. Only these are computed. Where the objective looks at whole sequences (sequence-level ratios or
+            importance weights, vespo) they must be all the masked-in tokens of the sequences that they touch; with an
+            entropy bonus all masked-in tokens. On the host, with cu_seqlens there too, they cost no wait for the
+            device.
         old_logps: Log-probs under the policy that drew the tokens. None on the first update of a rollout, where they
             equal the current ones and the ratio is 1.
         ref_logps: Log-probs under the reference, needed where beta is not 0.
@@ -80,9 +82,9 @@ def linear_grpo_loss(
             surrogate is multiplied by exp(old - sampler) as `importance_sampling_mode` and its bounds say. None applies
             no such weights.
         token_weights: [B, T] or [N], the w_n in place of those of `loss_type`; the mask still applies.
-        num_items_in_batch: Tokens of the whole step, read by dapo, cispo, vespo and the entropy bonus; None counts
-            the mask.
-        temperature: A float, or per token: the one that the tokens were drawn at.
+        num_items_in_batch: Tokens of the whole step, read by dapo, cispo, vespo and the entropy bonus. None counts
+            the mask, and less than 1, in a step without tokens, counts as 1.
+        temperature: A float, or per token: the one that the tokens were drawn at. At least 1e-30.
         bias: [V] or None.
         logit_softcap: As in `linear_logprob`.
         return_entropy: Whether to add the mean `entropy` over active rows, in nats, to the metrics.
@@ -100,9 +102,10 @@ def linear_grpo_loss(
         The loss, the log-probs, which rows were active, and the metrics.
 
     Raises:
-        ValueError: A shape does not fit; advantages or given log-probs require grad; beta is not 0 and there are no
-            ref_logps; an active target lies outside [0, V); both objective and knobs are given; or `Objective` refuses
-            a knob.
+        ValueError: A tensor has the wrong shape, device or kind of numbers; something by which the loss is not
+            differentiated requires grad; beta is not 0 and there are no ref_logps; both objective and knobs are given;
+            or `Objective` refuses a knob. On the CPU also: an active row has a target outside [0, V), or a number that
+            is not finite where it must be; rows or cu_seqlens do not rise; or the mask is negative or NaN.
     """
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
@@ -111,8 +114,8 @@ def linear_grpo_loss(
     vocabulary = Vocabulary.of(weight, process_group)
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature)  # fmt: skip
-    kept = keep_rows(inputs, objective, compacts(compact, backend, targets))
-    check_targets(kept.targets, vocabulary.total)
+    kept = keep_rows(inputs, objective, compacts(compact, backend, targets), compute_dtype(hidden))
+    check_targets(kept.targets, vocabulary.total, kept.index)
     flat = hidden.reshape(-1, hidden.shape[-1])
     if backend == "triton":
         located, group = vocabulary.located(kept.targets, len(weight))
@@ -148,7 +151,7 @@ def logits_grpo_loss(
         advantages: [B] or [B, T]; packed [S] or [N].
         mask: [B, T] or [N], or None.
         cu_seqlens: [S+1], or None.
-        rows: [M] int64, or None.
+        rows: [M] integers, or None.
         old_logps: [B, T] or [N], or None.
         ref_logps: [B, T] or [N], or None.
         sampler_logps: [B, T] or [N], or None.
@@ -171,16 +174,17 @@ def logits_grpo_loss(
     Raises:
         ValueError: As `linear_grpo_loss`.
     """
+    check_tensor(logits, "logits", "floating point")
     backend = choose_backend(backend, logits=logits)
     objective = Objective.of(objective, knobs)
-    if not logits.is_floating_point():
-        raise ValueError(f"logits must be floating point, got {logits.dtype}")
     check_token_ids(targets, logits, "logits")
+    if not logits.shape[-1]:
+        raise ValueError(f"logits must hold at least one token of the vocabulary, got shape {tuple(logits.shape)}")
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature)  # fmt: skip
-    kept = keep_rows(inputs, objective, compacts(compact, backend, targets))
+    kept = keep_rows(inputs, objective, compacts(compact, backend, targets), compute_dtype(logits))
     vocab_size = logits.shape[-1]
-    check_targets(kept.targets, vocab_size)
+    check_targets(kept.targets, vocab_size, kept.index)
     flat = logits.reshape(-1, vocab_size)
     if backend == "triton":
         loss, outputs = logits_grpo.logits_grpo_loss(
@@ -208,7 +212,7 @@ def grpo_loss(
         advantages: [B] or [B, T]; packed [S] or [N].
         mask: [B, T] or [N], or None.
         cu_seqlens: [S+1], or None.
-        rows: [M] int64, or None.
+        rows: [M] integers, or None.
         ref_logps: [B, T] or [N], or None.
         sampler_logps: [B, T] or [N], or None.
         token_weights: [B, T] or [N], or None.
@@ -224,6 +228,7 @@ def grpo_loss(
     Raises:
         ValueError: As `linear_grpo_loss`, and for an entropy bonus, which needs logits.
     """
+    check_tensor(logps, "logps", "floating point")
     backend = choose_backend(backend, logps=logps)
     objective = Objective.of(objective, knobs)
     if objective.entropy_coef != 0:
@@ -233,7 +238,7 @@ def grpo_loss(
         )
     inputs = TokenInputs(logps.detach(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch)  # fmt: skip
-    kept = keep_rows(inputs, objective, compacts(compact, backend, logps))
+    kept = keep_rows(inputs, objective, compacts(compact, backend, logps), compute_dtype(logps))
     flat = logps.reshape(-1)
     flat = flat if kept.index is None else flat[kept.index]
     if kept.active is not None:

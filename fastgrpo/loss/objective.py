@@ -225,63 +225,69 @@ class Objective:
 
     def token_weights(
         self, mask: torch.Tensor, cu_seqlens: torch.Tensor | None = None,
-        num_items_in_batch: int | torch.Tensor | None = None,
+        num_items_in_batch: int | torch.Tensor | None = None, dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:  # fmt: skip
         """Compute w_n of the table above.
 
         Args:
             mask: [N] bool, the tokens that count.
             cu_seqlens: [S+1] int64, needed by grpo, sapo, luspo and dr_grpo.
-            num_items_in_batch: Tokens of the whole step, read by dapo, cispo and vespo. None is mask.sum().
+            num_items_in_batch: Tokens of the whole step, read by dapo, cispo and vespo. None is mask.sum(), and less
+                than 1 counts as 1.
+            dtype: torch.float32 or torch.float64: that of the arithmetic and of the weights.
 
         Returns:
-            [N] fp32, 0 where the mask is 0.
+            [N] in the dtype, 0 where the mask is 0.
         """
         divisor = _DIVISORS[LOSS_TYPES[self.loss_type][1]]
-        return mask.float() / divisor(mask, cu_seqlens, num_items_in_batch, self.max_completion_length)
+        return mask.to(dtype) / divisor(mask, dtype, cu_seqlens, num_items_in_batch, self.max_completion_length)
 
-    def entropy_weights(self, mask: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None) -> torch.Tensor:
+    def entropy_weights(
+        self, mask: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:  # fmt: skip
         """Compute entropy_coef e_n, where e_n = 1 / tokens of the step for every loss type.
 
         Micro-batches therefore sum to the bonus of the whole batch.
 
         Args:
             mask: [N] bool, the tokens that count.
-            num_items_in_batch: Tokens of the whole step. None is mask.sum().
+            num_items_in_batch: As in `token_weights`.
+            dtype: As in `token_weights`.
 
         Returns:
-            [N] fp32, 0 where the mask is 0.
+            [N] in the dtype, 0 where the mask is 0.
         """
-        return self.entropy_coef * mask.float() / _step_tokens(mask, None, num_items_in_batch, None)
+        return self.entropy_coef * mask.to(dtype) / _step_tokens(mask, dtype, None, num_items_in_batch, None)
 
 
-def _batch_tokens(mask, cu_seqlens, num_items, max_length):
+def _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length):
     """w_n = 1 / tokens here (TRL's bnpo)."""
-    return mask.sum().float().clamp(min=1)
+    return mask.sum().to(dtype).clamp(min=1)
 
 
-def _step_tokens(mask, cu_seqlens, num_items, max_length):
+def _step_tokens(mask, dtype, cu_seqlens, num_items, max_length):
     """w_n = 1 / tokens of the step (DAPO, arXiv 2503.14476 eq. 8)."""
     if num_items is None:
-        return _batch_tokens(mask, cu_seqlens, num_items, max_length)
+        return _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length)
     if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
-        return torch.full((), max(num_items, 1), dtype=torch.float32, device=mask.device)
-    return num_items.to(mask.device, torch.float32, non_blocking=True).clamp(min=1)
+        return torch.full((), max(num_items, 1), dtype=dtype, device=mask.device)
+    return num_items.to(mask.device, dtype, non_blocking=True).clamp(min=1)
 
 
-def _sequence_mean(mask, cu_seqlens, num_items, max_length):
+def _sequence_mean(mask, dtype, cu_seqlens, num_items, max_length):
     """w_n = 1 / (S len_s), len_s the tokens of the sequence that count (GRPO, arXiv 2402.03300 eq. 3)."""
     lengths = cu_seqlens.diff()
-    kept = torch.segment_reduce(mask.float(), "sum", lengths=lengths, unsafe=True).clamp(min=1)
+    kept = torch.segment_reduce(mask.to(dtype), "sum", lengths=lengths, unsafe=True).clamp(min=1)
     return (len(lengths) * kept).repeat_interleave(lengths, output_size=len(mask))
 
 
-def _sequence_sum(mask, cu_seqlens, num_items, max_length):
+def _sequence_sum(mask, dtype, cu_seqlens, num_items, max_length):
     """w_n = 1 / S (LUSPO, arXiv 2602.05261)."""
     return len(cu_seqlens) - 1
 
 
-def _sequence_constant(mask, cu_seqlens, num_items, max_length):
+def _sequence_constant(mask, dtype, cu_seqlens, num_items, max_length):
     """w_n = 1 / (S max_length) (Dr. GRPO, arXiv 2503.20783 eq. 2)."""
     return (len(cu_seqlens) - 1) * max_length
 

@@ -6,45 +6,13 @@ hidden states or logits; it is kept where it is computed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.loss.inputs import TokenInputs, check_kept
 from fastgrpo.loss.objective import Objective
-
-# fields of TokenInputs that must be on the device of the tokens, where they are tensors
-_PER_TOKEN = ("advantages", "mask", "old_logps", "ref_logps", "sampler_logps", "token_weights", "temperature")
-
-
-class TokenInputs(NamedTuple):
-    """What a caller of a loss says about the tokens. `linear_grpo_loss` documents each field where it is an argument.
-
-    Attributes:
-        targets: [B, T] or [N] token ids. `grpo_loss`, which reads none, gives its log-probs in their place.
-        advantages: [B] or [B, T]; packed [S] or [N].
-        mask: [B, T] or [N], nonzero where a token counts, or None.
-        cu_seqlens: [S+1] integers of the packed layout, or None.
-        rows: [M] int64, the rows that carry gradient, or None.
-        old_logps: [B, T] or [N], or None.
-        ref_logps: [B, T] or [N], or None.
-        sampler_logps: [B, T] or [N], or None.
-        token_weights: [B, T] or [N], or None.
-        num_items_in_batch: Tokens of the whole step, or None.
-        temperature: A float, or [B, T] or [N].
-    """
-
-    targets: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | Sequence[int] | None = None
-    rows: torch.Tensor | None = None
-    old_logps: torch.Tensor | None = None
-    ref_logps: torch.Tensor | None = None
-    sampler_logps: torch.Tensor | None = None
-    token_weights: torch.Tensor | None = None
-    num_items_in_batch: int | torch.Tensor | None = None
-    temperature: float | torch.Tensor = 1.0
+from fastgrpo.loss.values import check_numbers, check_tensor
 
 
 @dataclass(frozen=True)
@@ -86,10 +54,14 @@ class Layout:
         if per_token.ndim != 1:
             raise ValueError(f"tokens must be [B, T] or packed [N], got {tuple(shape)}")
         if cu_seqlens is not None:
-            cu_seqlens = torch.as_tensor(cu_seqlens).long()
+            cu_seqlens = torch.as_tensor(cu_seqlens)
+            check_tensor(cu_seqlens, "cu_seqlens", "integers")
+            if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+                raise ValueError(f"cu_seqlens must be [S+1], got shape {tuple(cu_seqlens.shape)}")
+            cu_seqlens = cu_seqlens.long()
+            rule = f"rise from 0 to N={shape[0]}"
+            check_numbers(cu_seqlens, "cu_seqlens", rule, lambda starts: _partitions(starts, shape[0]))
             on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()  # a graph cannot look
-            if cu_seqlens.ndim != 1 or (on_host and not _is_partition(cu_seqlens, shape[0])):
-                raise ValueError(f"cu_seqlens must rise from 0 to N={shape[0]}, got {cu_seqlens.tolist()}")
             return cls(shape, to_device(cu_seqlens, per_token), cu_seqlens if on_host else None)
         return cls(shape, None)
 
@@ -116,10 +88,14 @@ class Layout:
         )
 
 
-def _is_partition(cu_seqlens, total):
-    return (
-        len(cu_seqlens) >= 1 and cu_seqlens[0] == 0 and cu_seqlens[-1] == total and bool((cu_seqlens.diff() >= 0).all())
-    )
+def _partitions(starts, total):
+    """Tell for each start [S+1] whether it is legal: the first is 0, none is below the one before, the last is N."""
+    low = torch.cat([starts.new_zeros(1), starts[:-1]])
+    high = torch.cat([starts[1:], starts.new_full((1,), total)])
+    legal = (starts >= low) & (starts <= high)
+    legal[0] &= starts[0] == 0
+    legal[-1] &= starts[-1] == total
+    return legal
 
 
 def to_device(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -156,7 +132,9 @@ def per_token(value: float | torch.Tensor | None, name: str, shape: torch.Size) 
     return value.reshape(-1)
 
 
-def keep_rows(inputs: TokenInputs, objective: Objective, compact: bool = True) -> PolicyRows:
+def keep_rows(
+    inputs: TokenInputs, objective: Objective, compact: bool = True, dtype: torch.dtype = torch.float32
+) -> PolicyRows:
     """Compute the weights over all tokens, then drop the rows that carry no gradient.
 
     Unless the caller gives `inputs.rows`, the host must ask the device how many rows carry gradient.
@@ -166,35 +144,34 @@ def keep_rows(inputs: TokenInputs, objective: Objective, compact: bool = True) -
         objective: The objective of the loss.
         compact: Whether the host may wait for that answer. If not, the rows that carry gradient are moved to the front,
             and the others follow them with finite values in place of their own.
+        dtype: Dtype in which the log-probs are computed, fp32 or fp64. Weights and advantages get it too, or fp64 for
+            fp64 advantages.
 
     Returns:
         The kept rows.
 
     Raises:
-        ValueError: A shape or a device does not fit, a log-prob requires grad, or something that the objective needs is
-            not given.
+        ValueError: An input is refused, by itself or because of its shape or of a number in an active row; or something
+            that the objective needs is not given.
     """
-    layout = Layout.of(inputs.targets, inputs.cu_seqlens)
-    targets, rows = inputs.targets, inputs.rows
     if objective.beta == 0:
         inputs = inputs._replace(ref_logps=None)
-    for name in _PER_TOKEN:
-        value = getattr(inputs, name)
-        if isinstance(value, torch.Tensor) and value.device != targets.device:
-            raise ValueError(f"{name} must be on {targets.device} like the tokens, got {value.device}")
+    inputs.check()
+    layout = Layout.of(inputs.targets, inputs.cu_seqlens)
+    targets, rows = inputs.targets, None if inputs.rows is None else inputs.rows.long()
     coupled = objective.couples_tokens(inputs.sampler_logps is not None)
     _check(layout, objective, inputs, coupled)
-    dtype = torch.float64 if inputs.advantages.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if torch.float64 in (dtype, inputs.advantages.dtype) else torch.float32
     total = layout.shape.numel()
     mask = per_token(inputs.mask, "mask", layout.shape)
     mask = torch.ones(total, dtype=torch.bool, device=targets.device) if mask is None else mask != 0
     if inputs.token_weights is None:
-        weights = objective.token_weights(mask, layout.cu_seqlens, inputs.num_items_in_batch)
+        weights = objective.token_weights(mask, layout.cu_seqlens, inputs.num_items_in_batch, dtype)
     else:
         weights = per_token(inputs.token_weights, "token_weights", layout.shape).masked_fill(~mask, 0)
     entropy_weights = None
     if objective.entropy_coef != 0:
-        entropy_weights = objective.entropy_weights(mask, inputs.num_items_in_batch).to(dtype)
+        entropy_weights = objective.entropy_weights(mask, inputs.num_items_in_batch, dtype)
     advantages = layout.per_token(inputs.advantages, "advantages").to(dtype)
     active = lengths = host_lengths = None
     if rows is not None:
@@ -223,7 +200,7 @@ def keep_rows(inputs: TokenInputs, objective: Objective, compact: bool = True) -
     def keep_input(name, stand_in=0):
         return keep(per_token(getattr(inputs, name), name, layout.shape), stand_in)
 
-    return PolicyRows(
+    kept = PolicyRows(
         index=index,
         targets=keep(targets.reshape(-1)),
         temperature=keep_input("temperature", stand_in=1),
@@ -237,6 +214,8 @@ def keep_rows(inputs: TokenInputs, objective: Objective, compact: bool = True) -
         active=active,
         host_lengths=host_lengths,
     )
+    check_kept(kept)
+    return kept
 
 
 def _host_lengths(layout, rows, total):
@@ -248,13 +227,9 @@ def _host_lengths(layout, rows, total):
 
 
 def _check(layout, objective, inputs, coupled):
-    """Raise a ValueError where the objective needs an input that is missing, or an input requires a gradient."""
+    """Raise a ValueError where the objective needs an input that is missing."""
     if objective.beta != 0 and inputs.ref_logps is None:
         raise ValueError(f"beta={objective.beta} needs ref_logps; pass them, or beta=0")
-    for name in ("advantages", "old_logps", "ref_logps", "sampler_logps"):
-        value = getattr(inputs, name)
-        if value is not None and value.requires_grad:
-            raise ValueError(f"{name} must not require grad: the loss differentiates by the policy alone; detach it")
     mode = objective.importance_sampling_mode
     if inputs.sampler_logps is not None:
         objective.check_sampler()

@@ -20,8 +20,8 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from fastgrpo.kernels.first_order import first_order
 from fastgrpo.policy.padded import PaddedAttention
 from fastgrpo.policy.segments import AttentionKernel, Segments
 
@@ -49,7 +49,7 @@ class VarlenAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("packed attention")
     def backward(ctx, grad):
         query, key, value, out, lse = ctx.saved_tensors
         first, *others = ctx.parts

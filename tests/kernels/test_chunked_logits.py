@@ -54,11 +54,11 @@ def test_equals_the_reference_and_the_head(monkeypatch, name, size, inplace):
     objective, mask = Objective(**KNOBS[name]), rest["mask"].flatten()
     kept, starts = mask.nonzero()[:, 0], torch.arange(B + 1) * T
     logits = (hidden @ weight.T).requires_grad_()
-    weights = objective.token_weights(mask, starts).double()[kept]
+    weights = objective.token_weights(mask, starts, dtype=torch.float64)[kept]
     loss, logps, _ = reference.logits_grpo_loss(
         logits.flatten(0, 1)[kept], targets.flatten()[kept], advantages.repeat_interleave(T)[kept], weights, objective,
         ref_logps=ref.flatten()[kept], lengths=LENGTHS,
-        entropy_weights=objective.entropy_weights(mask).double()[kept],
+        entropy_weights=objective.entropy_weights(mask, dtype=torch.float64)[kept],
         **{key: rest[key].flatten()[kept] for key in ("old_logps", "sampler_logps", "temperature")},
     )  # fmt: skip
     (3 * loss).backward()

@@ -66,7 +66,7 @@ def test_tokens_without_advantage_or_weight_still_move_their_sequence(name):
     p.advantages = p.advantages[:, None] * (torch.arange(7) % 3 > 0)
     expected, _, _, grads = run_reference(p, knobs, sampler=sampler)
     objective, starts = Objective(**knobs), torch.arange(7) * 7
-    weights = objective.token_weights(p.mask.flatten(), starts).view(p.mask.shape)
+    weights = objective.token_weights(p.mask.flatten(), starts, dtype=torch.float64).view(p.mask.shape)
     out, own = run(p, knobs, sampler=sampler)
     by_hand, _ = run(p, knobs, sampler=sampler, token_weights=weights * (p.advantages != 0))
     assert_close(out.loss, expected, 1e-10)
@@ -110,7 +110,7 @@ def test_first_update_has_ratio_exactly_one(name):
 def test_on_policy_vespo_and_cispo_are_reinforce():
     p = problem()
     losses = [run(p, LOSS_TYPES[name], old=False)[0] for name in ("vespo", "cispo")]
-    weights = p.mask / p.mask.sum().float()
+    weights = p.mask / p.mask.sum().double()
     expected = -(weights * p.advantages[:, None] * losses[0].logps).sum()
     for out in losses:
         assert_close(out.loss, expected, 1e-12)

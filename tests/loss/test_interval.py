@@ -1,6 +1,7 @@
 """Ranges of numbers: what they allow, and how a refusal words them."""
 
 import math
+import re
 
 import pytest
 
@@ -25,6 +26,9 @@ def test_intervals(interval, text, inside, outside):
         interval.check("x", value)
     for value in outside:
         with pytest.raises(ValueError, match=f"^x must be {text}, got {value}$"):
+            interval.check("x", value)
+    for value in ("1", None, True, [1], 1j):
+        with pytest.raises(ValueError, match=f"^x must be a number, got {re.escape(repr(value))}$"):
             interval.check("x", value)
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match=f"^x must be finite, got {value}$"):

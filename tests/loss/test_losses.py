@@ -158,7 +158,7 @@ def test_grpo_loss(knobs):
             case.old_logps[keep] if old else None,
             case.ref_logps[keep],
             case.advantages[keep],
-            objective.token_weights(case.mask, case.cu_seqlens)[keep],
+            objective.token_weights(case.mask, case.cu_seqlens, dtype=torch.float64)[keep],
             objective,
             torch.searchsorted(keep, case.cu_seqlens).diff(),
         )

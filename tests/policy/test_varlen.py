@@ -123,6 +123,13 @@ def test_lower_precision(dtype, tolerance):
         assert (ours - theirs).norm() < tolerance * theirs.norm()
 
 
+def test_second_derivatives_are_refused():
+    tensors = inputs(23)
+    out = VarlenAttention.apply(*tensors, [Segments([12, 11], [12, 11], "cpu", causal=True)], SCALE)
+    with pytest.raises(RuntimeError, match="packed attention has no second derivatives"):
+        torch.autograd.grad(out.sum(), tensors, create_graph=True)
+
+
 def test_plain_products_by_blocks_of_queries(monkeypatch):
     monkeypatch.setattr(padded, "SCORES_AT_ONCE", 2 * 4 * 12 * 5)
     segments = Segments([12, 11], [12, 11], "cpu", causal=True)

@@ -8,6 +8,7 @@ import torch
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import reference
 from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.products import compute_dtype
 
 LOSS_TYPES = {
     "grpo": {"loss_type": "grpo"},
@@ -112,13 +113,16 @@ def run_reference(p, knobs, *, old=True, sampler=False, rows=None):
     index = mask.nonzero()[:, 0] if rows is None else rows.flatten().nonzero()[:, 0]
     starts = torch.arange(p.mask.shape[0] + 1) * p.mask.shape[1]
     advantages = p.advantages if p.advantages.ndim == 2 else p.advantages[:, None].expand(p.mask.shape)
+    exact = compute_dtype(p.hidden)
+    weights = objective.token_weights(mask, starts, dtype=exact)
+    entropy_weights = objective.entropy_weights(mask, dtype=exact)
     kept = PolicyRows(
         index=index, targets=p.targets.flatten()[index], temperature=p.temperature,
-        advantages=advantages.flatten()[index], weights=objective.token_weights(mask, starts)[index],
+        advantages=advantages.flatten()[index], weights=weights[index],
         old_logps=p.old_logps.flatten()[index] if old else None, ref_logps=p.ref_logps.flatten()[index],
         lengths=torch.searchsorted(index, starts).diff(),
         sampler_logps=p.sampler_logps.flatten()[index] if sampler else None,
-        entropy_weights=objective.entropy_weights(mask)[index] if objective.entropy_coef else None,
+        entropy_weights=entropy_weights[index] if objective.entropy_coef else None,
     )  # fmt: skip
     hidden, weight, bias = leaves(p)
     flat = {"hidden": hidden.detach().flatten(0, 1).requires_grad_(), "weight": weight, "bias": bias}

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgrpo import Objective
 from fastgrpo.kernels import chunked, reference
 from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.products import compute_dtype
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
@@ -143,7 +144,8 @@ def truth(case, *, num_items_in_batch=None, token_weights=None, grad_output=1.0,
     keep = case.mask.nonzero()[:, 0]
     weights = token_weights
     if weights is None:
-        weights = objective.token_weights(case.mask, case.cu_seqlens, num_items_in_batch)
+        exact = compute_dtype(case.hidden)
+        weights = objective.token_weights(case.mask, case.cu_seqlens, num_items_in_batch, exact)
     case = case if dtype is None else case.to(dtype)
     per_token = {
         "targets": case.targets, "advantages": case.advantages, "weights": weights, "old_logps": case.old_logps,

@@ -14,7 +14,8 @@ import torch
 from loss_runs import OBJECTIVES, D, N, V, check_compiled, device_only_mask, run, same
 
 import fastgrpo.loss.losses
-from fastgrpo import linear_grpo_loss
+import fastgrpo.loss.values
+from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernels import launch, linear_logprob
 
 
@@ -49,10 +50,7 @@ def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows,
 
     for name in ("tolist", "item"):
         monkeypatch.setattr(torch.Tensor, name, refused)
-    monkeypatch.setattr(
-        fastgrpo.loss.losses, "check_targets", lambda targets, vocab_size: None
-    )  # looks, on the CPU alone
-    monkeypatch.setattr(fastgrpo.loss.rows, "_is_partition", lambda cu_seqlens, total: True)  # likewise
+    monkeypatch.setattr(fastgrpo.loss.values, "_host_looks", lambda values: False)
     ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
     monkeypatch.undo()
     same(ours, theirs)
@@ -83,6 +81,37 @@ def test_masked_rows_may_hold_anything(name, known_to, batch, monkeypatch):
     if known_to == "device":
         device_only_mask(monkeypatch)
     same(run(linear_grpo_loss, (hidden, weight), {**kwargs, **OBJECTIVES[name]}, "triton"), clean)
+
+
+def test_anomaly_mode_asserts_what_active_rows_hold(batch, monkeypatch):
+    """As on a GPU: the host does not look, and the device asserts. What masked rows hold is replaced by then."""
+    hidden, weight, kwargs = batch
+    device_only_mask(monkeypatch)
+    monkeypatch.setattr(fastgrpo.loss.values, "_host_looks", lambda values: False)
+    out = ~kwargs["mask"]
+    temperature = torch.ones(N).masked_fill(out, 0)
+    kwargs |= {"old_logps": kwargs["old_logps"].masked_fill(out, math.nan), "temperature": temperature}
+    first = kwargs["mask"].nonzero()[0]
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        linear_grpo_loss(hidden, weight, **kwargs, backend="triton")
+        for name, bad in (("old_logps", math.nan), ("temperature", 0.0), ("targets", V)):
+            broken = kwargs[name].index_fill(0, first, bad)
+            with pytest.raises(RuntimeError, match=f"{name} must be"):
+                linear_grpo_loss(hidden, weight, **{**kwargs, name: broken}, backend="triton")
+
+
+@pytest.mark.parametrize("name", ("linear_grpo_loss", "logits_grpo_loss", "grpo_loss", "linear_logprob"))
+def test_second_derivatives_are_refused_by_name(name, batch):
+    hidden, weight, kwargs = batch
+    hidden, targets, advantages = hidden.clone().requires_grad_(), kwargs["targets"], torch.ones(N)
+    loss = {
+        "linear_grpo_loss": lambda: linear_grpo_loss(hidden, weight, targets, advantages, backend="triton").loss,
+        "logits_grpo_loss": lambda: logits_grpo_loss(hidden @ weight.T, targets, advantages, backend="triton").loss,
+        "grpo_loss": lambda: grpo_loss((hidden @ weight.T)[:, 0], None, advantages, backend="triton").loss,
+        "linear_logprob": lambda: fastgrpo.linear_logprob(hidden, weight, targets, backend="triton").sum(),
+    }[name]()
+    with pytest.raises(RuntimeError, match=f"^{name} has no second derivatives"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 @pytest.mark.parametrize("known_to", ("host", "device"))

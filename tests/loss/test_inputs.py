@@ -1,0 +1,136 @@
+"""What a caller says about the tokens: each input that would give a wrong loss is refused by its name."""
+
+import math
+from dataclasses import replace
+
+import oracle
+import pytest
+import torch
+
+from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
+
+NAN, INF = math.nan, math.inf
+
+
+def per_token(**at):
+    """Six ones; `at2=x` puts x at index 2."""
+    values = torch.ones(6)
+    for name, value in at.items():
+        values[int(name[2:])] = value
+    return values
+
+
+# (arguments, the message). All three losses refuse them, but for `temperature` in grpo_loss, which takes none.
+REFUSED = {
+    "rows-mask": ({"rows": per_token() > 0}, r"rows must be indices, got a mask of bools; pass mask.flatten\(\)"),
+    "rows-floats": ({"rows": torch.tensor([0.0, 1.0])}, "rows must be integers, got torch.float32"),
+    "rows-list": ({"rows": [0, 1]}, "rows must be a tensor, got list"),
+    "rows-2d": ({"rows": torch.tensor([[0, 1]])}, r"rows must be \[M\], got shape \(1, 2\)"),
+    "rows-twice": ({"rows": torch.tensor([0, 2, 2])}, r"rows must rise strictly within \[0, 6\), got 2 at index 2"),
+    "rows-unsorted": ({"rows": torch.tensor([0, 3, 2])}, r"rows must rise strictly within \[0, 6\), got 2 at index 2"),
+    "rows-negative": ({"rows": torch.tensor([-1, 3])}, r"rows must rise strictly within \[0, 6\), got -1 at index 0"),
+    "rows-beyond": ({"rows": torch.tensor([3, 6])}, r"rows must rise strictly within \[0, 6\), got 6 at index 1"),
+    "rows-all-but-wrong": ({"rows": torch.tensor([5, 4, 3, 2, 1, 0])}, "rows must rise strictly"),
+    "rows-elsewhere": ({"rows": torch.zeros(2, dtype=torch.long, device="meta")}, "rows must be on cpu"),
+    "temperature-0": ({"temperature": 0.0}, "temperature must be at least 1e-30, got 0.0"),
+    "temperature-negative": ({"temperature": -1}, "temperature must be at least 1e-30, got -1"),
+    "temperature-nan": ({"temperature": NAN}, "temperature must be finite, got nan"),
+    "temperature-inf": ({"temperature": INF}, "temperature must be finite, got inf"),
+    "temperature-subnormal": ({"temperature": 1e-40}, "temperature must be at least 1e-30, got 1e-40"),
+    "temperature-text": ({"temperature": "1"}, "temperature must be a number, got '1'"),
+    "temperature-none": ({"temperature": None}, "temperature must be a number, got None"),
+    "temperatures-0": ({"temperature": per_token(at2=0.0)}, "temperature must be finite .* got 0.0 at index 2"),
+    "temperatures-negative": ({"temperature": per_token(at5=-1)}, "temperature must be .* got -1.0 at index 5"),
+    "temperatures-nan": ({"temperature": per_token(at2=NAN)}, "temperature must be finite and .* got nan at index 2"),
+    "temperatures-grad": ({"temperature": per_token().requires_grad_()}, "temperature must not require grad"),
+    "mask-nan": ({"mask": per_token(at1=NAN)}, "mask must be 0, or positive where a token counts, got nan at index 1"),
+    "mask-negative": ({"mask": per_token(at1=-1)}, "mask must be 0, or positive .* got -1.0 at index 1"),
+    "mask-complex": ({"mask": per_token() * 1j}, "mask must be real numbers or bools, got torch.complex64"),
+    "mask-grad": ({"mask": per_token().requires_grad_()}, "mask must not require grad"),
+    "advantages-nan": ({"advantages": per_token(at4=NAN)}, "advantages must be finite .* got nan at index 4"),
+    "advantages-inf": ({"advantages": per_token(at0=INF)}, "advantages must be finite .* got inf at index 0"),
+    "advantages-bool": ({"advantages": per_token() > 0}, "advantages must be real numbers, got torch.bool"),
+    "advantages-complex": ({"advantages": per_token() * 1j}, "advantages must be real numbers, got torch.complex64"),
+    "advantages-list": ({"advantages": [1.0] * 6}, "advantages must be a tensor, got list"),
+    "old-nan": ({"old_logps": per_token(at3=NAN)}, "old_logps must be finite on active rows, got nan at index 3"),
+    "old-inf": ({"old_logps": per_token(at3=-INF)}, "old_logps must be finite on active rows, got -inf at index 3"),
+    "ref-nan": ({"ref_logps": per_token(at3=NAN), "beta": 0.1}, "ref_logps must be finite .* got nan at index 3"),
+    "sampler-inf": ({"sampler_logps": per_token(at3=INF)}, "sampler_logps must be finite, or .* got inf at index 3"),
+    "weights-nan": ({"token_weights": per_token(at3=NAN)}, "token_weights must be finite .* got nan at index 3"),
+    "weights-grad": ({"token_weights": per_token().requires_grad_()}, "token_weights must not require grad"),
+    "items-negative": ({"num_items_in_batch": -1}, "num_items_in_batch must be at least 0, got -1"),
+    "items-nan": ({"num_items_in_batch": NAN}, "num_items_in_batch must be finite, got nan"),
+    "items-text": ({"num_items_in_batch": "9"}, "num_items_in_batch must be a number, got '9'"),
+    "items-tensor": ({"num_items_in_batch": torch.tensor(-2)}, "num_items_in_batch must be finite and .* got -2"),
+    "items-many": ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch must be one number, got shape \(2,\)"),
+    "cu_seqlens-floats": ({"cu_seqlens": torch.tensor([0, 2.5, 6])}, "cu_seqlens must be integers, got torch.float32"),
+    "cu_seqlens-empty": ({"cu_seqlens": torch.zeros(0, dtype=torch.long)}, r"cu_seqlens must be \[S\+1\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    change, message = REFUSED[name]
+    given = {"cu_seqlens": [0, 2, 6], "old_logps": -per_token(), "advantages": per_token(), **change}
+    hidden, weight, targets = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        linear_grpo_loss(hidden, weight, targets, **given)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        logits_grpo_loss(hidden @ weight.T, targets, **given)
+    if "temperature" in change:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            linear_logprob(hidden, weight, targets, **change)
+    else:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            grpo_loss(-per_token(), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rows_of_any_integers(dtype, level):
+    case = oracle.make_case()
+    knobs = {"importance_sampling_level": level, "loss_type": "grpo"}
+    expected, gradients = oracle.run(case, linear_grpo_loss, **knobs)
+    rows = case.mask.flatten().nonzero().squeeze(1)
+    output, actual = oracle.run(case, linear_grpo_loss, rows=rows.to(dtype), **knobs)
+    assert torch.equal(output.loss, expected.loss)
+    assert all(torch.equal(actual[name], gradients[name]) for name in gradients)
+
+
+def test_no_rows_are_legal():
+    case = oracle.make_case()
+    output, gradients = oracle.run(case, linear_grpo_loss, rows=torch.zeros(0, dtype=torch.long))
+    assert output.loss.item() == 0 and not output.active.any() and (gradients["weight"] == 0).all()
+
+
+def test_a_refusal_names_the_token_and_not_the_kept_row():
+    case = oracle.make_case(masked=0.0)
+    mask = torch.arange(16) >= 9
+    bad = case.advantages.index_fill(0, torch.tensor([11]), NAN)
+    with pytest.raises(ValueError, match="got nan at index 11"):
+        oracle.run(replace(case, mask=mask, advantages=bad), linear_grpo_loss)
+
+
+def test_what_the_loss_does_not_read_is_not_refused():
+    """Numbers outside of the mask, the reference at beta = 0, a reward's sampler that reported nothing."""
+    case = oracle.make_case(masked=0.3)
+    expected, _ = oracle.run(case, linear_grpo_loss)
+    old = case.old_logps.masked_fill(~case.mask, NAN)
+    output, _ = oracle.run(replace(case, old_logps=old, ref_logps=[NAN]), linear_grpo_loss)
+    assert torch.equal(output.loss, expected.loss)
+    unknown = oracle.run(case, linear_grpo_loss, sampler_logps=torch.full((16,), NAN))[0]
+    torch.testing.assert_close(unknown.loss, expected.loss)
+
+
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)])
+def test_a_step_without_tokens_counts_as_one(count):
+    case = oracle.make_case()
+    expected, _ = oracle.run(case, linear_grpo_loss, num_items_in_batch=1)
+    assert torch.equal(oracle.run(case, linear_grpo_loss, num_items_in_batch=count)[0].loss, expected.loss)
+
+
+def test_advantages_of_integers():
+    case = oracle.make_case(dtype=torch.float32)
+    whole = torch.arange(16) - 8
+    expected, _ = oracle.run(replace(case, advantages=whole.float()), linear_grpo_loss)
+    assert torch.equal(oracle.run(replace(case, advantages=whole), linear_grpo_loss)[0].loss, expected.loss)
