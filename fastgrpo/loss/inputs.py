@@ -111,6 +111,9 @@ def _check_count(count: Any) -> None:
 def check_kept(kept: PolicyRows) -> None:
     """Check the numbers of the kept rows. What other rows hold is never read.
 
+    What models compute, the old and the reference's log-probs, may be NaN: the loss is NaN then, as it is where the
+    policy's own log-probs are, and a trainer that skips such updates goes on.
+
     Args:
         kept: The kept rows.
 
@@ -118,11 +121,8 @@ def check_kept(kept: PolicyRows) -> None:
         ValueError: A number on the CPU is not finite (the sampler's log-probs may be NaN), or a temperature is outside
             of its range.
     """
-    finite = {"advantages": kept.advantages, "token_weights": kept.weights, "old_logps": kept.old_logps,
-              "ref_logps": kept.ref_logps}  # fmt: skip
-    for name, values in finite.items():
-        if values is not None:
-            check_numbers(values, name, "be finite on active rows", torch.isfinite, kept.index)
+    for name, values in (("advantages", kept.advantages), ("token_weights", kept.weights)):
+        check_numbers(values, name, "be finite on active rows", torch.isfinite, kept.index)
     if kept.sampler_logps is not None:
         rule = "be finite, or NaN where the sampler reported none, on active rows"
         check_numbers(kept.sampler_logps, "sampler_logps", rule, lambda logps: ~logps.isinf(), kept.index)
