@@ -69,8 +69,7 @@ class GRPOTrainer:
         self.args = args = args or GRPOConfig()
         if train_dataset is None:
             raise ValueError("train_dataset is needed: rows with a `prompt` column")
-        functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        self.rewards = Rewards(functions, args.reward_weights, args.reward_errors, shaping(args))
+        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_errors, shaping(args))
         self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
         apply_liger(self.model, args.use_liger_kernel)
         refuse_adapters(self.model)

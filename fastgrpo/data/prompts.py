@@ -3,9 +3,14 @@
 A row is a dict with a `prompt` (a string, or a list of messages) and any columns that the rewards need.
 """
 
+from copy import deepcopy
+
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
+
+# What reward functions get from the trainer by name. Every other name may be that of a column.
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -19,10 +24,12 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         The `Prompt`, with the row's other columns.
 
     Raises:
-        ValueError: The row has no `prompt`, or its messages are malformed, or there is no chat template for them.
+        ValueError: The row has no `prompt`, or its messages are malformed, or there is no chat template for them, or
+            reward functions cannot get a column.
     """
     if "prompt" not in row:
         raise ValueError(f"a row has no column 'prompt', only {', '.join(row)}")
+    check_columns(row)
     prompt = row["prompt"]
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -46,6 +53,29 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
             ) from None
         ids = ids["input_ids"]
     return Prompt(list(ids), prompt, {name: value for name, value in row.items() if name != "prompt"})
+
+
+def check_columns(row: dict) -> None:
+    """Refuse a row with a column that reward functions cannot get by its name, as a copy.
+
+    Args:
+        row: A data row.
+
+    Raises:
+        ValueError: A name is no text or one of `RESERVED`, or a value cannot be copied.
+    """
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the name of a column must be text, got {name!r}")
+        if name in RESERVED:
+            raise ValueError(f"the column {name!r} has the name of an argument of reward functions; rename the column")
+        try:
+            deepcopy(value)
+        except Exception as error:  # values of Python rows may be of any class
+            raise ValueError(
+                f"the column {name!r} holds a value that cannot be copied for reward functions "
+                f"({type(error).__name__}: {error}); let them reach it in another way, such as a global variable"
+            ) from None
 
 
 def _is_message(message):
