@@ -43,13 +43,12 @@ def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
             f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
             "a function of your own is named module:function"
         )
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module is the user's own, and may raise anything
+    function = attempt(lambda: getattr(importlib.import_module(module), name))
+    if isinstance(function, Failure):
         raise ValueError(
-            f"reward function {spec!r} cannot be imported: {type(error).__name__}: {error}; the module must be "
-            "installed, or lie in the working directory or on the PYTHONPATH"
-        ) from error
+            f"reward function {spec!r} cannot be imported: {function}; the module must be installed, or lie in the "
+            "working directory or on the PYTHONPATH"
+        ) from function.error
     if not callable(function):
         raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
     return function

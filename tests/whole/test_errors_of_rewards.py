@@ -47,6 +47,10 @@ CASES = {
     "NaN in a column": (reward("log_extra('note', [float('nan')] * 4)"), r"'f' raised .*log_extra\('note', ...\)"),
     "NaN as a metric": (reward("log_metric('m', float('nan'))"), r"'f' raised .*log_metric\('m', ...\) takes a finite"),
     "weight beyond fp32": (flags(reward_weights=1e200), r"reward_weights must be in \[-3.4e\+38, 3.4e\+38\], got 1e"),
+    "sys.exit on import": (
+        spoilt(lambda c: (c.folder / "own_rewards.py").write_text("raise SystemExit(0)"), reward_funcs="own_rewards:f"),
+        r"reward function 'own_rewards:f' cannot be imported: SystemExit: 0 \(.*own_rewards.py:1\); the module must",
+    ),
     "a class": (
         spoilt(lambda c: (c.folder / "own_rewards.py").write_text("class F:\n    pass"), reward_funcs="own_rewards:F"),
         "reward_funcs: F is a class; pass an instance",
