@@ -12,6 +12,7 @@ from runs import make_trainer
 
 from fastgrpo import train
 from fastgrpo.data.prompts import RESERVED
+from fastgrpo.rewards.guard import modes_kept
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -80,7 +81,7 @@ def strictly(path):
 
 @pytest.mark.parametrize(
     "body",
-    ["sys.exit(0)", "return [10**400] * 4", "return {1.0}", "return ValueError()",
+    ["sys.exit(0)", "return [10**400] * 4", "return {1.0, 2.0, 3.0, 4.0}", "return ValueError()",
      "log_extra('note', [chr(0xD800)] * 4)", "log_extra('step', [0] * 4)", "log_metric('m', 1e400)",
      "raise asyncio.CancelledError"],
 )  # fmt: skip
@@ -130,6 +131,13 @@ def polite(completions, **_):
     return [sum(map(ord, completion[0]["content"])) % 7 for completion in completions]
 
 
+@pytest.fixture
+def modes():
+    with modes_kept():  # if a run lets a mode pass, the tests after this one must not suffer
+        yield
+
+
+@pytest.mark.usefixtures("modes")
 def test_a_run_is_the_same_with_a_function_that_spoils_all_that_it_gets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": [{"role": "user", "content": text}], "tests": [1, 2]} for text in ("ab", "cd", "ef")]
