@@ -83,8 +83,7 @@ class GRPOTrainer:
         if eval_dataset is not None:
             count = args.max_eval_samples
             self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
-        functions = reward_funcs if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-        self.rewards = Rewards(functions, args.reward_weights, args.reward_errors, shaping(args))
+        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_errors, shaping(args))
         self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
         # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
         frozen = args.use_peft or (args.beta > 0 and not args.sync_ref_model)
@@ -128,7 +127,7 @@ class GRPOTrainer:
             moving=args.sync_ref_model,
         )  # fmt: skip
         self.update = self._make_update()
-        self.log = log or RunLog(args, inputs_of(args, functions, model, train_dataset))
+        self.log = log or RunLog(args, inputs_of(args, self.rewards.functions, model, train_dataset))
         self.checkpoints = Checkpointer(args, self.log)
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)

@@ -17,6 +17,8 @@ from fastgrpo.loss.objective import (
     RANGES,
 )
 
+# A magnitude that fp32 holds. Reward functions are held to it, too: fp64 then holds the squares of weighted rewards.
+LARGEST_REWARD = 3.4e38
 WITH_SAMPLER = When("importance_sampling_mode is set", lambda settings: settings.importance_sampling_mode is not None)
 WITH_SAPO = When("loss_type is sapo", lambda settings: settings.loss_type == "sapo")
 WITH_VESPO = When("loss_type is vespo", lambda settings: settings.loss_type == "vespo")
@@ -30,7 +32,9 @@ class AdvantageConfig:
     """How the rewards of a group become advantages."""
 
     reward_weights: tuple[float, ...] = setting(
-        (), "Weights of the reward functions, one for each. If none is given, every weight is 1.", within=Interval()
+        (),
+        "Weights of the reward functions, one for each. If none is given, every weight is 1.",
+        within=Interval(at_least=-LARGEST_REWARD, at_most=LARGEST_REWARD),
     )
     scale_rewards: str = setting(
         "group",

@@ -5,12 +5,16 @@ A row is a dict with a `prompt` (a string, or a list of messages) and any column
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from reprlib import repr as brief
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
+
+# What reward functions get from the trainer by name. Every other name may be that of a column.
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 
 def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -24,16 +28,14 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         The `Prompt`, with the row's other columns.
 
     Raises:
-        ValueError: The row is no dict with a `prompt`, the prompt is neither text nor messages with a text each, or the
-            tokenizer or its chat template cannot take it.
+        ValueError: The row is no dict with a `prompt`, the prompt is neither text nor messages with a text each, the
+            tokenizer or its chat template cannot take it, or reward functions cannot get a column.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
         raise ValueError(f"the row has no column 'prompt', only {', '.join(map(str, row))}")
-    for name in row:
-        if not isinstance(name, str):
-            raise ValueError(f"the names of columns must be strings, got {brief(name)}")
+    _check_columns(row)
     prompt = row["prompt"]
     _check(prompt)
     ids = _tokenized(prompt, tokenizer)
@@ -96,6 +98,22 @@ def _tokenized(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase) -> 
                 remedy = "if the template has no system role, leave the system prompt out"
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"the {part} refuses the prompt {shortened(prompt)}: {reason}; {remedy}") from error
+
+
+def _check_columns(row):
+    """Refuse a row with a column that reward functions cannot get by its name, as a copy."""
+    for name, value in row.items():
+        if not isinstance(name, str):
+            raise ValueError(f"the names of columns must be strings, got {brief(name)}")
+        if name in RESERVED:
+            raise ValueError(f"the column {name!r} has the name of an argument of reward functions; rename the column")
+        try:
+            deepcopy(value)
+        except Exception as error:  # values of Python rows may be of any class
+            raise ValueError(
+                f"the column {name!r} holds a value that cannot be copied for reward functions "
+                f"({type(error).__name__}: {error}); let them reach it in another way, such as a global variable"
+            ) from None
 
 
 def shortened(text: str | list, limit: int = 60) -> str:

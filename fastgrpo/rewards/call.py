@@ -1,22 +1,24 @@
 """Reward functions: finding them by name, calling them as TRL does, and checking what they return."""
 
-import asyncio
 import dataclasses
 import importlib
 import inspect
-import json
+import itertools
 import math
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from fastgrpo.config.sections import REWARD_ERRORS
 from fastgrpo.data.prompts import shortened
 from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.rewards.guard import Failure, attempt, awaited
+from fastgrpo.rewards.notes import Notes
+from fastgrpo.rewards.values import read_verdicts, shown
 
 
 def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
@@ -41,13 +43,12 @@ def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
             f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
             "a function of your own is named module:function"
         )
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module is the user's own, and may raise anything
+    function = attempt(lambda: getattr(importlib.import_module(module), name))
+    if isinstance(function, Failure):
         raise ValueError(
-            f"reward function {spec!r} cannot be imported: {type(error).__name__}: {error}; the module must be "
-            "installed, or lie in the working directory or on the PYTHONPATH"
-        ) from error
+            f"reward function {spec!r} cannot be imported: {function}; the module must be installed, or lie in the "
+            "working directory or on the PYTHONPATH"
+        ) from function.error
     if not callable(function):
         raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
     return function
@@ -85,10 +86,17 @@ class Rewards:
 
     A function is called as `f(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, log_extra=,
     **columns)` with one item a completion, and returns one float a completion, None where it gives no verdict. It may
-    be async.
+    be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas Series.
+
+    All that a function gets is a copy made for it alone, one for each completion, so it may change what it gets. It
+    may draw from the global random generators, which are seeded and saved with the run. After it, the working
+    directory and the modes of torch are put back (`modes_kept`). Whatever it raises counts as its failure, SystemExit
+    too; KeyboardInterrupt alone ends the run.
+
+    A function is named by its `__name__`, and a second one of the same name by name_2.
 
     Args:
-        functions: The functions.
+        functions: A function, or a list of them.
         weights: One weight for each function. Empty makes every weight 1.
         on_error: "raise" ends the run when a function fails; "skip" treats its reward as not given and counts the
             failure.
@@ -96,27 +104,28 @@ class Rewards:
             these either.
 
     Raises:
-        ValueError: There are no functions, two have the same name, or there are not as many weights as functions.
+        ValueError: There are no functions, one cannot be called, or there are not as many weights as functions.
     """
 
     def __init__(
         self,
-        functions: Sequence[Callable],
+        functions: Callable | Sequence[Callable],
         weights: Sequence[float] = (),
         on_error: str = "raise",
         shaping: Sequence[Callable] = (),
     ):
+        functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not functions:
             raise ValueError("at least one reward function is needed")
+        for function in functions:
+            _check_function(function)
         if on_error not in REWARD_ERRORS:
             raise ValueError(f"reward_errors must be one of {', '.join(REWARD_ERRORS)}, got {on_error!r}")
         if weights and len(weights) != len(functions):
             raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
         self.judges = len(functions)
         self.functions = [*functions, *shaping]
-        self.names = [getattr(function, "__name__", type(function).__name__) for function in self.functions]
-        if len(set(self.names)) != len(self.names):
-            raise ValueError(f"reward functions must have names of their own, got {', '.join(self.names)}")
+        self.names = _names(self.functions)
         weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(shaping)]
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.on_error = on_error
@@ -135,30 +144,29 @@ class Rewards:
             The completions with their rewards, and what was counted and logged.
 
         Raises:
-            ValueError: A function raised, or did not return S finite numbers or None, or all functions gave None for
-                every completion. With on_error "skip" none of these is raised.
+            ValueError: A function raised, did not return S finite numbers or None, logged a column that another one
+                logged, or all functions gave None for every completion. With on_error "skip" none of these is raised.
         """
-        # A data set's own completions must not stand in for the rollouts, nor its prompts for the rendered ones.
-        taken = ("prompts", "completions", "completion", "completion_ids")
-        names = dict.fromkeys(name for c in completions for name in c.prompt.columns if name not in taken)
-        logged, extras = defaultdict(list), {}
-        arguments = {
-            "prompts": [completion.prompt.prompt for completion in completions],
-            "completions": [completion.content for completion in completions],
-            **{name: [completion.prompt.columns.get(name) for completion in completions] for name in names},
-            "completion_ids": [completion.rollout.ids for completion in completions],
-            "trainer_state": trainer_state,
-            "log_metric": lambda name, value: logged[name].append(float(value)),
-            "log_extra": lambda column, values: extras.update({column: _extra(column, values, len(completions))}),
-        }
-        results = [_attempt(function, **arguments) for function in self.functions]
-        if any(inspect.isawaitable(result) for result in results):
-            results = _finished(_gather(results))
-        errors = Counter()
-        verdicts = [
-            self._checked(name, result, completions, errors) for name, result in zip(self.names, results, strict=True)
+        count = len(completions)
+        notes = [Notes(count) for _ in self.functions]
+        calls = [
+            partial(_call, function, completions, trainer_state, own)
+            for function, own in zip(self.functions, notes, strict=True)
         ]
-        per_function = torch.stack(verdicts, 1)
+        results = awaited([attempt(call) for call in calls])
+        per_function, errors = [], Counter()
+        logged, extras, owners = defaultdict(list), {}, {}
+        for name, result, own in zip(self.names, results, notes, strict=True):
+            verdicts = result if isinstance(result, Failure) else attempt(partial(read_verdicts, result, count))
+            for metric, values in own.metrics.items():
+                logged[metric] += values
+            for column, values in own.columns.items():
+                if owners.setdefault(column, name) == name:
+                    extras[column] = values
+                else:
+                    verdicts = f"logs the column {column!r}, which {owners[column]!r} logs too; choose another name"
+            per_function.append(self._checked(name, verdicts, completions, errors))
+        per_function = torch.stack(per_function, 1)
         judged = per_function[:, : self.judges]
         if self.on_error == "raise" and not allow_none and judged.isnan().all():
             raise ValueError(
@@ -176,34 +184,22 @@ class Rewards:
         ]
         return Judged(done, errors, dict(logged))
 
-    def _checked(self, name, result, completions, errors):
-        """Check what one function returned, or the exception that it raised. Returns [S] fp64."""
+    def _checked(self, name, verdicts, completions, errors):
+        """Return the rewards of one function, [S] fp64. `verdicts` are as `read_verdicts` gives them, or a failure."""
         count, first = len(completions), next(iter(completions), None)
         rewards = torch.full((count,), math.nan, dtype=torch.float64)
-        if hasattr(result, "__iter__"):
-            values = result = _attempt(list, result)  # a generator may raise, too
-        if isinstance(result, Exception):
+        if isinstance(verdicts, Failure):
             columns = ", ".join(first.prompt.columns if first else ()) or "(none)"
-            problem = f"raised {_told(result)}; the rows have the columns {columns}"
-            self._fail(name, problem, errors, count, first, result)
-            return rewards
-        if not isinstance(result, list):
-            problem = f"returned {result!r:.60}, not a list"
-            self._fail(name, problem, errors, count, first)
-            return rewards
-        if len(values) != count:
-            problem = f"returned {len(values)} rewards for {count} completions"
-            self._fail(name, problem, errors, count, first)
-            return rewards
-        for i, value in enumerate(values):
-            value = _scalar(value)
-            if value is None:
-                continue
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                rewards[i] = value
-            else:
-                problem = f"returned {value!r:.60} for completion {i}, not a finite number or None"
-                self._fail(name, problem, errors, 1, completions[i])
+            problem = f"raised {verdicts}; the rows have the columns {columns}"
+            self._fail(name, problem, errors, count, first, verdicts.error)
+        elif isinstance(verdicts, str):
+            self._fail(name, verdicts, errors, count, first)
+        else:
+            for i, verdict in enumerate(verdicts):
+                if isinstance(verdict, str):
+                    self._fail(name, verdict, errors, 1, completions[i])
+                elif verdict is not None:
+                    rewards[i] = verdict
         return rewards
 
     def _fail(self, name, problem, errors, count, completion, cause=None):
@@ -229,54 +225,40 @@ class Rewards:
         return torch.where(per_function.isnan().all(1), math.nan, total)
 
 
-def _attempt(function, *arguments, **named):
-    """Call a function, and return its result or the exception that it raises."""
-    try:
-        return function(*arguments, **named)
-    except Exception as error:
-        return error
+def _check_function(function):
+    """Refuse what cannot be called as a reward function."""
+    if inspect.isclass(function):
+        raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
+    if not callable(function):
+        raise ValueError(
+            f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
+            "f(prompts, completions, **columns) or a list of them"
+            + ("; fastgrpo.rewards.call.load_reward finds module:function" if isinstance(function, str) else "")
+        )
 
 
-def _extra(column, values, count):
-    """Check the values of an additional column of samples.jsonl, and return them as JSON can hold them."""
-    values = [_scalar(value) for value in values]
-    if len(values) != count:
-        raise ValueError(f"log_extra({column!r}, ...) takes one value a completion: {count}, got {len(values)}")
-    try:
-        json.dumps(values)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
-    return values
+def _names(functions):
+    """Name each function; those that share a name are told apart by a number."""
+    names = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        free = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
+        names.append(next(candidate for candidate in free if candidate not in names))
+    return names
 
 
-def _scalar(value):
-    """Convert a number of NumPy or torch to one of Python, and return anything else unchanged."""
-    try:
-        return value.item() if hasattr(value, "item") else value
-    except (TypeError, ValueError, RuntimeError):  # several numbers
-        return value
-
-
-def _finished(coroutine):
-    """Run a coroutine and return its result. Another thread runs it where this one has a loop, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()
-
-
-async def _gather(results):
-    """Await all awaitable results at once, and return them with the others. An exception counts as a result."""
-    pending = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
-    awaited = await asyncio.gather(*(results[i] for i in pending), return_exceptions=True)
-    for i, result in zip(pending, awaited, strict=True):
-        results[i] = result
-    return results
-
-
-def _told(error):
-    """Describe an exception, and where it was raised, on one line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({frame.filename}:{frame.lineno})"
+def _call(function, completions, trainer_state, notes):
+    """Call a function with copies made for it alone."""
+    names = dict.fromkeys(name for completion in completions for name in completion.prompt.columns)
+    columns = {name: [deepcopy(completion.prompt.columns.get(name)) for completion in completions] for name in names}
+    return function(
+        **columns
+        | {
+            "prompts": [deepcopy(completion.prompt.prompt) for completion in completions],
+            "completions": [deepcopy(completion.content) for completion in completions],
+            "completion_ids": [list(completion.rollout.ids) for completion in completions],
+            "trainer_state": deepcopy(trainer_state),
+            "log_metric": notes.log_metric,
+            "log_extra": notes.log_extra,
+        }
+    )

@@ -12,7 +12,6 @@ Shapes: S completions, those of a prompt side by side, G completions a group; F 
 """
 
 import dataclasses
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -272,7 +271,6 @@ def _logged(draws):
         for name, values in draw.logged.items():
             logged[name] += values
     means = {f"custom/{name}": sum(values) / len(values) for name, values in logged.items()}
-    means = {name: mean for name, mean in means.items() if math.isfinite(mean)}
     return {f"rewards/{name}/errors": count for name, count in errors.items()} | means
 
 

@@ -10,6 +10,7 @@ import torch
 
 from fastgrpo.data.records import Completion
 from fastgrpo.rewards.call import reward_matrix
+from fastgrpo.rewards.notes import SAMPLE_COLUMNS
 
 
 def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, group_size: int) -> dict[str, float]:
@@ -94,15 +95,15 @@ def sample_rows(step: int, completions: Sequence[Completion], group_size: int) -
         One line a completion.
     """
     for i, completion in enumerate(completions):
-        yield {
-            "step": step,
-            "group": i // group_size,
-            "prompt": completion.prompt.prompt,
-            "completion": completion.content,
-            "rewards": {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
-            "advantage": completion.advantage,
-            "finish_reason": completion.rollout.finish_reason,
-            "tokens": len(completion.rollout.ids),
-            "clipped": completion.clipped,
-            **completion.extras,
-        }
+        values = (
+            step,
+            i // group_size,
+            completion.prompt.prompt,
+            completion.content,
+            {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
+            completion.advantage,
+            completion.rollout.finish_reason,
+            len(completion.rollout.ids),
+            completion.clipped,
+        )
+        yield dict(zip(SAMPLE_COLUMNS, values, strict=True)) | completion.extras

@@ -37,14 +37,14 @@ CONDITIONS = {
 
 
 def outside(known):
-    """Numbers just outside of a setting's interval, and what is no number."""
+    """Numbers outside of a setting's interval, and what is no number. At 3e38, 1 more would be no other number."""
     bounds = known.within
     if bounds.at_least is not None:
-        yield bounds.at_least - 1
+        yield bounds.at_least - max(1, abs(bounds.at_least))
     if bounds.above is not None:
         yield bounds.above
     if bounds.at_most is not None:
-        yield bounds.at_most + 1
+        yield bounds.at_most + max(1, abs(bounds.at_most))
     if bounds.below is not None:
         yield bounds.below
     yield from (math.nan, math.inf)

@@ -1,12 +1,13 @@
 """Rows become prompts, and drawn tokens what reward functions see."""
 
 import datetime
+import threading
 
 import pytest
 import tiny
 import torch
 
-from fastgrpo.data.prompts import to_completion, to_prompt
+from fastgrpo.data.prompts import RESERVED, to_completion, to_prompt
 from fastgrpo.data.records import Prompt, Rollout
 
 
@@ -119,3 +120,36 @@ def test_a_tokenizer_may_fail_in_any_way(monkeypatch):
     monkeypatch.setattr(type(tokenizer), "__call__", fail)
     with pytest.raises(ValueError, match="the tokenizer refuses the prompt 'hi': KeyError: 'unk'; mend the prompt"):
         to_prompt({"prompt": "hi"}, tokenizer)
+
+
+def test_refused_prompts():
+    with pytest.raises(ValueError, match="no column 'prompt', only question"):
+        to_prompt({"question": "?"}, tiny.tokenizer())
+    with pytest.raises(ValueError, match="no chat template"):
+        to_prompt({"prompt": [{"role": "user", "content": "hi"}]}, tiny.tokenizer())
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_column_cannot_take_the_place_of_an_argument_of_reward_functions(name):
+    with pytest.raises(ValueError, match=f"^the column '{name}' has the name of an argument of reward functions"):
+        to_prompt({"prompt": "a", name: 1}, tiny.tokenizer())
+
+
+def test_every_other_column_is_kept():
+    columns = {"function": "f", "completion": "c", "prompt ": "p", "self": 1}
+    assert to_prompt({"prompt": "a", **columns}, tiny.tokenizer()).columns == columns
+
+
+@pytest.mark.parametrize(
+    "columns, match",
+    [
+        (
+            {"judge": threading.Lock()},
+            r"^the column 'judge' holds a value that cannot be copied .*TypeError",
+        ),
+        ({"calls": (x for x in "ab")}, "^the column 'calls' holds a value that cannot be copied"),
+    ],
+)
+def test_a_column_that_reward_functions_cannot_get_is_refused(columns, match):
+    with pytest.raises(ValueError, match=match):
+        to_prompt({"prompt": "a", **columns}, tiny.tokenizer())

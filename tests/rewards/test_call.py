@@ -1,14 +1,18 @@
-"""Reward functions: how they are called, found, weighted and checked."""
+"""Reward functions: how they are called, named, weighted and checked."""
 
 import asyncio
+import copy
 import dataclasses
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
-from fastgrpo.rewards.call import Rewards, load_reward, reward_matrix
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.loss.advantage import group_advantages
+from fastgrpo.rewards.call import Rewards, reward_matrix
 
 PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]
 
@@ -154,16 +158,44 @@ def test_what_fails_while_it_is_read_is_named_or_skipped(result, match):
     assert reward_matrix(judged.completions).isnan().all() and judged.errors == {"reward": 2}
 
 
-def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():
-    seen = []
+def test_every_name_of_a_column_works():
+    """`function` is common in data of function calls; `completion` holds the references of other trainers."""
+    columns = {"function": "f", "arguments": "a", "call": "c", "completion": "theirs", "not a name": 1}
 
-    def reward(completions, **columns):
-        seen.append((completions, columns["answer"]))
+    def reward(**given):
+        assert {name: given[name] for name in columns} == {name: [value] * 2 for name, value in columns.items()}
+        assert given["completions"] == ["c0", "c1"]
         return [0.0, 0.0]
 
-    prompt = Prompt([1], "p", {"completions": "theirs", "answer": "x"})
-    judge(Rewards([reward]), [dataclasses.replace(completion, prompt=prompt) for completion in COMPLETIONS])
-    assert seen == [(["c0", "c1"], ["x", "x"])]
+    judge(Rewards([reward]), [dataclasses.replace(c, prompt=Prompt([1], "p", columns)) for c in COMPLETIONS])
+
+
+def test_what_functions_get_are_copies_made_for_each_of_them():
+    prompt = Prompt([1], [{"role": "user", "content": "p"}], {"tests": [[1, 2]]})
+    content = [{"role": "assistant", "content": "c"}]
+    group = [Completion(prompt, Rollout([3, 4], torch.zeros(2), "stop"), content) for _ in range(2)]
+    before, state = copy.deepcopy([(c.prompt, c.rollout.ids, c.content) for c in group]), TrainerState(3, 9, 0.0, 8)
+    seen = []
+
+    def reward(prompts, completions, completion_ids, trainer_state, tests, **_):
+        seen.append(copy.deepcopy((prompts, completions, completion_ids, trainer_state, tests)))
+        prompts[0] += completions[0]  # the second completion has the same prompt: its copy must not grow
+        assert len(prompts[1]) == 1
+        prompts[0][0].clear()
+        completion_ids[0].pop()
+        completion_ids[1][0] = 7
+        completions[0][0]["content"] = "better"
+        completions.clear()
+        tests[0][0].append(3)
+        assert tests[1] == [[1, 2]]
+        trainer_state.global_step = 0
+        return [1.0, 0.0]
+
+    judged = Rewards([reward, reward])(group, state)
+    assert seen[0] == seen[1]
+    assert state.global_step == 3
+    assert [(c.prompt, c.rollout.ids, c.content) for c in group] == before
+    assert [(c.prompt, c.rollout.ids, c.content) for c in judged.completions] == before
 
 
 @pytest.mark.parametrize(
@@ -174,6 +206,12 @@ def test_a_data_sets_own_completions_do_not_stand_in_for_the_rollouts():
         ([math.nan, 1.0], "'reward' returned nan for completion 0"),
         ([1.0, math.inf], "'reward' returned inf for completion 1"),
         (7.0, "'reward' returned 7.0, not a list"),
+        ({"c0": 1.0, "c1": 2.0}, "'reward' returned {'c0': 1.0, 'c1': 2.0}, not a list but of type dict"),
+        ({1.0, 2.0}, "'reward' returned {1.0, 2.0}, not a list but of type set"),
+        ("10", "'reward' returned '10', not a list but of type str"),
+        (RuntimeError("down"), r"'reward' returned RuntimeError\('down'\), not a list but of type RuntimeError"),
+        ([10**400, 1.0], "'reward' returned 1000+ for completion 0, not a finite number of at most 3.4e"),
+        ([1.0, -1e200], r"'reward' returned -1e\+200 for completion 1, not a finite number of at most 3.4e"),
         ([1.0, None, 2.0], "'reward' returned 3 rewards for 2 completions"),
         ([None, None], "all rewards are None: reward gave none of 2 completions a reward"),
     ],
@@ -184,6 +222,7 @@ def test_bad_results_are_named(result, match):
 
     with pytest.raises(ValueError, match=match):
         call(Rewards([reward]))
+    assert call(Rewards([reward], on_error="skip")).isnan().any()
 
 
 def test_an_exception_is_named_with_its_place_and_sample():
@@ -224,36 +263,83 @@ def test_errors_are_skipped_and_counted():
         Rewards([good], on_error="ignore")
 
 
-def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
-    (tmp_path / "fails_on_import.py").write_text("1 / 0")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be imported: ZeroDivisionError: division by zero"):
-        load_reward("fails_on_import:f")
-    with pytest.raises(ValueError, match="'math:pi' is a float, which cannot be called"):
-        load_reward("math:pi")
+class Judge:
+    def __call__(self, completions, **_):
+        return [1.0] * len(completions)
 
 
-def test_bad_sets_are_refused():
-    def f(**_):
-        return []
+def test_functions_of_one_name_are_told_apart():
+    def made(value):
+        def near(completions, **_):
+            return [value] * len(completions)
 
-    with pytest.raises(ValueError, match="at least one"):
-        Rewards([])
-    with pytest.raises(ValueError, match="names of their own"):
-        Rewards([f, f])
-    with pytest.raises(ValueError, match="2 entries for 1"):
-        Rewards([f], [1.0, 2.0])
+        return near
+
+    def near_2(completions, **_):
+        return [0.0] * len(completions)
+
+    rewards = Rewards([made(1.0), made(2.0), near_2, made(3.0), Judge(), Judge(), partial(near_2)])
+    assert rewards.names == ["near", "near_2", "near_2_2", "near_3", "Judge", "Judge_2", "partial"]
+    assert list(judge(rewards).completions[0].rewards.values()) == [1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0]
 
 
-def test_finding_functions():
-    def correctness(**_):
-        return []
+def test_a_column_has_one_function():
+    def first(log_extra, log_metric, **_):
+        log_metric("seconds", 1)
+        log_extra("mark", ["a", "b"])
+        return [1.0, 1.0]
 
-    assert load_reward("correctness", [correctness]) is correctness
-    assert load_reward("math:sqrt") is math.sqrt
-    with pytest.raises(ValueError, match="no reward function 'accuracy'; the task has correctness"):
-        load_reward("accuracy", [correctness])
-    with pytest.raises(ValueError, match="cannot be imported"):
-        load_reward("no_such_module:f")
-    with pytest.raises(ValueError, match="cannot be imported"):
-        load_reward("math:no_such_function")
+    def second(log_extra, log_metric, **_):
+        log_metric("seconds", 2)
+        log_extra("mark", ["c", "d"])
+        log_extra("own", [1, 2])
+        return [2.0, 2.0]
+
+    with pytest.raises(ValueError, match="'second' logs the column 'mark', which 'first' logs too; choose another"):
+        call(Rewards([first, second]))
+    judged = judge(Rewards([first, second], on_error="skip"))
+    assert judged.errors == {"second": 2} and judged.logged == {"seconds": [1, 2]}
+    assert judged.completions[0].extras == {"mark": "a", "own": 1}
+    assert judged.completions[0].rewards["first"] == 1.0 and math.isnan(judged.completions[0].rewards["second"])
+
+
+def test_a_fault_in_what_is_logged_is_a_failure_of_the_function():
+    def spread(log_metric, **_):
+        log_metric("spread", math.nan)
+        return [1.0, 1.0]
+
+    with pytest.raises(ValueError, match=r"'spread' raised ValueError: log_metric\('spread', ...\) takes .*, got nan"):
+        call(Rewards([spread]))
+    judged = judge(Rewards([spread], on_error="skip"))
+    assert judged.errors == {"spread": 2} and not judged.logged
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), asyncio.CancelledError()])
+def test_no_exception_but_an_interrupt_ends_the_run(error):
+    def plain(**_):
+        raise error
+
+    async def later(**_):
+        raise error
+
+    def lazily(**_):
+        yield 1.0
+        raise error
+
+    for function in (plain, later, lazily):
+        told = rf"'{function.__name__}' raised {type(error).__name__}.*\(.*test_call.py:\d+\)"
+        with pytest.raises(ValueError, match=told):
+            call(Rewards([function]))
+        judged = judge(Rewards([function, Judge()], on_error="skip"))
+        assert judged.errors == {function.__name__: 2}
+        assert judged.completions[0].rewards["Judge"] == 1.0
+
+
+def test_the_largest_rewards_and_weights_overflow_no_statistic():
+    def large(**_):
+        return [3.4e38, -3.4e38]
+
+    weights = GRPOConfig(reward_weights=[3.4e38, 3.4e38]).reward_weights
+    rewards = Rewards([large, large], weights)
+    total = rewards.total(call(rewards))
+    assert group_advantages(total, 2).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])

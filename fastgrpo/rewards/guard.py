@@ -1,0 +1,176 @@
+"""The boundary around reward functions: what they raise becomes a value, and the modes that they change are put back.
+
+A reward function is code of the user's own. It may raise anything, leave the process in another mode than it found it
+in, or fork. `attempt` is the one way in which the package runs such code.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGE = str(Path(__file__).parent.parent)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a reward function raised.
+
+    Attributes:
+        error: The exception.
+    """
+
+    error: BaseException
+
+    def __str__(self) -> str:
+        """Describe the exception, and where it was raised, on one line."""
+        try:
+            text = " ".join(str(self.error).split())[:200]
+        except Exception:  # the class of the exception may be the user's own, too
+            text = "(without a text)"
+        frames = traceback.extract_tb(self.error.__traceback__)
+        theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+        frame = (theirs or frames)[-1]
+        told = type(self.error).__name__ + (f": {text}" if text else "")
+        return f"{told} ({frame.filename}:{frame.lineno})"
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Run code of a reward function.
+
+    Afterwards the working directory and the modes of torch are those from before. A process that the code forked ends
+    where the code ends, because two processes must not go on with one run.
+
+    Args:
+        call: A function without arguments that runs the code.
+
+    Returns:
+        What it returns, or a `Failure` where it raises, be it SystemExit.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the code.
+    """
+    process = os.getpid()
+    try:
+        with modes_kept():
+            result = call()
+    except BaseException as error:
+        result = Failure(error)
+    error = result.error if isinstance(result, Failure) else None
+    if os.getpid() != process:
+        _end(error)
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    return result
+
+
+def _end(error):
+    """End a forked process as Python would end it after this exception, without the cleaning up of the run."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
+
+
+def _set_device(device):
+    # A default device slows every operation down, and the CPU is the default without one.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+# How each mode that a function might leave changed is read and written. `modes_kept` handles three others by itself.
+_MODES = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, _set_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    *[
+        (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+        for kind in ("cpu", "cuda")
+    ],
+)
+
+
+@contextlib.contextmanager
+def modes_kept() -> Iterator[None]:
+    """Make a context that puts the modes of the process back when it is left.
+
+    The modes are the working directory and, of torch, gradients, inference mode, autocast, default dtype, default
+    device, number of threads and deterministic algorithms. The random generators are not among them.
+
+    Yields:
+        Nothing.
+    """
+    before = [read() for read, _ in _MODES]
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    # Through its descriptor, a folder is found again even where it was renamed or deleted.
+    folder = os.open(".", os.O_RDONLY | getattr(os, "O_PATH", 0))
+    try:
+        # Torch can only leave inference mode as it was entered. Leaving this block restores what was before it, even
+        # where async functions left their own such blocks in another order than they entered them.
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+            yield
+    finally:
+        os.fchdir(folder)
+        os.close(folder)
+        for (read, write), value in zip(_MODES, before, strict=True):
+            if read() != value:
+                write(value)
+
+
+def awaited(results: Sequence[Any]) -> list[Any]:
+    """Await the results of async reward functions, all at once.
+
+    Args:
+        results: What the functions returned.
+
+    Returns:
+        The results, with those that can be awaited replaced by what they give, or by a `Failure`.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted a function.
+    """
+    done, pending = list(results), [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+
+    async def settle(i: int) -> None:
+        try:
+            done[i] = await results[i]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            done[i] = Failure(error)
+
+    async def settle_all() -> None:
+        await asyncio.gather(*map(settle, pending))
+
+    ended = attempt(lambda: _run(settle_all)) if pending else None
+    if isinstance(ended, Failure):  # a task that a function started raised SystemExit, which ends the event loop
+        for i in pending:
+            cut_off = done[i] is results[i] or _is_cancelled(done[i])
+            done[i] = ended if cut_off else done[i]
+    return done
+
+
+def _is_cancelled(result):
+    return isinstance(result, Failure) and isinstance(result.error, asyncio.CancelledError)
+
+
+def _run(function):
+    """Run an async function. Another thread runs it where this one has a loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(function())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(function())).result()

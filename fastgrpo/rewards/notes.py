@@ -1,0 +1,77 @@
+"""What a reward function logs besides its rewards: numbers for metrics.jsonl, and columns for samples.jsonl."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from fastgrpo.rewards.values import NUMBER, json_values, length, listed, number, shown
+
+# The columns that every line of samples.jsonl has, in their order.
+SAMPLE_COLUMNS = (
+    "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
+)  # fmt: skip
+
+
+class Notes:
+    """What one reward function logs during one call.
+
+    Its attributes are `metrics`, the values by metric, and `columns`, the S values of each column by its name. What a
+    function logs after the call, as from a thread of its own, is lost.
+
+    Args:
+        count: S, the number of completions.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.metrics, self.columns = defaultdict(list), {}
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl as custom/NAME.
+
+        Args:
+            name: The name.
+            value: A finite number of Python, NumPy or torch.
+
+        Raises:
+            ValueError: The name is no text, or the value no such number.
+        """
+        _check_name("log_metric", name)
+        read = number(value)
+        if read is None:
+            raise ValueError(f"log_metric({name!r}, ...) takes {NUMBER}, got {shown(value)}")
+        self.metrics[name].append(read)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column of samples.jsonl. Logged once more in the same call, it has the later values.
+
+        Args:
+            column: The name of the column.
+            values: One value a completion, of what JSON can hold.
+
+        Raises:
+            ValueError: The name is no text or belongs to a column that every sample has, there is not one value a
+                completion, or JSON cannot hold a value.
+        """
+        _check_name("log_extra", column)
+        if column in SAMPLE_COLUMNS:
+            raise ValueError(f"log_extra({column!r}, ...): every sample has such a column; choose another name")
+        items = listed(values, self.count)
+        if items is None:
+            raise ValueError(f"log_extra({column!r}, ...) takes a list, got {shown(values)}")
+        if len(items) != self.count:
+            got = length(values, items, self.count)
+            raise ValueError(f"log_extra({column!r}, ...) takes one value a completion: {self.count}, got {got}")
+        try:
+            self.columns[column] = json_values(items)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
+
+
+def _check_name(function, name):
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{function}({shown(name)}, ...): a name is a text that is not empty")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{function}({name!r}, ...): the name cannot be written as UTF-8: {error.reason}") from None

@@ -1,0 +1,229 @@
+"""What a reward function cannot do to the process that calls it."""
+
+import asyncio
+import os
+import sys
+import warnings
+
+import pytest
+import torch
+
+from fastgrpo.rewards.guard import Failure, attempt, awaited, modes_kept
+from fastgrpo.rewards.notes import Notes
+
+
+def modes():
+    return {
+        "folder": os.stat("."),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.get_deterministic_debug_mode(),  # 1 in these tests: it warns
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = modes()
+    with modes_kept():  # if `attempt` lets a mode pass, the tests after this one must not suffer
+        yield
+        after = modes()
+    assert after["folder"].st_ino == before.pop("folder").st_ino
+    assert {name: after[name] for name in before} == before
+
+
+held = []  # torch would leave inference mode where the guard of the mode is lost
+CHANGES = {
+    "folder": lambda: os.chdir("/"),
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "inference": lambda: (held.append(torch.inference_mode()), held[-1].__enter__()),
+    "autocast": lambda: torch.autocast("cpu").__enter__(),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "device": lambda: torch.set_default_device("meta"),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "deterministic": lambda: torch.use_deterministic_algorithms(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("raises", [False, True])
+def test_modes_are_put_back(name, raises):
+    changed = []
+
+    def call():
+        before = modes()[name]
+        CHANGES[name]()
+        changed.append(modes()[name] != before)
+        if raises:
+            raise SystemExit
+
+    assert isinstance(attempt(call), Failure) == raises
+    assert changed == [True]  # and the fixture looks at what it is now
+
+
+def test_modes_that_are_not_the_usual_ones_stay():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            assert attempt(torch.is_grad_enabled) is False
+            attempt(lambda: torch.set_grad_enabled(True))
+            assert not torch.is_grad_enabled()
+        with torch.inference_mode():
+            assert attempt(torch.is_inference_mode_enabled) is True
+        assert attempt(torch.get_default_dtype) is torch.float64
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_without_a_default_device_there_is_none_afterwards():
+    attempt(lambda: torch.set_default_device("meta"))
+    assert torch.get_default_device() == torch.device("cpu")
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_the_working_directory_is_found_again_where_it_was_deleted_or_renamed(tmp_path):
+    def away():
+        folder = tmp_path / "gone"
+        folder.mkdir()
+        os.chdir(folder)
+        folder.rmdir()
+
+    attempt(away)
+    assert os.getcwd() == str(tmp_path)
+    (tmp_path / "before").mkdir()
+    os.chdir(tmp_path / "before")
+    attempt(lambda: (os.rename(tmp_path / "before", tmp_path / "after"), os.chdir("/")))
+    assert os.getcwd() == str(tmp_path / "after")
+    away()
+    assert attempt(lambda: 3) == 3  # in a folder that was deleted before
+    os.chdir(tmp_path)
+
+
+def test_gradients_are_not_lost_to_async_functions_that_overlap():
+    """The first to enter such a block is the first to leave it, so each puts back what the other one had set."""
+
+    async def both():
+        entered, left = asyncio.Event(), asyncio.Event()
+
+        async def first():
+            with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
+                await entered.wait()
+            left.set()
+
+        async def second():
+            with torch.no_grad(), torch.inference_mode(), torch.autocast("cpu"):
+                entered.set()
+                await left.wait()
+
+        await asyncio.gather(first(), second())
+        return not torch.is_grad_enabled() and torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+
+    assert awaited([both()]) == [True]  # they are lost while it runs, and the fixture looks at what is afterwards
+
+
+def raising(error):
+    raise error
+
+
+def test_all_but_an_interrupt_becomes_a_failure():
+    for error in (ValueError("a"), SystemExit(0), GeneratorExit(), StopIteration(), asyncio.CancelledError()):
+        assert attempt(lambda error=error: raising(error)).error is error
+    with pytest.raises(KeyboardInterrupt):
+        attempt(lambda: raising(KeyboardInterrupt()))
+
+
+def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    told = str(attempt(lambda: raising(ValueError("a\n b"))))
+    line = raising.__code__.co_firstlineno + 1
+    assert told == f"ValueError: a b ({__file__}:{line})"
+    assert str(attempt(lambda: raising(SystemExit()))) == f"SystemExit ({__file__}:{line})"
+    assert str(attempt(lambda: raising(Mute()))) == f"Mute: (without a text) ({__file__}:{line})"
+    told = str(attempt(lambda: Notes(1).log_extra("step", [1])))  # not the place in this package
+    assert told.startswith("ValueError: log_extra('step', ...)") and f"({__file__}:" in told
+
+
+def test_async_results_are_awaited_at_once_and_failures_stay_apart():
+    async def fine():
+        await asyncio.sleep(0)
+        return [1.0]
+
+    async def leaves():
+        sys.exit(3)
+
+    async def cancels_itself():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    first, given, left, cancelled, last = awaited([fine(), "as it is", leaves(), cancels_itself(), fine()])
+    assert (first, given, last) == ([1.0], "as it is", [1.0])
+    assert isinstance(left.error, SystemExit) and isinstance(cancelled.error, asyncio.CancelledError)
+
+
+async def in_a_task():
+    async def leaves():
+        sys.exit(3)
+
+    await asyncio.gather(asyncio.create_task(leaves()), asyncio.sleep(10))
+
+
+async def stops_the_loop():
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(10)
+
+
+@pytest.mark.parametrize("ends, error", [(in_a_task, SystemExit), (stops_the_loop, RuntimeError)])
+def test_the_end_of_the_event_loop_is_a_failure(ends, error):
+    async def fine():
+        return 1
+
+    done, failed = awaited([fine(), ends()])
+    assert done == 1 and isinstance(failed.error, error)
+
+    async def notebook():
+        return awaited([ends()])
+
+    assert isinstance(asyncio.run(notebook())[0].error, error)
+
+
+def test_an_interrupt_passes_from_async_functions():
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        awaited([interrupted()])
+
+
+@pytest.mark.parametrize(
+    "leave, code",
+    [
+        (lambda: sys.exit(7), 7),
+        (lambda: sys.exit(), 0),
+        (lambda: sys.exit("text"), 1),
+        (lambda: None, 0),
+        (lambda: raising(KeyboardInterrupt()), 1),
+    ],
+)
+def test_a_forked_process_does_not_go_on_with_the_run(leave, code, capfd):
+    def forks():
+        child = os.fork()
+        if child == 0:
+            leave()
+            return 0
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+        result = attempt(forks)
+    if os.getpid() != parent:
+        os._exit(99)  # the child came back: the parent sees its exit code
+    assert result == code

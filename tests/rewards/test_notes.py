@@ -1,0 +1,75 @@
+"""What a function may log, and what is refused when it is logged."""
+
+import math
+
+import pytest
+import torch
+
+from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.rewards.notes import SAMPLE_COLUMNS, Notes
+from fastgrpo.step.measure import sample_rows
+
+
+def test_numbers_and_columns_are_kept():
+    notes = Notes(2)
+    for value in (1, 0.5, torch.tensor(2.0), True):
+        notes.log_metric("a", value)
+    notes.log_extra("b", [1, 2])
+    notes.log_extra("b", torch.tensor([3, 4]))  # the later values
+    notes.log_extra("c", (text for text in "xy"))
+    assert notes.metrics == {"a": [1.0, 0.5, 2.0, 1.0]}
+    assert notes.columns == {"b": [3, 4], "c": ["x", "y"]}
+
+
+@pytest.mark.parametrize(
+    "name, value, match",
+    [
+        ("a", math.nan, "takes a finite number of at most 3.4e.38, got nan"),
+        ("a", 10**400, "takes a finite number of at most 3.4e.38, got 1000"),
+        ("a", "3", "takes a finite number .*, got '3'"),
+        ("a", None, "takes a finite number .*, got None"),
+        ("a", torch.ones(2), r"takes a finite number .*, got tensor\(\[1., 1.\]\)"),
+        (None, 1, r"log_metric\(None, ...\): a name is a text"),
+        ("", 1, "a name is a text that is not empty"),
+        ("\ud800", 1, r"log_metric\('\\ud800', ...\): the name cannot be written as UTF-8"),
+    ],
+)
+def test_metrics_that_are_refused(name, value, match):
+    notes = Notes(2)
+    with pytest.raises(ValueError, match=match):
+        notes.log_metric(name, value)
+    assert not notes.metrics
+
+
+@pytest.mark.parametrize(
+    "column, values, match",
+    [
+        (7, [1, 2], r"log_extra\(7, ...\): a name is a text"),
+        ("a\udfff", [1, 2], "the name cannot be written as UTF-8"),
+        ("a", [1], "takes one value a completion: 2, got 1"),
+        ("a", iter(range(9)), "takes one value a completion: 2, got more than 2"),
+        ("a", "xy", "takes a list, got 'xy'"),
+        ("a", {"x": 1, "y": 2}, "takes a list, got {'x': 1, 'y': 2}"),
+        ("a", ["x", "\ud800"], "takes what JSON can hold: 'utf-8' codec can't encode"),
+        ("a", [1, math.nan], "takes what JSON can hold: Out of range float"),
+        ("a", [1, {"b": 10**400}], "takes what JSON can hold: 1000000.* is beyond the numbers"),
+        ("a", [1, {2}], "takes what JSON can hold: Object of type set"),
+    ],
+)
+def test_columns_that_are_refused(column, values, match):
+    notes = Notes(2)
+    with pytest.raises(ValueError, match=match):
+        notes.log_extra(column, values)
+    assert not notes.columns
+
+
+@pytest.mark.parametrize("column", SAMPLE_COLUMNS)
+def test_no_column_of_a_sample_can_be_overwritten(column):
+    with pytest.raises(ValueError, match=rf"log_extra\('{column}', ...\): every sample has such a column; choose"):
+        Notes(1).log_extra(column, [1])
+
+
+def test_the_columns_of_a_sample_are_those_of_samples_jsonl():
+    completion = Completion(Prompt([1], "p"), Rollout([2], torch.zeros(1), "stop"), "c", {"f": 1.0})
+    (line,) = sample_rows(1, [completion], group_size=1)
+    assert tuple(line) == SAMPLE_COLUMNS
