@@ -35,11 +35,10 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
         raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
         raise ValueError(f"the row has no column 'prompt', only {', '.join(map(str, row))}")
-    _check_columns(row)
-    prompt = row["prompt"]
+    prompt, columns = row["prompt"], {name: value for name, value in row.items() if name != "prompt"}
     _check(prompt)
-    ids = _tokenized(prompt, tokenizer)
-    return Prompt(ids, prompt, {name: value for name, value in row.items() if name != "prompt"})
+    _check_columns(columns)
+    return Prompt(_tokenized(prompt, tokenizer), prompt, columns)
 
 
 def _check(prompt: Any) -> None:
@@ -100,9 +99,9 @@ def _tokenized(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase) -> 
         raise ValueError(f"the {part} refuses the prompt {shortened(prompt)}: {reason}; {remedy}") from error
 
 
-def _check_columns(row):
-    """Refuse a row with a column that reward functions cannot get by its name, as a copy."""
-    for name, value in row.items():
+def _check_columns(columns):
+    """Refuse columns that reward functions cannot get by their names, as copies."""
+    for name, value in columns.items():
         if not isinstance(name, str):
             raise ValueError(f"the names of columns must be strings, got {brief(name)}")
         if name in RESERVED:
