@@ -34,7 +34,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._lock = path, FolderLock(path)
+        self.path = path.absolute()  # a reward function may change the working directory while a checkpoint is written
+        self._lock = FolderLock(path)
 
     def close(self) -> None:
         """Release the folder."""

@@ -55,7 +55,8 @@ def another(field):
     """A value that a setting may have and that is not its default."""
     known, kind = setting_of(field), field.type
     if known.choices is not None:
-        return next(choice for choice in known.choices if choice != field.default)
+        choice = next(choice for choice in known.choices if choice != field.default)
+        return (choice,) if get_origin(kind) is tuple else choice
     kinds = {kind, *get_args(kind)} - {type(None)}
     if bool in kinds:
         return not field.default

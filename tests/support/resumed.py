@@ -103,8 +103,8 @@ ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 
 
-class Crash(BaseException):
-    """The end of a run for no reason that anybody expects."""
+class Crash(KeyboardInterrupt):
+    """The end of a run at once. All else that a reward function raises counts as its failure."""
 
 
 def crash(step):
