@@ -10,7 +10,7 @@ import re
 from decimal import Context, Decimal, DecimalException, DivisionByZero, InvalidOperation, Overflow, localcontext
 
 # The text of a model is untrusted input. Within these bounds the costliest answer takes some hundredths of a second.
-MAX_LENGTH = 200  # characters; a longer answer is prose
+MAX_LENGTH = 300  # characters; a longer answer is prose
 MAX_DEPTH = 16  # brackets in brackets; each takes a few frames of Python's stack, which holds 1,000
 MAX_EXPONENT = 10_000  # largest exponent, and largest power of ten of an intermediate value
 DIGITS = 120  # those of two numbers of 60 digits that are multiplied
@@ -94,17 +94,16 @@ def evaluate(tokens: list[str]) -> Values:
         >>> evaluate(tokenize(r"\frac{3}{2} + 2^{-1}"))[0]
         Decimal('2.0')
     """
-    has_variables = any(token.isalpha() and token not in ("π", "e") for token in tokens)
     values = []
     with localcontext(CONTEXT):
-        for point in range(POINTS if has_variables else 1):
+        for point in range(POINTS):
             try:
                 values.append(_Reader(tokens, point).whole())
-            except DecimalException:  # a division by zero, the root of a negative number, or a value out of bounds
+            except DecimalException:  # a division by zero, 0^0, or a value out of bounds
                 values.append(None)
     if all(value is None for value in values):
         raise Unreadable("the expression has no value")
-    return values if has_variables else values * POINTS
+    return values
 
 
 class _Reader:
@@ -178,6 +177,8 @@ class _Reader:
         exponent = -self.operand() if self.next() == "-" and self.take() else self.operand()
         if self.next() == "^" or abs(exponent) > MAX_EXPONENT:
             raise Unreadable(f"an exponent is a number up to {MAX_EXPONENT}, and a power of a power has brackets")
+        if base == 0 and exponent < 0:  # an infinite power raises nothing
+            raise DivisionByZero
         return base**exponent
 
     def operand(self) -> Decimal:
@@ -188,15 +189,14 @@ class _Reader:
         if token in ("π", "e"):
             return _PI if token == "π" else _E
         if token.isalpha():
-            low, high = (0.5, 2) if self.point < POINTS / 2 else (-2, 2)
-            return Decimal(random.Random(f"{token.lower()} {self.point}").uniform(low, high))
+            return self.variable(token)
         if token in CLOSING:
             return self.group(CLOSING[token])
         if token == r"\frac":
             return self.argument() / self.argument()
         if token == r"\sqrt":
             degree = self.group("]") if self.next() == "[" and self.take() else Decimal(2)
-            return _root(self.argument(), degree)
+            return self.root(self.argument(), degree)
         raise Unreadable(f"{token!r} begins no expression")
 
     def group(self, closing: str) -> Decimal:
@@ -219,15 +219,24 @@ class _Reader:
             raise Unreadable("a command that is an argument has braces")
         return self.operand()
 
+    def variable(self, letter: str) -> Decimal:
+        """Return the coordinate of a variable at the point."""
+        low, high = (0.5, 2) if self.point < POINTS / 2 else (-2, 2)
+        return Decimal(random.Random(f"{letter.lower()} {self.point}").uniform(low, high))
+
+    def root(self, value: Decimal, degree: Decimal) -> Decimal:
+        """Compute a root. Of a negative number, it is negative where the degree is odd, and the square root has i."""
+        if degree % 1 or not 2 <= degree <= MAX_EXPONENT:
+            raise Unreadable(f"a root has a whole degree from 2 to {MAX_EXPONENT}")
+        if degree == 2:
+            return value.sqrt() if value >= 0 else self.variable("i") * (-value).sqrt()
+        root = abs(value) ** (1 / degree)
+        if value >= 0:
+            return root
+        if degree % 2 == 0:
+            raise Unreadable("a negative number has no real root of an even degree")
+        return -root
+
 
 def _is_number(token: str) -> bool:
     return token[:1] in tuple("0123456789.")
-
-
-def _root(value: Decimal, degree: Decimal) -> Decimal:
-    """Compute a real root, which a negative number has where the degree is odd."""
-    if degree % 1 or not 2 <= degree <= MAX_EXPONENT:
-        raise Unreadable(f"a root has a whole degree from 2 to {MAX_EXPONENT}")
-    if value < 0 and degree % 2:
-        return -_root(-value, degree)
-    return value.sqrt() if degree == 2 else value ** (1 / degree)
