@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from fastgrpo.config.fields import did_you_mean
 
-PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # modules whose distribution has another name
+PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
 LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
