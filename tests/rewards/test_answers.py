@@ -182,7 +182,7 @@ def test_braces_in_a_box_are_matched():
 def test_no_long_text_is_slow(text):
     start = time.thread_time()
     answers_match(text, "#### 42")
-    # Reading is linear: a quadratic pattern takes minutes on these, and a slow machine less than a second. Other processes do not count.
+    # Reading is linear: a quadratic pattern takes minutes on these, and a slow machine less than a second.
     assert time.thread_time() - start < 5
 
 
