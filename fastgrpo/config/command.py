@@ -1,8 +1,8 @@
 """Code that all commands share: it reads flags, and reports a mistake in a line or two with exit code 2.
 
 A ValueError counts as a mistake that the user can fix, and its text names the cause and the remedy. A full disk, a
-folder without write permission, a package that is not installed, and a GPU without enough memory count as such mistakes
-too. Everything else is a bug and keeps its traceback. `--debug` shows the traceback of a mistake as well.
+folder without write permission, a package that is not installed, and a machine or a GPU without enough memory count as
+such mistakes too. Everything else is a bug and keeps its traceback. `--debug` shows the traceback of a mistake as well.
 """
 
 import contextlib
@@ -94,14 +94,25 @@ def explain(error: Exception) -> str | None:
         return f"{first}\n  raised at {frame.filename}:{frame.lineno}; --debug shows the traceback"
     if "No space left on device" in text or "PytorchStreamWriter failed" in text:  # as safetensors and torch put it
         return _SYSTEM[errno.ENOSPC].format(where="")
+    memory = _out_of_memory(error)
+    return None if memory is None else (
+        f"{memory}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing on; "
+        "python -m fastgrpo.doctor --model MODEL shows how much memory a run takes"
+    )  # fmt: skip
+
+
+def _out_of_memory(error):
+    """Say that a GPU or the machine has not enough memory, where an error means this; otherwise return None."""
+    text = str(error)
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"{text.split('. ')[0]}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing "
-            "on; python -m fastgrpo.doctor --model MODEL shows how much memory a run takes"
-        )
+        return " ".join(text.split(". ")[0].split())
+    if isinstance(error, MemoryError) or (isinstance(error, (OSError, RuntimeError)) and _NO_MEMORY.search(text)):
+        wanted = re.search(r"allocate (\d+) bytes", text)
+        return "this machine has not enough memory" + (f" for another {int(wanted[1]):,} bytes" if wanted else "")
     return None
 
 
+_NO_MEMORY = re.compile("can't allocate memory|Cannot allocate memory")  # as torch's allocator and the system put it
 _DENIED = "no permission to read or write{where}; choose another folder (--output_dir for runs, HF_HOME for downloads)"
 _SAVED = "earlier checkpoints are intact, so free some space and resume"
 _SYSTEM = {
