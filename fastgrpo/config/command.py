@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastgrpo.config.fields import did_you_mean
+from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
 
 PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # modules whose distribution has another name
 LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
@@ -35,9 +36,22 @@ def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None)
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT.
+        The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT; 141 where the reader of the output
+        has left, as `head -1` does.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    prepare_streams()
+    try:
+        try:
+            return _run(main, list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not reader_left():
+            raise
+        return LEFT
+
+
+def _run(main, argv):
     debug = "--debug" in argv
     try:
         main([argument for argument in argv if argument != "--debug"])
