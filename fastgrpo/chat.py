@@ -2,9 +2,11 @@
 
 Where the tokenizer has a chat template, every turn contains the conversation so far, and /new begins another
 conversation. Without a chat template, each line is continued as plain text. /exit or the end of the input ends the
-command, and Ctrl-C ends an answer.
+command, and Ctrl-C ends an answer. Control characters of an answer are shown as escapes such as \\x1b, because a
+terminal would obey them; --raw True writes them as they are.
 """
 
+import re
 import sys
 from dataclasses import dataclass
 
@@ -19,6 +21,10 @@ from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams
+
+# What a terminal obeys instead of showing it: C0 (without tab and newline), DEL, C1, and the directions of Unicode,
+# which show text in another order than it has. A surrogate alone cannot be written at all.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @documented
@@ -40,6 +46,30 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     seed: int | None = setting(
         None, "Seed of the draws. None draws differently at every start.", within=Interval(at_least=0)
     )
+    raw: bool = setting(False, "Write control characters of an answer as they are, which the terminal may obey.")
+
+
+def escape_controls(text: str) -> str:
+    """Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text, where an escape character has become the four characters of its escape, for instance.
+
+    Example:
+        >>> print(escape_controls("a" + chr(27) + "[2J"))
+        a\\x1b[2J
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+class _EscapingStreamer(TextStreamer):
+    """Streams an answer to stdout with its control characters escaped."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(escape_controls(text), stream_end)
 
 
 class Conversation:
@@ -50,6 +80,7 @@ class Conversation:
         tokenizer: Its tokenizer. Where it has no chat template, each line is continued as plain text.
         sampling: How answers are drawn.
         system_prompt: What goes before the turns, or None.
+        raw: Whether control characters of an answer are written as they are, and not escaped.
 
     Raises:
         ValueError: The tokenizer does not fit the model.
@@ -61,11 +92,13 @@ class Conversation:
         tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingParams,
         system_prompt: str | None = None,
+        raw: bool = False,
     ):
         self.policy = Policy(model)
         check_vocabulary(self.policy, tokenizer)
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
         self.max_tokens = sampling.max_tokens
+        self.streamer = TextStreamer if raw else _EscapingStreamer
         stops = stop_token_ids(self.policy, tokenizer)
         # The model's own generation config is replaced, since its penalties and filters would change the draws.
         model.generation_config = GenerationConfig(
@@ -104,7 +137,7 @@ class Conversation:
         prompt = to_prompt({"prompt": [*self.messages, turn] if templated else prefix + text}, self.tokenizer)
         self.policy.check_prompt(prompt.ids, self.max_tokens, f"the prompt {shortened(prompt.prompt)}")
         ids = torch.tensor([prompt.ids], device=self.model.device)
-        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = self.streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         out = self.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer)
         said = self.tokenizer.decode(out[0, len(prompt.ids) :], skip_special_tokens=True)
         if templated:
@@ -129,7 +162,7 @@ def chat(argv: list[str]) -> None:
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)
     model = load_model(flags.model, dtype=flags.dtype, device=flags.device, **trusted).eval()
-    conversation = Conversation(model, tokenizer, sampling, flags.system_prompt)
+    conversation = Conversation(model, tokenizer, sampling, flags.system_prompt, flags.raw)
     if flags.prompt is not None:
         conversation.answer(flags.prompt)
         return

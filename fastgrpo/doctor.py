@@ -31,7 +31,6 @@ OPTIONAL = (
     ("peft", "--use_peft"),
     ("torchao", "--ref_quantization int8"),
     ("bitsandbytes", "--ref_quantization nf4"),
-    ("math-verify", "comparing answers that are expressions"),
     ("tensorboard", "--report_to tensorboard"),
     ("wandb", "--report_to wandb"),
     ("trl", "benchmarks against TRL"),

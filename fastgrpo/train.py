@@ -101,7 +101,7 @@ def train(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. After SIGINT or SIGTERM everything is saved.
+    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved.
 
     Args:
         argv: The arguments; None takes those of the process.
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0; 2 for a mistake that the user can fix, which is reported in a line or two; 130 after SIGINT.
 
     Raises:
-        SystemExit: With code 143, after SIGTERM.
+        SystemExit: With code 143 after SIGTERM, and with 141 where nobody reads the output any more.
     """
     return run_command(train, argv)
 

@@ -1,8 +1,8 @@
 """Code that all commands share: it reads flags, and reports a mistake in a line or two with exit code 2.
 
 A ValueError counts as a mistake that the user can fix, and its text names the cause and the remedy. A full disk, a
-folder without write permission, a package that is not installed, and a GPU without enough memory count as such mistakes
-too. Everything else is a bug and keeps its traceback. `--debug` shows the traceback of a mistake as well.
+folder without write permission, a package that is not installed, and a machine or a GPU without enough memory count as
+such mistakes too. Everything else is a bug and keeps its traceback. `--debug` shows the traceback of a mistake as well.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastgrpo.config.fields import did_you_mean
+from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
 
-PACKAGES = {"yaml": "pyyaml", "math_verify": "math-verify"}  # modules whose distribution has another name
+PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
 LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
@@ -35,9 +36,22 @@ def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None)
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT.
+        The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT; 141 where the reader of the output
+        has left, as `head -1` does.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    prepare_streams()
+    try:
+        try:
+            return _run(main, list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not reader_left():
+            raise
+        return LEFT
+
+
+def _run(main, argv):
     debug = "--debug" in argv
     try:
         main([argument for argument in argv if argument != "--debug"])
@@ -94,14 +108,25 @@ def explain(error: Exception) -> str | None:
         return f"{first}\n  raised at {frame.filename}:{frame.lineno}; --debug shows the traceback"
     if "No space left on device" in text or "PytorchStreamWriter failed" in text:  # as safetensors and torch put it
         return _SYSTEM[errno.ENOSPC].format(where="")
+    memory = _out_of_memory(error)
+    return None if memory is None else (
+        f"{memory}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing on; "
+        "python -m fastgrpo.doctor --model MODEL shows how much memory a run takes"
+    )  # fmt: skip
+
+
+def _out_of_memory(error):
+    """Say that a GPU or the machine has not enough memory, where an error means this; otherwise return None."""
+    text = str(error)
     if type(error).__name__ == "OutOfMemoryError":
-        return (
-            f"{text.split('. ')[0]}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing "
-            "on; python -m fastgrpo.doctor --model MODEL shows how much memory a run takes"
-        )
+        return " ".join(text.split(". ")[0].split())
+    if isinstance(error, MemoryError) or (isinstance(error, (OSError, RuntimeError)) and _NO_MEMORY.search(text)):
+        wanted = re.search(r"allocate (\d+) bytes", text)
+        return "this machine has not enough memory" + (f" for another {int(wanted[1]):,} bytes" if wanted else "")
     return None
 
 
+_NO_MEMORY = re.compile("can't allocate memory|Cannot allocate memory")  # as torch's allocator and the system put it
 _DENIED = "no permission to read or write{where}; choose another folder (--output_dir for runs, HF_HOME for downloads)"
 _SAVED = "earlier checkpoints are intact, so free some space and resume"
 _SYSTEM = {

@@ -7,9 +7,12 @@ docs/settings.md are all derived from these fields, so a new setting is declared
 import dataclasses
 import difflib
 import inspect
+import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from fastgrpo.loss.interval import Interval
 
@@ -142,6 +145,47 @@ def documented(section: type) -> type:
     lines = [f"    {field.name}: {setting_of(field).full_help}" for field in dataclasses.fields(section)]
     section.__doc__ = "\n".join([inspect.cleandoc(section.__doc__), "", "Attributes:", *lines])
     return section
+
+
+def typed(where: str, value: Any, kind: Any) -> Any:
+    """Convert a value from a YAML file or from Python to the type of its setting.
+
+    Args:
+        where: What a refusal names first: the setting, and its file if there is one.
+        value: The value. A path counts as text, a single value as a tuple of one, and text that spells a number as the
+            number, because YAML 1.1 reads 5e-5, without a point, as text.
+        kind: The type of the field.
+
+    Returns:
+        The value with the field's type.
+
+    Raises:
+        ValueError: The value is of another type, or too large for its type.
+    """
+    if isinstance(kind, UnionType):  # with None
+        return None if value is None else typed(where, value, get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(typed(where, item, get_args(kind)[0]) for item in items)
+    if kind in (int, float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number that no float can hold
+            number = math.inf if value > 0 else -math.inf
+        except (TypeError, ValueError):
+            raise ValueError(f"{where} must be a number, got {value!r}") from None
+        if kind is float:
+            return number
+        if abs(number) >= 2**63:
+            raise ValueError(f"{where} must be a whole number below 2^63, got {number:g}")
+        if not number.is_integer():
+            raise ValueError(f"{where} must be a whole number, got {value!r}")
+        return value if isinstance(value, int) else int(number)
+    value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
+    if not isinstance(value, kind):
+        what = {bool: "true or false", str: "text (in quotes)"}.get(kind, "a number")
+        raise ValueError(f"{where} must be {what}, got {value!r}")
+    return value
 
 
 def check_fields(record: Any) -> None:

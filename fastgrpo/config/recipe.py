@@ -2,10 +2,10 @@
 
 import dataclasses
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar
 
 from fastgrpo.config.command import parse_flags
+from fastgrpo.config.fields import typed
 from fastgrpo.config.settings import GRPOConfig, Settings, check_name
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -26,44 +26,25 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         The settings by name, each of its field's type.
 
     Raises:
-        ValueError: There is no such file, it is not YAML, or a name is not a setting (the nearest one is named).
+        ValueError: There is no such file, it is not YAML, it gives a setting twice, or a name is not a setting (the
+            nearest one is named).
     """
-    import yaml
+    from fastgrpo.config.plain_yaml import read_yaml
 
     try:
-        settings = yaml.safe_load(Path(path).read_text())
+        settings = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         problem = "no such file" if isinstance(error, FileNotFoundError) else "cannot be read"
         raise ValueError(f"{problem}: {path}; --config takes a YAML file of settings") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not YAML that can be read: {error}") from None
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold lines of `setting: value`, got a {type(settings).__name__}")
     types = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
     for name in settings:
         check_name(name, GRPOConfig, str(path), ValueError)
-    return {name: _typed(f"{path}: {name}", value, types[name]) for name, value in settings.items()}
-
-
-def _typed(where, value, kind):
-    """Convert a value that was read from YAML to the type of its setting. Raises ValueError where that fails."""
-    if isinstance(kind, UnionType):  # with None
-        return None if value is None else _typed(where, value, get_args(kind)[0])
-    if get_origin(kind) is tuple:
-        return tuple(_typed(where, item, get_args(kind)[0]) for item in (value if isinstance(value, list) else [value]))
-    if kind in (int, float) and not isinstance(value, bool):
-        try:  # YAML 1.1 reads 5e-5, without a point, as a string
-            number = float(value)
-        except (TypeError, ValueError):
-            raise ValueError(f"{where} must be a number, got {value!r}") from None
-        if kind is int and not number.is_integer():
-            raise ValueError(f"{where} must be a whole number, got {value!r}")
-        return kind(value) if isinstance(value, int) else kind(number)
-    if not isinstance(value, kind):
-        what = {bool: "true or false", str: "text (in quotes)"}.get(kind, "a number")
-        raise ValueError(f"{where} must be {what}, got {value!r}")
-    return value
+    return {name: typed(f"{path}: {name}", value, types[name]) for name, value in settings.items()}
 
 
 def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:

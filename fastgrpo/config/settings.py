@@ -8,9 +8,9 @@ in YAML files (`beta: 0.04`, `--config FILE`).
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Self, get_origin
+from typing import Any, Self
 
-from fastgrpo.config.fields import did_you_mean, documented
+from fastgrpo.config.fields import did_you_mean, documented, typed
 from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
 from fastgrpo.config.sections import (
     CompletionConfig,
@@ -30,7 +30,7 @@ from fastgrpo.loss.objective import Objective
 class Settings:
     """A record of settings that checks itself; a command inherits it together with the sections it needs.
 
-    A setting that is a tuple may also be given as a list or as a single string.
+    A setting that is a tuple may also be given as a list or as a single value, and a path as a `pathlib.Path`.
 
     Raises:
         TypeError: A name is not a setting; the nearest one is named.
@@ -45,8 +45,8 @@ class Settings:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if get_origin(field.type) is tuple and value is not None:
-                object.__setattr__(self, field.name, (value,) if isinstance(value, str) else tuple(value))
+            if value is not None:
+                object.__setattr__(self, field.name, typed(field.name, value, field.type))
         validate(self)
 
 
@@ -104,7 +104,7 @@ class GRPOConfig(
         return Objective(**knobs)
 
 
-def check_name(name: str, record: type[Settings], where: str, error: type[Exception]) -> None:
+def check_name(name: Any, record: type[Settings], where: str, error: type[Exception]) -> None:
     """Refuse a name that is not a setting of a record.
 
     Args:
@@ -116,6 +116,8 @@ def check_name(name: str, record: type[Settings], where: str, error: type[Except
     Raises:
         Exception: `error`, where there is no such setting; the nearest one is named.
     """
+    if not isinstance(name, str):
+        raise error(f"{where}: the name of a setting must be text, got {name!r}")
     names = [field.name for field in dataclasses.fields(record)]
     if name not in names:
         raise error(f"{where}: unknown setting {name!r}{did_you_mean(name, names)}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fastgrpo.config.fields import Interval, When, documented, setting
-from fastgrpo.config.sections import MIN_P
+from fastgrpo.config.sections import COLDEST, MIN_P
 
 WITH_ADAPTERS = When("use_peft is True", lambda settings: settings.use_peft)
 ON_GSM8K = When("task is gsm8k", lambda settings: settings.task == "gsm8k")
@@ -86,7 +86,7 @@ class RolloutConfig:
     temperature: float = setting(
         1.0,
         "Temperature at which completions are drawn and every log-prob is computed.",
-        within=Interval(above=0, why="the completions of a greedy group are all the same"),
+        within=Interval(at_least=COLDEST, why="the completions of a greedy group are all the same"),
     )
     min_p: float | None = setting(
         None,
@@ -127,7 +127,7 @@ class OptimizerConfig:
     num_train_epochs: float = setting(
         3.0,
         "Number of passes over the prompts that make up the run; it may be a fraction.",
-        within=Interval(above=0),
+        within=Interval(above=0, at_most=10**6),
         active=BY_EPOCHS,
         resume="inexact",
     )

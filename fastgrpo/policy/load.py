@@ -1,16 +1,17 @@
 """Loads a policy and its tokenizer, and checks that they fit each other and that the engine can run them exactly."""
 
 import logging
-from contextlib import contextmanager, nullcontext
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.policy.attention import attention_of
-from fastgrpo.policy.lora import has_adapters, read_adapters
+from fastgrpo.policy.files import check_token_ids, check_tokenizer_files, loading, read_config
+from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.own_attention import narrow_window, packing_obstacle
 
@@ -105,9 +106,11 @@ def policy_and_tokenizer(
         The policy and its tokenizer, which fit each other.
 
     Raises:
-        ValueError: For the reasons of `load_policy`, or the model was made in memory and there is no tokenizer.
+        ValueError: For the reasons of `load_policy`, the model is of another kind, or it was made in memory and there
+            is no tokenizer.
     """
     own_attention = config.rollout_backend == "hf"
+    refuse_wrappers(model)
     if not isinstance(model, PreTrainedModel):
         return load_policy(
             model,
@@ -146,20 +149,42 @@ def load_model(
         ValueError: The model does not exist, is damaged, or is not complete.
     """
     device = choose_device(device)
-    with _loading(path, "model"):
+    config = read_config(path, trust_remote_code)
+    with loading(path, "model"):
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             dtype=choose_dtype(dtype, device),
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise ValueError(
-            f"model {str(path)!r} lacks {len(names)} of its weights ({names[0]}, ...), which would be random; check "
-            "that the folder is complete and holds a causal LM"
-        )
+    _check_weights(path, model, report)
     return model.to(device)
+
+
+def _check_weights(path, model, report):
+    """Refuse a model whose weights are not those that its config describes. `report` is transformers' loading info."""
+    layered = {_any_layer(name) for name, _ in model.named_parameters()}
+    problems = (
+        (report["missing_keys"], "lacks {count} of its weights ({name}, ...), which would be random"),
+        (
+            [f"{name}: {tuple(found)} and not {tuple(wanted)}" for name, found, wanted in report["mismatched_keys"]],
+            "has {count} weights of other shapes than config.json describes ({name})",
+        ),
+        (
+            [name for name in report["unexpected_keys"] if _any_layer(name) in layered],
+            "has {count} weights of layers beyond those that config.json counts ({name}, ...)",
+        ),
+    )
+    for names, problem in problems:
+        if names:
+            problem = problem.format(count=len(names), name=sorted(names)[0])
+            raise ValueError(f"model {str(path)!r} {problem}; check that the folder is complete and holds a causal LM")
+
+
+def _any_layer(name):
+    return re.sub(r"\.\d+\.", ".N.", name)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -175,44 +200,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     Raises:
         ValueError: It cannot be loaded.
     """
-    with _loading(path, "tokenizer"):
+    check_tokenizer_files(path)
+    with loading(path, "tokenizer"):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-@contextmanager
-def _loading(path, what):
-    """Turn the many exceptions that transformers raises for a model that cannot be loaded into one ValueError."""
-    path = str(path)
-    if (path.startswith((".", "/", "~")) or path.count("/") > 1) and not Path(path).is_dir():
-        raise ValueError(f"no such model folder: {path}")
-    try:
-        yield
-    except PermissionError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        refuse_code(path, error)
-        reason = " ".join(str(error).split())[:300]
-        remedy = "the files may be damaged or incomplete" if Path(path).is_dir() else "name a folder or a hub id"
-        raise ValueError(f"the {what} of {path!r} cannot be loaded ({remedy}): {reason}") from error
-
-
-def refuse_code(path: str | Path, error: Exception) -> None:
-    """Raise an error with the remedy where transformers' error means that the model needs Python code of its own.
-
-    Args:
-        path: The folder or hub id.
-        error: What transformers raised.
-
-    Raises:
-        ValueError: The model comes with Python code.
-    """
-    if "trust_remote_code" in str(error):
-        raise ValueError(
-            f"{str(path)!r} comes with Python code of its own, which is not run by default; read it, then pass "
-            "--trust_remote_code True"
-        ) from error
 
 
 def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -226,11 +216,11 @@ def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[
         The ids, in rising order.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are none, or an id is not that of a token of the model.
     """
-    model = policy.module
+    model, count = policy.module, policy.module.get_input_embeddings().weight.shape[0]
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    ids = {*check_token_ids("eos_token_id of the model's generation config", configured, count), tokenizer.eos_token_id}
     ids.discard(None)
     if not ids:
         raise ValueError(
@@ -282,10 +272,14 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         The `Policy`.
 
     Raises:
-        ValueError: The model has a head that is not linear, needs its own attention, or has a generation config that
-            could not be saved.
+        ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention, or
+            has a generation config that could not be saved.
     """
     name, obstacle = type(model).__name__, packing_obstacle(model)
+    if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
+    if getattr(model, "is_quantized", False):
+        raise ValueError(f"{name} has quantized weights, and training needs plain ones; load it without quantization")
     for knob in ("logits_scaling", "logit_scale"):
         if getattr(model.config, knob, 1) not in (1, None):
             raise ValueError(
@@ -347,7 +341,20 @@ def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:
 
     Returns:
         Weights under the names of `Policy.state_dict`.
+
+    Raises:
+        ValueError: They cannot be loaded, or are not those of the policy.
     """
     if has_adapters(policy.module):
         return read_adapters(path)
-    return type(policy.module).from_pretrained(path, dtype=policy.dtype).state_dict()
+    module = policy.module
+    with loading(path, "weights"):
+        model, report = type(module).from_pretrained(
+            path,
+            config=module.config,  # what the checkpoint's own config.json says of its implementation is not read
+            dtype=policy.dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    _check_weights(path, model, report)
+    return model.state_dict()

@@ -2,23 +2,19 @@ r"""Read the final answer of a text and compare two answers by value.
 
 The answer of a text is what its last marker holds. A marker is ``#### 42``, ``<answer>42</answer>`` or
 ``\boxed{42}``. Without a marker the whole text is the answer. The value of an answer is the last number in it, as an
-exact fraction. Where that number is only a part of an expression (``2\sqrt{2}``, ``5 + 3``), the answer has no value,
-and math-verify decides where it is installed.
+exact fraction. Where that number is only a part of an expression (``2\sqrt{2}``, ``5 + 3``), the answer has no such
+value, and `fastgrpo.rewards.equality` decides.
 """
 
-import logging
 import re
-import threading
 import unicodedata
 from fractions import Fraction
 
-logger = logging.getLogger(__name__)
+from fastgrpo.rewards.equality import same_values
 
-# The text of a model is untrusted input: a number of a million digits or a tower of powers must not stall a step.
+# The text of a model is untrusted input: a number of a million digits must not stall a step.
 MAX_NUMBER_LENGTH = 64  # characters
-MAX_EXPRESSION_LENGTH = 200  # characters
-MAX_POWERS = 2  # signs ^ in an expression
-MATH_VERIFY_TIMEOUT = 2  # seconds
+MAX_ANSWER_LENGTH = 10_000  # characters at the end of an answer that are read, and the last number is among them
 
 _MARKER = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>", re.IGNORECASE)
 
@@ -43,6 +39,13 @@ _OPERAND_BEFORE = re.compile(
 )
 _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 
+
+def _vulgar_fraction(match: re.Match) -> str:
+    """Spell a character such as ½ in LaTeX."""
+    numerator, denominator = unicodedata.normalize("NFKC", match[0]).split("⁄")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
+
+
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -57,22 +60,16 @@ _REWRITES = [
         (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|underline)\{([^{}]*)\}", r" \1 "),
         # A space separates the whole part of a mixed number from its fraction.
         (r"(?<=[0-9])\s*(?=\\[dtc]?frac|[¼-¾⅐-⅞])", " "),
-        ("[¼-¾⅐-⅞]", lambda match: unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")),
-        (rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}", r"\1/\2"),
-        (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\1/\2"),
+        ("[¼-¾⅐-⅞]", _vulgar_fraction),
+        (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
         # At the start of an answer, a sign that is separated from its number by spaces is still its sign.
         (r"\A\s*([-+])\s+", r"\1"),
     )
 ]
-
-# math-verify's time-out cannot interrupt a single long operation on integers, so expressions that may grow without
-# bound (powers of powers, factorials, functions) are never handed to it. Variables and powers of sums are handed to it
-# only where the time-out works, because simplifying them may not end.
-_POWER = r"\^(?:[0-9]|\{-?[0-9]\})(?!\s*\^)"
-_BOUNDED_EXPRESSION = re.compile(
-    r"(?:\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm)(?![A-Za-z])|\\[()\[\]]|\*(?!\*)|[0-9\s.,+\-/=()\[\]{}×÷·π]"
-    rf"|(?<=[0-9]){_POWER}|(?P<needs_alarm>[A-Za-z]|(?<![0-9]){_POWER}))*"
-)
+# Only where the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
+_FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
+# A percentage is compared without its sign, and a comma in 5,000 separates no items.
+_DROPPED = re.compile(rf"[%{_CURRENCY}]|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))")
 
 
 def completion_text(completion: str | list[dict]) -> str:
@@ -181,15 +178,15 @@ def answers_match(text: str, reference: str) -> bool | None:
     r"""Tell whether the final answers of a text and of its reference have the same value.
 
     Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
-    math-verify decides. Where it is not installed or fails, an expression does not match a number.
+    `fastgrpo.rewards.equality` compares them.
 
     Args:
-        text: The text to judge.
+        text: The text to judge. An answer that is beyond the bounds of `fastgrpo.rewards.expressions` is wrong.
         reference: The text with the right answer.
 
     Returns:
         Whether they match. None where the reference gives nothing to compare with: it has no digit, or it is an
-        expression that math-verify cannot judge here.
+        expression that cannot be read.
 
     Example:
         >>> answers_match("<answer>75%</answer>", "#### 75")
@@ -201,18 +198,21 @@ def answers_match(text: str, reference: str) -> bool | None:
     value, expected_value = _last_number(answer), _last_number(expected)
     if value is not None and expected_value is not None:
         return value == expected_value
-    verdict = _math_verify(answer, expected)
+    verdict = same_values(*(_DROPPED.sub("", side).strip() for side in (answer, expected)))
     return False if verdict is None and expected_value is not None else verdict
 
 
 def _normalize(text: str) -> str:
-    """Rewrite the spellings of numbers in LaTeX and Unicode as plain ones."""
+    """Rewrite the spellings of numbers in LaTeX and Unicode as plain ones. Only the end of a long text is read."""
+    text = text[-MAX_ANSWER_LENGTH:]
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     return text
 
 
 def _last_number(text: str) -> Fraction | None:
+    """Return the last number of a text that was normalized, or None where it is part of an expression."""
+    text = _FRACTION.sub(r"\1/\2", text)
     number = _last_match(_NUMBER, text)
     if number is None or len(number[0]) > MAX_NUMBER_LENGTH:
         return None
@@ -231,40 +231,3 @@ def _last_number(text: str) -> Fraction | None:
 
 def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
     return max(pattern.finditer(text), key=re.Match.start, default=None)
-
-
-def _math_verify(answer: str, expected: str) -> bool | None:
-    """Ask math-verify. Returns None where it is not installed or cannot judge the expected answer."""
-    try:
-        from math_verify import LatexExtractionConfig, parse, verify
-        from math_verify.errors import TimeoutException  # no subclass of Exception, so it must be caught by name
-    except ImportError:
-        return None
-    # math-verify would divide a percentage by 100, and take 5,000 for a list: both are rewritten here.
-    answer, expected = (
-        re.sub(rf"[%{_CURRENCY}]|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))", "", expression).strip()
-        for expression in (answer, expected)
-    )
-    # math-verify's time-out is an alarm signal, which Python allows in the main thread only.
-    timeout = MATH_VERIFY_TIMEOUT if threading.current_thread() is threading.main_thread() else None
-    if not _is_bounded(expected, timeout):
-        return None
-    if not _is_bounded(answer, timeout):
-        return False
-    try:
-        # Only LaTeX is parsed, because the parser of plain expressions ends in sympy's parse_expr, which runs Python.
-        gold, target = (
-            parse(f"${expression}$", [LatexExtractionConfig()], "no_fallback", parsing_timeout=timeout)
-            for expression in (expected, answer)
-        )
-        return verify(gold, target, timeout_seconds=timeout) if gold else None
-    except (Exception, TimeoutException) as error:
-        logger.warning("math-verify failed on %r against %r: %s", answer, expected, error)
-        return False
-
-
-def _is_bounded(expression: str, timeout: int | None) -> bool:
-    if len(expression) > MAX_EXPRESSION_LENGTH or expression.count("^") > MAX_POWERS:
-        return False
-    bounded = _BOUNDED_EXPRESSION.fullmatch(expression)
-    return bounded is not None and not (bounded["needs_alarm"] and timeout is None)

@@ -1,9 +1,17 @@
-"""SIGINT and SIGTERM: the first lets a run finish its step and save, the second ends the process at once."""
+"""SIGINT and SIGTERM: the first lets a run finish its step and save, the second ends the process at once.
 
+A reader of the output that leaves, as `head -1` does, lets a run finish its step and save too. The signal SIGPIPE
+itself stays ignored, as Python has it, because connections that have nothing to do with the output raise it as well.
+"""
+
+import contextlib
 import os
 import signal
+import sys
 import threading
 from typing import NoReturn, Self
+
+from fastgrpo.config.streams import Guarded
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -11,6 +19,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """A context manager that catches the first SIGINT or SIGTERM. It is true once a signal has come.
 
+    It is also true, with SIGPIPE as the signal, once nobody reads stdout or stderr any more.
     After the first signal both signals have their default effect again: they end the process, even inside a long
     kernel. A signal that was ignored before stays ignored, as SIGINT is under `nohup` and in background jobs. Python
     sets signal handlers in the main thread only, so in other threads the context does nothing.
@@ -18,18 +27,21 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = None
-        self._before = {}
+        self._before, self._streams = {}, (sys.stdout, sys.stderr)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
+            self._streams = sys.stdout, sys.stderr
+            sys.stdout, sys.stderr = (Guarded(stream, self._unread) for stream in self._streams)
         return self
 
     def __exit__(self, kind, error, trace):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        sys.stdout, sys.stderr = self._streams
 
     def __bool__(self) -> bool:
         return self.received is not None
@@ -38,18 +50,27 @@ class StopSignals:
         self.received = signal.Signals(number)
         for other in self._before:
             signal.signal(other, signal.SIG_DFL)
+        self._tell(f"{self.received.name}: finishing the step, then saving; a second signal ends the process at once")
+
+    def _unread(self):
+        if self.received is None:
+            self.received = signal.SIGPIPE
+            self._tell("nobody reads the output any more: finishing the step, then saving")
+
+    @staticmethod
+    def _tell(text):
         # os.write and not print, because the signal may have interrupted a print, which cannot be entered twice.
-        text = "finishing the step, then saving; a second signal ends the process at once"
-        os.write(2, f"\n{self.received.name}: {text}\n".encode())
+        with contextlib.suppress(OSError):  # nobody may read stderr either
+            os.write(2, f"\n{text}\n".encode())
 
     def leave(self) -> NoReturn:
         """End the process as the signal would have ended it.
 
-        Shells, torchrun and Slurm then see the exit code 130 or 143, and do not take the run for a success.
+        Shells, torchrun and Slurm then see the exit code 130, 143 or 141, and do not take the run for a success.
 
         Raises:
             KeyboardInterrupt: The signal was SIGINT.
-            SystemExit: The signal was SIGTERM. The exit code is 143.
+            SystemExit: The signal was SIGTERM, with the exit code 143, or nobody reads the output, with 141.
         """
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt

@@ -2,14 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.policy.load import refuse_code
+from fastgrpo.policy.files import loading, read_config
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
 from fastgrpo.rollout.providers import make_provider
@@ -48,15 +49,16 @@ def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
         ValueError: There is no config, or it is not one of a causal LM.
     """
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        refuse_code(path, error)
+        config = read_config(path, trust_remote_code, local_files_only=True)
+    except ValueError as error:
+        if Path(path).is_dir() or "trust_remote_code" in str(error):
+            raise
         raise ValueError(
             f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
-            f"downloaded here): {' '.join(str(error).split())[:200]}"
+            f"downloaded here): {error}"
         ) from None
+    with loading(path, "config.json"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def plan(

@@ -109,6 +109,10 @@ def test_a_terminal_without_utf8_reads_the_same(encoding, monkeypatch, capfd):
         ),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), "the disk is full, writing /x failed"),
         (KeyError("a bug"), None),
+        (MemoryError(), "^this machine has not enough memory\n  lower max_tokens_per_microbatch"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "^this machine has not enough memory\n"),
+        (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "memory for another 4,096 bytes\n"),
+        (RuntimeError("a bug"), None),
     ],
 )
 def test_what_a_person_reads_of_an_exception(error, told):

@@ -29,6 +29,9 @@ def test_yaml_numbers_may_lack_their_point(tmp_path):
         ("learning_rate: [1]", r"learning_rate must be a number, got \[1\]"),
         ("max_steps: 2.5", "max_steps must be a whole number, got 2.5"),
         ("max_steps: [", "is not YAML"),
+        ("1: 2", "the name of a setting must be text, got 1"),
+        ("null: 2", "the name of a setting must be text, got None"),
+        ("beta: 1\nbeta: 2", "recipe.yaml is not YAML that can be read: beta is given twice, in lines 1 and 2"),
         ("- max_steps", "must hold lines of `setting: value`, got a list"),
     ):
         path.write_text(line + "\n")

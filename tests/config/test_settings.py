@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import json
 import math
 import pickle
 import re
+from pathlib import Path
 from typing import get_args, get_origin
 
 import pytest
@@ -173,6 +175,33 @@ def test_frozen_and_lists_are_welcome():
     assert config.reward_weights == (1, 2) and config.report_to == ("tensorboard",)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.beta = 1
+
+
+def test_paths_become_text():
+    names = ("output_dir", "model_name_or_path", "dataset_name", "resume_from_checkpoint")
+    config = GRPOConfig(**{name: Path("runs") / "a" for name in names}, reward_funcs=[Path("own")])
+    assert [getattr(config, name) for name in names] == ["runs/a"] * 4 and config.reward_funcs == ("own",)
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["output_dir"] == "runs/a"
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"beta": "much"}, "beta must be a number, got 'much'"),
+        ({"use_peft": 1}, "use_peft must be true or false, got 1"),
+        ({"output_dir": 7}, r"output_dir must be text \(in quotes\), got 7"),
+        ({"num_generations": 2.5}, "num_generations must be a whole number, got 2.5"),
+        ({"max_steps": 10**400}, r"max_steps must be a whole number below 2\^63, got inf"),
+        ({"max_steps": 2**63}, r"max_steps must be a whole number below 2\^63, got 9.22337e\+18"),
+        ({"learning_rate": 10**400}, "learning_rate must be finite, got inf"),
+        ({"num_train_epochs": 1e308}, r"num_train_epochs must be in \(0, 1000000\], got 1e\+308"),
+        ({"temperature": 1e-40}, "temperature must be at least 1e-06, got 1e-40: the completions of a greedy"),
+        ({"eval_num_generations": 2, "eval_temperature": 1e-40}, "eval_temperature must be at least 1e-06"),
+    ],
+)
+def test_values_of_another_type_or_size_are_refused_by_name(settings, match):
+    with pytest.raises(ValueError, match=f"^{match}"):
+        GRPOConfig(**settings)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,18 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.policy.load import cast, check_vocabulary, choose_device, choose_dtype, load_policy, stop_token_ids
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.policy.load import (
+    cast,
+    check_vocabulary,
+    choose_device,
+    choose_dtype,
+    load_policy,
+    policy_and_tokenizer,
+    prepare,
+    read_weights,
+    stop_token_ids,
+)
 from fastgrpo.policy.model import Policy
 
 
@@ -82,3 +93,48 @@ def test_a_folder_gives_the_policy_and_its_tokenizer(tmp_path):
     assert tokenizer.decode(tokenizer("ab")["input_ids"]) == "ab"
     with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
         load_policy(tmp_path / "nowhere")
+
+
+def test_weights_of_another_model_are_no_checkpoint_of_the_policy(tmp_path):
+    policy = Policy.of(tiny.model())
+    tiny.model(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="lacks 12 of its weights"):
+        read_weights(policy, tmp_path)
+    tiny.model(num_hidden_layers=3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"has 12 weights of layers beyond those that config.json counts"):
+        read_weights(policy, tmp_path)
+    tiny.model(intermediate_size=32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has 6 weights of other shapes"):
+        read_weights(policy, tmp_path)
+
+
+def test_a_model_of_peft_is_refused_with_the_remedy():
+    peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    model = peft.get_peft_model(tiny.model(vocab_size=258), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"a PeftModel: pass model.merge_and_unload\(\) .* with use_peft=True"):
+        policy_and_tokenizer(model, tiny.tokenizer(), GRPOConfig(device="cpu"))
+    merged, _ = policy_and_tokenizer(model.merge_and_unload(), tiny.tokenizer(), GRPOConfig(device="cpu"))
+    assert isinstance(merged, Policy)
+
+
+@pytest.mark.parametrize("model, kind", [(None, "NoneType"), (torch.nn.Linear(1, 1), "Linear"), (7, "int")])
+def test_what_is_no_model_is_refused_by_its_type(model, kind):
+    with pytest.raises(ValueError, match=f"model must be a folder, a hub id or a transformers causal LM, got a {kind}"):
+        policy_and_tokenizer(model, None, GRPOConfig(device="cpu"))
+
+
+def test_a_model_without_a_head_or_with_quantized_weights_is_refused():
+    model = tiny.model()
+    with pytest.raises(ValueError, match="Qwen2Model is no causal LM; load the model with AutoModelForCausalLM"):
+        prepare(model.base_model)
+    model.is_quantized = True
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has quantized weights, and training needs plain ones"):
+        prepare(model)
+
+
+@pytest.mark.parametrize("configured, match", [("2", "got '2'"), (99, "is 99, .* among the model's 64")])
+def test_an_end_token_is_a_token_of_the_model(configured, match):
+    policy = Policy.of(tiny.model())
+    policy.module.generation_config.eos_token_id = configured
+    with pytest.raises(ValueError, match=f"eos_token_id of the model's generation config .*{match}"):
+        stop_token_ids(policy, tiny.tokenizer())

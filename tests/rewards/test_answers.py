@@ -1,14 +1,15 @@
 """The reader of final answers: what it reads, what it refuses, and that no text makes it slow or raise."""
 
-import logging
+import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
+from paths import ROOT
 
-from fastgrpo.rewards.answers import answers_match, completion_text, extract_answer, read_number
+from fastgrpo.rewards.answers import MAX_ANSWER_LENGTH, answers_match, completion_text, extract_answer, read_number
 
 READ = [
     # markers
@@ -179,10 +180,10 @@ def test_braces_in_a_box_are_matched():
     ids=lambda text: f"{text[:8]!r}",
 )
 def test_no_long_text_is_slow(text):
-    start = time.perf_counter()
+    start = time.thread_time()
     answers_match(text, "#### 42")
     # Reading is linear: a quadratic pattern takes minutes on these, and a slow machine less than a second.
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -217,67 +218,68 @@ HARD = [
     ("<answer>50% + 25%</answer>", "#### 75", True),
     (r"\boxed{3 \times 5,000}", "#### 15,000", True),
     (r"\boxed{3 \times 10^5}", "#### 300,000", True),
+    (r"\boxed{\frac{1}{2}\pi}", r"\frac{\pi}{2}", True),
+    (r"\boxed{1½ + 1}", "#### 2.5", True),
+    (r"\boxed{2\frac12 + 1}", "#### 3.5", True),
 ]
 
 
 @pytest.mark.parametrize(("text", "reference", "verdict"), HARD)
-def test_math_verify_decides_expressions(text, reference, verdict):
-    pytest.importorskip("math_verify")
+def test_expressions_are_compared_by_value(text, reference, verdict):
     assert answers_match(text, reference) is verdict
 
 
-def test_math_verify_decides_variables_in_the_main_thread():
-    pytest.importorskip("math_verify")
-    assert answers_match(r"\boxed{x^2 + 3x}", "x(x + 3)") is True
-
-
-def test_math_verify_decides_outside_the_main_thread():
-    pytest.importorskip("math_verify")
-    verdicts = _in_a_thread(lambda: [answers_match(text, reference) for text, reference, _ in HARD])
-    assert verdicts == [verdict for _, _, verdict in HARD]
-
-
-def test_what_only_an_alarm_could_stop_is_not_tried_outside_the_main_thread():
-    pytest.importorskip("math_verify")
-    endless = r"\boxed{(\frac{x^2+y}{z+1}+\sqrt{x+\sqrt{y}})^9 + 1}"
-    assert _in_a_thread(lambda: answers_match(endless, r"\sqrt{2}")) is False
-    assert _in_a_thread(lambda: answers_match(r"\sqrt{2}", endless)) is None
+def test_every_thread_comes_to_the_same_verdict():
+    """Variables once were judged only where an alarm signal could end what takes too long: in the main thread."""
+    cases = [*HARD, (r"\boxed{x^2 + 3x}", "x(x + 3)", True)]
+    with ThreadPoolExecutor(1) as thread:
+        verdicts = [thread.submit(answers_match, *case[:2]).result() for case in cases]
+    assert verdicts == [verdict for _, _, verdict in cases]
 
 
 def test_an_answer_too_long_to_judge_is_wrong_and_not_left_out():
-    pytest.importorskip("math_verify")
-    assert answers_match(r"\boxed{" + r"\sqrt{2} + " * 50 + "1}", r"2\sqrt{2}") is False
+    answer = r"\boxed{" + r"\sqrt{2} + " * 50 + "1}"
+    assert answers_match(answer, r"2\sqrt{2}") is False
+    assert answers_match(r"2\sqrt{2}", answer) is None
 
 
+def test_only_the_end_of_a_long_answer_is_read():
+    assert read_number("7" + "," * MAX_ANSWER_LENGTH) is None
+    assert read_number("7" + "," * (MAX_ANSWER_LENGTH - 1)) == 7
+
+
+# Each takes seconds, or gigabytes, where it is evaluated, expanded or simplified.
 @pytest.mark.parametrize(
     "expression",
-    ["9^{9^{9^9}} + 1", "9^9^9^9 + 1", "9**9**9**9 + 1", "1 + 99999999!", r"\binom{999999999}{499999999}", "1/0 + 3"],
+    [
+        "9^{9^{9^9}} + 1",
+        "9^9^9^9 + 1",
+        "9**9**9**9 + 1",
+        "9^999999999 + 1",
+        "1 + 99999999!",
+        r"\binom{999999999}{499999999}",
+        "1/0 + 3",
+        "(" * 100 + "1 + 1" + ")" * 100,
+        r"\frac{1}{1 + " * 12 + "1" + "}" * 12,
+        r"\frac{1}{(1 + \sqrt{2})(1 + \sqrt{3})(1 + \sqrt{5})(1 + \sqrt{7})(1 + \sqrt{11})(1 + \sqrt{13})} + 1",
+        r"(\frac{x^2+y}{z+1}+\sqrt{x+\sqrt{y}})^9 + 1",
+        r"x^4 + x^3 + x + \sqrt{x + 1} = \sqrt{7}",
+    ],
+    ids=lambda text: text[:20],
 )
-def test_an_expression_without_bounds_is_wrong_at_once(expression):
-    start = time.perf_counter()
+def test_an_expression_that_costs_much_to_simplify_is_wrong(expression):
     assert answers_match(rf"\boxed{{{expression}}}", "#### 42") is False
-    assert time.perf_counter() - start < 5
 
 
-def test_without_math_verify_numbers_still_compare(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert answers_match(r"\boxed{\frac{1}{2}}", "#### 0.5") is True
-    assert answers_match(r"\boxed{41}", "#### 42") is False
-    assert answers_match(r"\boxed{\sqrt{4}}", "#### 2") is False
-    assert answers_match(r"\boxed{2\sqrt{2}}", r"2\sqrt{2}") is None
-    assert answers_match("I give up", r"2\sqrt{2}") is None
-
-
-def test_a_failure_of_math_verify_is_logged_and_never_raised(monkeypatch, caplog):
-    math_verify = pytest.importorskip("math_verify")
-
-    def fail(*arguments, **options):
-        raise RuntimeError("a bug of the library")
-
-    monkeypatch.setattr(math_verify, "verify", fail)
-    with caplog.at_level(logging.WARNING):
-        assert answers_match(r"\boxed{\sqrt{4}}", "#### 2") is False
-    assert "a bug of the library" in caplog.text
+def test_no_library_of_algebra_is_loaded():
+    """It costs a second, and what it simplifies has no bound."""
+    code = r"""
+import sys
+from fastgrpo.rewards.answers import answers_match
+assert answers_match(r"\boxed{\sqrt{8} + x, x^2}", r"x^2, x + 2\sqrt{2}") is True
+print([name for name in ("sympy", "math_verify", "antlr4") if name in sys.modules])
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -299,11 +301,3 @@ def test_completion_text(completion, text):
 def test_a_completion_of_another_type_is_refused():
     with pytest.raises(TypeError, match="not int"):
         completion_text(42)
-
-
-def _in_a_thread(function):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
-    thread.start()
-    thread.join(timeout=60)
-    return results[0]

@@ -45,6 +45,42 @@ def test_every_solution_scores_its_own_answer():
     assert _neighbours_score(solutions) > 8000
 
 
+def _spellings(value: int) -> list[tuple[str, float]]:
+    """Right and wrong answers where the value is expected, with their rewards."""
+    digits = str(abs(value))
+    swapped = int(digits[1] + digits[0] + digits[2:]) if len(digits) > 1 else value
+    return [
+        (f"#### {value:,}", 1.0),
+        (f"The answer is {value}.", 1.0),
+        (f"<answer>{value}.0</answer>", 1.0),
+        (f"<answer>${value:,}.00</answer>", 1.0),
+        (f"<answer>{value}%</answer>", 1.0),
+        (rf"\boxed{{{value:,} \text{{ dollars}}}}", 1.0),
+        (rf"\boxed{{\frac{{{2 * value}}}{{2}}}}", 1.0),
+        (f"{4 * value}/4", 1.0),
+        (rf"\boxed{{{value - 1} + 1}}", 1.0),
+        (rf"\boxed{{2 \times {abs(value)}{'+-'[value > 0]}{abs(value)}}}", float(value >= 0)),
+        (rf"\boxed{{\sqrt{{{value**2}}}}}", float(value >= 0)),
+        (f"<answer>{value + 1}</answer>", 0.0),
+        (f"<answer>{-value}</answer>", float(value == 0)),
+        (f"<answer>{swapped}</answer>", float(swapped == value)),
+        (f"<answer>{value}0</answer>", float(value == 0)),
+        (f"<answer>{value}.5</answer>", 0.0),
+        (rf"\boxed{{{value} + 1}}", 0.0),
+        (rf"\boxed{{{value}\sqrt{{2}}}}", float(value == 0)),
+    ]
+
+
+def test_thousands_of_spellings_have_the_right_rewards():
+    folder = [Path(GSM8K) / name for name in ("train.jsonl", "test.jsonl")] if GSM8K else [SAMPLE]
+    values = {int(text.split("####")[1].replace(",", "")) for path in folder for text in _solutions(path)}
+    cases = [(value, *spelling) for value in values for spelling in _spellings(value)]
+    assert len(cases) > (10_000 if GSM8K else 700)
+    rewards = correctness([], [text for _, text, _ in cases], answer=[f"#### {value}" for value, _, _ in cases])
+    differ = [(case, reward) for case, reward in zip(cases, rewards, strict=True) if case[2] != reward]
+    assert not differ
+
+
 @pytest.mark.parametrize("completion", ["<answer>42</answer>", r"\boxed{42}", "#### 42", "It is $42.00."])
 def test_a_correct_value_is_rewarded_in_every_form(completion):
     messages = [{"role": "assistant", "content": completion}]

@@ -80,3 +80,22 @@ with StopSignals() as stop:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_reader_that_leaves_stops_the_run_as_a_signal_does(monkeypatch, capfd):
+    reading, writing = os.pipe()
+    stream = os.fdopen(writing, "w", buffering=1)
+    monkeypatch.setattr("sys.stdout", stream)
+    with StopSignals() as stop:
+        print("read")
+        assert not stop and os.read(reading, 10) == b"read\n"
+        os.close(reading)
+        print("lost")
+        assert stop and stop.received == signal.SIGPIPE
+        print("dropped")
+    assert sys.stdout is stream
+    assert capfd.readouterr().err.count("nobody reads the output any more: finishing the step, then saving") == 1
+    with pytest.raises(SystemExit) as raised:
+        stop.leave()
+    assert raised.value.code == 141
+    stream.close()

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.chat import Conversation, main
+from fastgrpo.chat import Conversation, escape_controls, main
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -20,10 +20,11 @@ def models(tmp_path_factory):
 
 
 def greedy_text(text, max_tokens, tokenizer):
+    """What the engine says, as chat shows it."""
     model = tiny.model(vocab_size=258, max_position_embeddings=2048)
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=(tokenizer.eos_token_id,))
     (rollout,) = RolloutEngine(model).generate([tokenizer(text)["input_ids"]], 1, sampling)
-    return tokenizer.decode(rollout.ids, skip_special_tokens=True)
+    return escape_controls(tokenizer.decode(rollout.ids, skip_special_tokens=True))
 
 
 def test_a_prompt_is_answered_as_the_engine_would(models, capsys):
@@ -112,3 +113,38 @@ def test_only_the_answer_is_told(models, tmp_path, capfd):
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": True}))
     assert main([str(folder), "--prompt", "hello", "-n", "5", "--temperature", "0"]) == 0
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
+        ("é 漢 🙂 \u200d", "é 漢 🙂 \u200d"),
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("42\r43", r"42\r43"),
+        ("\x00\x0b\x7f\x9b", r"\x00\x0b\x7f\x9b"),
+        ("\u202eabc\u2066d\u2069", r"\u202eabc\u2066d\u2069"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_escaped(text, shown):
+    assert escape_controls(text) == shown
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_an_answer_is_escaped_while_it_streams_unless_it_is_raw(models, capsys, monkeypatch, raw):
+    said = "\x1b[2J \u202e"
+    generated = tiny.tokenizer()(said)["input_ids"]
+
+    def generate(self, ids, streamer, **options):
+        streamer.put(ids)
+        for token in generated:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        return torch.cat([ids, torch.tensor([generated])], 1)
+
+    monkeypatch.setattr("transformers.GenerationMixin.generate", generate)
+    assert main([models[True], "--prompt", "hi", "--raw", str(raw)]) == 0
+    assert capsys.readouterr().out == (said if raw else r"\x1b[2J \u202e") + "\n"
+    talk = conversation()
+    assert talk.answer("hi") == said and talk.messages[-1]["content"] == said

@@ -2,9 +2,9 @@
 
 import pytest
 import tiny
-from mistakes import Case, check, words
+from mistakes import Case, check, words, yaml
 
-from fastgrpo import chat, doctor, evaluate, report
+from fastgrpo import chat, doctor, evaluate, report, train
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +13,7 @@ def saved(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("saved") / "model")
 
 
-COMMANDS = {"evaluate": evaluate, "chat": chat, "doctor": doctor, "report": report}
+COMMANDS = {"evaluate": evaluate, "chat": chat, "doctor": doctor, "report": report, "train": train}
 CASES = {
     # name, which begins with the command: (command line, what its message must say)
     "evaluate: no model": (words(""), "name at least one model"),
@@ -34,12 +34,21 @@ CASES = {
     "chat: no model": (words(""), "an argument is missing: A folder or hub id of a causal LM.; see python -m"),
     "chat: no model folder": (words("/no/such/model"), "no such model folder: /no/such/model"),
     "chat: out of range": (lambda c: [str(c.model), "--top_p", "2"], r"top_p must be in \(0, 1\], got 2"),
+    "chat: temperature that overflows": (
+        lambda c: [str(c.model), "--temperature", "1e-40"], "temperature must be 0 or at least 1e-06, got 1e-40",
+    ),
     "chat: prompt beyond the context": (
         lambda c: [str(c.model), "--prompt", "abc" * 700], "has 2100 tokens.*exceeds the model's context",
     ),
     "doctor: no model": (words("--model /no/such/model"), "no config of a causal LM at '/no/such/model'"),
     "doctor: flags alone": (words("--beta 1"), "go with --model PATH"),
     "doctor: unknown flag": (words("--model m --bta 1"), "did you mean --beta"),
+    "train: epochs without end": (words("--num_train_epochs 1e308"), r"epochs must be in .0, 1000000., got 1e\+308"),
+    "train: steps beyond 64 bits": (words(f"--max_steps {'9' * 400}"), "max_steps must be a whole number below 2.63"),
+    "train: settings given twice": (yaml("beta: 1\nbeta: 2"), "mine.yaml .*: beta is given twice, in lines 1 and 2"),
+    "train: settings without a name": (yaml("1: 2"), "mine.yaml: the name of a setting must be text, got 1"),
+    "train: brackets for settings": (yaml("[" * 5000), "mine.yaml .*: it is nested too deeply"),
+    "train: aliases": (yaml("task: &a x\ndevice: *a"), "mine.yaml .*: line 2 has an alias .*; repeat the value"),
     "report: no run": (words(""), "an argument is missing: Folder of a run, with its metrics.jsonl.; see python -m"),
     "report: folder that is no run": (words("."), "is not the folder of a run: it has no metrics.jsonl; name a folder"),
     "report: two runs": (words("a b"), "Unrecognized options: b; see python -m fastgrpo.report --help"),

@@ -1,0 +1,89 @@
+"""The output of a command: every text can be printed, and a reader that leaves, as `head -1` does, ends it quietly."""
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command whose reader has left
+
+
+def prepare_streams() -> None:
+    """Let stdout and stderr print every text, and each line at once, so that a pipe shows a line when it is written.
+
+    Where the terminal's encoding has no such character (PYTHONIOENCODING=ascii), its escape is printed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's stream has no such method, and needs none
+            stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+
+def reader_left() -> bool:
+    """Tell whether the reader of stdout or stderr has left; what is printed afterwards goes to the null device.
+
+    Returns:
+        Whether one of them has left.
+    """
+    gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+    for stream in gone:
+        _drop(stream)
+    return bool(gone)
+
+
+def _has_no_reader(stream):
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # without events of its own, it reports errors and hang-ups alone
+        return bool(poll.poll(0))
+    except OSError:  # a stream in memory has no number
+        return False
+
+
+def _drop(stream):
+    """Lead a stream whose reader has left to the null device, so that no later write fails."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+class Guarded:
+    """A text stream that reports once that its reader has left, and drops what is written afterwards.
+
+    Args:
+        stream: The stream.
+        left: Called where the reader has left.
+    """
+
+    def __init__(self, stream: TextIO, left: Callable[[], None]) -> None:
+        self._stream, self._left = stream, left
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The number of its characters.
+        """
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._report()
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is still in the buffer."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._report()
+
+    def _report(self):
+        _drop(self._stream)
+        self._left()

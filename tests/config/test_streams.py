@@ -1,0 +1,78 @@
+"""The streams of a command: characters that the terminal has not, and readers that leave."""
+
+import io
+import os
+
+import pytest
+
+from fastgrpo.config.command import run_command
+from fastgrpo.config.streams import LEFT, Guarded, prepare_streams, reader_left
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """Makes a pipe the stdout, and returns the stream and the number of its reading end. pytest sets its own between
+    fixture and test, so this happens inside of the test."""
+    streams = []
+
+    def make():
+        reading, writing = os.pipe()
+        streams.append(os.fdopen(writing, "w", encoding="ascii"))
+        monkeypatch.setattr("sys.stdout", streams[0])
+        prepare_streams()
+        return streams[0], reading
+
+    yield make
+    streams[0].close()
+
+
+def test_every_text_is_printed_at_once(pipe):
+    _, reading = pipe()
+    print("caf\u00e9 \ud800")
+    assert os.read(reading, 100) == rb"caf\xe9 \ud800" + b"\n"
+    os.close(reading)
+
+
+def test_a_stream_in_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    prepare_streams()
+    assert not reader_left()
+
+
+def test_it_is_known_whether_the_reader_has_left(pipe):
+    _, reading = pipe()
+    assert not reader_left()
+    os.close(reading)
+    with pytest.raises(BrokenPipeError):
+        print("x")
+    assert reader_left() and LEFT == 141
+    print("dropped")
+    assert not reader_left()
+
+
+def test_a_guarded_stream_reports_once_and_drops_the_rest(pipe):
+    stream, reading = pipe()
+    reports = []
+    guarded = Guarded(stream, lambda: reports.append("left"))
+    assert guarded.write("kept\n") == 5 and os.read(reading, 100) == b"kept\n"
+    assert guarded.encoding == "ascii" and guarded.fileno() == stream.fileno()
+    os.close(reading)
+    assert guarded.write("lost\n") == 5
+    guarded.write("x")
+    guarded.flush()
+    assert reports == ["left"]
+
+
+def test_a_command_whose_reader_has_left_ends_quietly(pipe, capfd):
+    _, reading = pipe()
+    os.close(reading)
+    assert run_command(lambda argv: print("x"), []) == LEFT
+    assert capfd.readouterr().err == ""
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_a_bug():
+    def fail(argv):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_command(fail, [])

@@ -1,0 +1,82 @@
+"""Whether answers that are expressions, equations or lists have the same values."""
+
+import pytest
+
+from fastgrpo.rewards.equality import same_values
+
+# answer, expected answer, verdict
+CASES = [
+    (r"2\sqrt{2}", r"\sqrt{8}", True),
+    (r"2\sqrt{2}", r"2\sqrt{3}", False),
+    (r"\frac{1 + \sqrt{5}}{2}", r"\frac{2}{\sqrt{5} - 1}", True),
+    (r"\sqrt{\frac{2 + \sqrt{3}}{4}}", r"\frac{\sqrt{6} + \sqrt{2}}{4}", True),
+    (r"\frac{\pi}{2}", r"\pi/2", True),
+    (r"\pi", "22/7", False),
+    ("3 + 10^{-9}", "3", False),
+    # variables
+    ("x^2 + 3x", "x(x + 3)", True),
+    ("x^2 + 3", "x(x + 3)", False),
+    ("X + Y", "y + x", True),
+    ("x", "y", False),
+    (r"\sqrt{x^2}", "x", False),
+    (r"\frac{x^2 - 1}{x - 1}", "x + 1", True),
+    (r"i\sqrt{3}", r"\sqrt{-3}", True),
+    # a number that is all of an answer may be rounded to six places
+    ("1.414214", r"\sqrt{2}", True),
+    (r"\sqrt{2}", "1.414214", True),
+    ("1.41421", r"\sqrt{2}", False),
+    ("1.414214 + 0", r"\sqrt{2}", False),
+    # lists
+    (r"(1, \sqrt{8})", r"(1, 2\sqrt{2})", True),
+    (r"(\sqrt{8}, 1)", r"(1, 2\sqrt{2})", False),
+    (r"\sqrt{8}, 1", r"1, 2\sqrt{2}", True),
+    (r"\{\sqrt{8}, 1\}", r"1, 2\sqrt{2}", True),
+    (r"1, \sqrt{8}", r"(1, 2\sqrt{2})", True),
+    (r"[1, \sqrt{8}]", r"(1, 2\sqrt{2})", False),
+    (r"[1, \sqrt{8}]", r"[1, 2\sqrt{2}]", True),
+    (r"(1, \sqrt{8}]", r"[1, 2\sqrt{2}]", False),
+    (r"[1, 2, \sqrt{8}]", r"(1, 2, 2\sqrt{2})", True),
+    ("1 + 1, 2 + 1, 2 + 1", "2, 3, 2", False),
+    ("1 + 1, 2 + 1", "2, 3, 3", False),
+    (r"\pm 2\sqrt{2}", r"\sqrt{8}, -\sqrt{8}", True),
+    (r"1 \pm \sqrt{2}", r"1 - \sqrt{2}, 1 + \sqrt{2}", True),
+    # equations
+    ("x = 2 + 1", "3", True),
+    ("5 + 3 = 8", r"2^3", True),
+    ("2 + 1", "x = 3", True),
+    ("x = 2 + 1", "x = 3", True),
+    ("y = 2 + 1", "x = 3", False),
+    ("y - 2x = 1", "y = 2x + 1", True),
+    ("4x + 2 = 2y", "y = 2x + 1", True),
+    ("y = 2x + 2", "y = 2x + 1", False),
+    ("x^2 + y^2 = 4", "x^2 + y^2 = 9", False),
+    ("2x + 1", "x + y = 3", False),
+    ("5 + 3 = 9", "5 + 3 = 8", False),
+    ("x = 1, y = 1 + 1", "1, 2", True),
+    # what cannot be read
+    ("3!", "6", False),
+    ("(1, 2", r"(1, 2)", False),
+    ("6", "3!", None),
+    ("6", "(1, 2", None),
+    ("9^{9^{9^9}}", "6", False),
+    ("6", "9^{9^{9^9}}", None),
+    ("+".join("1" * 200), "200", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected", "verdict"), CASES)
+def test_values_are_compared(answer, expected, verdict):
+    assert same_values(answer, expected) is verdict
+
+
+def test_math_verify_agrees():
+    """Only on short numbers: what it simplifies and solves has no bound on its cost."""
+    math_verify = pytest.importorskip("math_verify")
+    cases = CASES[:6]
+
+    def parse(text):
+        config = [math_verify.LatexExtractionConfig()]
+        return math_verify.parse(f"${text}$", config, "no_fallback", parsing_timeout=None)
+
+    for answer, expected, verdict in cases:
+        assert math_verify.verify(parse(expected), parse(answer), timeout_seconds=None) is verdict
