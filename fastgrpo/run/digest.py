@@ -14,8 +14,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    Values that JSON cannot hold count by their type alone, arrays and tensors by their numbers: the text of other
-    objects may differ from one process to the next.
+    The order of the columns does not count. Values that JSON cannot hold count by their type alone, arrays and tensors
+    by their numbers: the text of other objects may differ from one process to the next.
 
     Args:
         rows: The rows.
@@ -25,8 +25,19 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row, default=_plain, skipkeys=True).encode() + b"\n")
+        text = _text(row)
+        if text is None:
+            text = _text({str(name): _text(value) or type(value).__qualname__ for name, value in row.items()})
+        digest.update(text.encode() + b"\n")
     return digest.hexdigest()
+
+
+def _text(value):
+    """Write a value as JSON, or return None where it has no such form, as a list that holds itself has none."""
+    try:
+        return json.dumps(value, default=_plain, skipkeys=True, sort_keys=True)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def _plain(value: Any) -> Any:

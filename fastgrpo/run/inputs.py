@@ -1,5 +1,6 @@
 """The files that a run reads. None of them may lie in the run's own folder, where it could overwrite or delete them."""
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def inputs_of(
 
 def _source(function):
     """Return the file of a reward function that is not our own, or None where it has none, as in a notebook."""
-    while hasattr(function, "func"):  # functools.partial
+    while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__module__", None) or type(function).__module__
     file = getattr(sys.modules.get(name), "__file__", None)

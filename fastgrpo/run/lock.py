@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import gc
 import os
 import re
 import socket
@@ -18,8 +17,13 @@ class FolderLock:
     """A lock on a folder, which this process holds until `close`, or until the process ends.
 
     It is a POSIX record lock: it ends with the process, however that ends, and child processes do not inherit it, so a
-    child that outlives the run does not keep the folder locked. Such a lock admits a second holder in the same process;
-    this class refuses one.
+    child that outlives the run does not keep the folder locked. Such a lock admits a second holder in the same process.
+    This class refuses one while the first is busy. A holder that is not busy loses the folder to the second one, as
+    when a cell of a notebook makes its trainer again.
+
+    Attributes:
+        path: The path of the lock.
+        busy: Whether a run is under way.
 
     Args:
         path: The folder.
@@ -30,8 +34,8 @@ class FolderLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path / LOCK
-        self._refuse_second_holder()
+        self.path, self.busy = path / LOCK, False
+        self._take_over()
         self._file = self._open()
         try:
             owner = self._owner()
@@ -54,9 +58,14 @@ class FolderLock:
         self._key = self._identity()
         _held[self._key] = self
 
+    @property
+    def held(self) -> bool:
+        """Whether this lock still holds the folder."""
+        return _held.get(self._key) is self
+
     def close(self) -> None:
         """Release the folder."""
-        if _held.get(self._key) is self:
+        if self.held:
             del _held[self._key]
         self._file.close()
 
@@ -68,18 +77,20 @@ class FolderLock:
             return None
         return status.st_dev, status.st_ino
 
-    def _refuse_second_holder(self):
-        """Refuse a folder that this process holds already.
+    def _take_over(self):
+        """Take the folder from another holder of this process, or refuse it where that one is busy.
 
         This comes before the file is opened, because closing any of its descriptors would release the first lock.
         """
-        if self._identity() in _held:
-            gc.collect()  # a trainer that nothing refers to any more gives its folder back
-        if self._identity() in _held:
+        holder = _held.get(self._identity())
+        if holder is None:
+            return
+        if holder.busy:
             raise ValueError(
                 f"output_dir {self.path.parent} is in use by another trainer of this process; let its train() end, or "
                 "choose another folder"
             )
+        holder.close()
 
     def _open(self):
         """Open the lock's file without following a link and without waiting for the other end of a pipe."""

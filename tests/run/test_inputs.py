@@ -3,6 +3,7 @@
 import functools
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import tiny
 from transformers import AutoModelForCausalLM
@@ -36,6 +37,20 @@ def test_a_model_in_memory_knows_its_folder(tmp_path):
     tiny.save(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert inputs_of(GRPOConfig(), [], model) == {"the model": tmp_path / "model"}
+
+
+def test_a_callable_with_an_attribute_func_is_no_partial():
+    """A mock has every attribute, without end."""
+
+    class Reward:
+        @property
+        def func(self):
+            return self
+
+        def __call__(self, completions, **columns): ...
+
+    for function in (Mock(), Reward()):
+        assert len(inputs_of(GRPOConfig(), [function])) == 1
 
 
 def test_hub_ids_and_our_own_rewards_are_no_files():
