@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
@@ -173,7 +174,7 @@ def test_a_copy_without_the_notes_goes_on(after, reported):
     other = after.folder / "other"
     other.mkdir()
     copied(after.run, other)
-    after.patch("fastgrpo.report.draw_curves", lambda run: run / "curves.png")
+    after.patch("fastgrpo.report.draw_curves", lambda run: Path(shutil.copy(run / "metrics.jsonl", run / "curves.png")))
     assert not reported or report.main([str(other)]) == 0
     assert train.main(after.argv(**after.resumed, output_dir=other)) == 0
     assert (other / "checkpoint-3").is_dir()
