@@ -8,7 +8,7 @@ from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.settings import Settings
 from fastgrpo.run.curves import draw_curves
-from fastgrpo.run.folder import note
+from fastgrpo.run.folder import made_in, note
 
 
 @documented
@@ -34,7 +34,8 @@ def report(argv: list[str]) -> None:
             f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1"
         )
     path = draw_curves(run)
-    note(run, path.name)  # the picture is a run's from now on, whoever drew the one before it
+    if made_in(run):  # not in a folder without notes, as of an older version: its first ones are made when it goes on
+        note(run, path.name)  # the picture is a run's from now on, whoever drew the one before it
     print(path)
 
 

@@ -215,7 +215,7 @@ class GRPOTrainer:
             The summary, which is also written to summary.json.
 
         Raises:
-            ValueError: A checkpoint could not be read or written.
+            ValueError: A checkpoint could not be read or written, or the run has ended already.
             KeyboardInterrupt: The run was stopped by SIGINT, after everything was saved.
             SystemExit: The run was stopped by SIGTERM, after everything was saved. The exit code is 143.
         """
@@ -252,7 +252,11 @@ class GRPOTrainer:
 
         Returns:
             Its metrics by name.
+
+        Raises:
+            ValueError: The run has ended.
         """
+        self.log.folder.check()
         started, step = time.perf_counter(), self.state.global_step + 1
         logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
         self.timer.start()
@@ -285,7 +289,7 @@ class GRPOTrainer:
         state.num_tokens += experience.num_tokens
 
     def evaluate(self) -> dict[str, float] | None:
-        """Measure the held-out rows, and log what was measured.
+        """Measure the held-out rows, and log what was measured, unless the run has ended.
 
         Returns:
             The metrics by name, or None without held-out rows.
@@ -307,7 +311,8 @@ class GRPOTrainer:
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
             )
-        self.log.write(self.state.global_step, result.metrics())
+        if self.log.folder.held:
+            self.log.write(self.state.global_step, result.metrics())
         self.log.say(f"step {self.state.global_step}: held-out {result.summary()}")
         return result.values
 

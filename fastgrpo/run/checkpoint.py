@@ -5,6 +5,7 @@ SHA-256, is written and synced, and the folder is renamed to checkpoint-STEP. So
 and the last good checkpoint is still there. `snapshot.py` says what a checkpoint contains.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -336,7 +337,8 @@ class Checkpointer:
 
     def _write(self, step, snapshot):
         for name in ("metrics.jsonl", "samples.jsonl"):  # the checkpoint records the lengths of these files
-            sync(self.log.dir / name)
+            with contextlib.suppress(FileNotFoundError):  # whoever deleted it shall not lose the weights too
+                sync(self.log.dir / name)
         path = write_checkpoint(self.log.folder, step, snapshot.write)
         if self.config.save_total_limit is not None:
             prune(self.log.folder, self.config.save_total_limit, self.best and self.best["step"])

@@ -59,7 +59,12 @@ def _metrics_of(line):
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return row if all(value is None or isinstance(value, (int, float)) for value in row.values()) else None
+    return row if all(value is None or _is_number(value) for value in row.values()) else None
+
+
+def _is_number(value):
+    """Tell whether a value is a number that a curve can have: an int of any length cannot be a float."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
@@ -84,6 +89,9 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print) -> Path
 
     Returns:
         The path of curves.png.
+
+    Raises:
+        ValueError: There is a folder of this name.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -107,6 +115,8 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print) -> Path
         axis.set(title=title, xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
     path = Path(run_dir) / "curves.png"
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder where the picture belongs; move it away")
     figure.savefig(path, dpi=100)
     return path
 
@@ -132,7 +142,7 @@ def conclude(folder: RunFolder, summary: dict[str, Any], checkpoint: Path, say: 
         try:
             write(folder.claim(name))
             written.append(name)
-        except (ValueError, IsADirectoryError) as error:
+        except (ValueError, OSError) as error:
             say(f"warning: {name} is not written: {error}")
     files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
     files |= {Path(name).stem: name for name in written} | {"config": "config.json"}

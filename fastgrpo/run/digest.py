@@ -14,8 +14,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    Arrays and tensors count by their numbers. What JSON cannot hold besides counts by its type alone, because the text
-    of other objects may differ from one process to the next.
+    The order of the columns does not count. Arrays and tensors count by their numbers. What JSON cannot hold besides
+    counts by its type alone, because the text of other objects may differ from one process to the next.
 
     Args:
         rows: The rows.
@@ -25,8 +25,8 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        for name, value in row.items():
-            digest.update(f"{json.dumps(name)}:{_text(value)},".encode())
+        for name in sorted(row):
+            digest.update(f"{json.dumps(name)}:{_text(row[name])},".encode())
         digest.update(b"\n")
     return digest.hexdigest()
 
@@ -34,7 +34,7 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
 def _text(value: Any) -> str:
     """Return a value as JSON; its type where it cannot be written, such as a list that holds itself."""
     try:
-        return json.dumps(value, default=_plain, skipkeys=True)
+        return json.dumps(value, default=_plain, skipkeys=True, sort_keys=True)
     except (TypeError, ValueError, RecursionError):
         return type(value).__qualname__
 

@@ -5,6 +5,7 @@ made a thing. Overwriting a folder deletes what is noted alone, and a run refuse
 name that the run would use.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -34,8 +35,26 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # a reward function may change the working directory while a checkpoint is written
-        self._lock = FolderLock(path)
+        # The run stays in this folder, though the working directory may change, and links on the way to it.
+        self.path = Path(os.path.realpath(path))
+        self._lock = FolderLock(self.path)
+
+    @property
+    def held(self) -> bool:
+        """Whether the folder has not been released yet."""
+        return self._lock.held
+
+    def check(self) -> None:
+        """Refuse to go on in a folder that is not held any more.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if not self.held:
+            raise ValueError(
+                f"this trainer no longer holds output_dir {self.path}, because its run has ended; make a new trainer, "
+                "with resume_from_checkpoint='auto' to go on with the run"
+            )
 
     def close(self) -> None:
         """Release the folder."""
@@ -134,18 +153,31 @@ def made_in(path: Path) -> set[str]:
     return {name for name, there in noted.items() if there and NAMES.fullmatch(name)}
 
 
-def note(path: Path, name: str, gone: bool = False) -> None:
-    """Note that a run is about to make something in a folder, or that it has deleted it.
+def note(path: Path, *names: str, gone: bool = False) -> None:
+    """Note that a run is about to make things in a folder, or that it has deleted them.
+
+    The notes reach the disk before this returns, so that no failure of the machine keeps a thing and loses its note.
 
     Args:
         path: The folder.
-        name: The name of the thing, one of `NAMES`.
-        gone: Whether it was deleted.
+        names: The names of the things, each one of `NAMES`.
+        gone: Whether they were deleted.
+
+    Raises:
+        ValueError: The file of the notes is something else, such as a link.
     """
-    assert NAMES.fullmatch(name), name
+    assert all(NAMES.fullmatch(name) for name in names), names
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path / MADE, flags, 0o644), "a") as file:
-        file.write((_GONE if gone else "") + name + "\n")
+    try:
+        descriptor = os.open(path / MADE, flags, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise ValueError(f"{path / MADE} is not a list of what runs made there; move it away") from None
+        raise
+    with open(descriptor, "a") as file:
+        file.writelines((_GONE if gone else "") + name + "\n" for name in names)
+        file.flush()
+        os.fsync(descriptor)
 
 
 def claim_output_dir(
@@ -174,7 +206,7 @@ def claim_output_dir(
     try:
         if output_dir is None:
             return RunFolder(_next_numbered(task))
-        path = Path(output_dir)
+        path = Path(os.path.realpath(output_dir))
         if path.exists() and not path.is_dir():
             raise ValueError(f"output_dir {path} is a file; name a folder")
         _refuse_inputs(path, inputs or {})
@@ -212,9 +244,9 @@ def contents(path: Path) -> list[Path]:
 
 
 def _refuse_inputs(path, inputs):
-    """Refuse a run folder that holds something that the run reads."""
+    """Refuse a run folder, a path without links, that holds something that the run reads."""
     for what, file in inputs.items():
-        if Path(file).resolve().is_relative_to(path.resolve()):
+        if Path(file).resolve().is_relative_to(path):
             raise ValueError(
                 f"{what} {file} lies inside output_dir {path}, where the run could overwrite it; choose another "
                 "output_dir"

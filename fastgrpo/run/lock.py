@@ -54,9 +54,14 @@ class FolderLock:
         self._key = self._identity()
         _held[self._key] = self
 
+    @property
+    def held(self) -> bool:
+        """Whether this lock still holds the folder."""
+        return _held.get(self._key) is self
+
     def close(self) -> None:
         """Release the folder."""
-        if _held.get(self._key) is self:
+        if self.held:
             del _held[self._key]
         self._file.close()
 
@@ -78,7 +83,7 @@ class FolderLock:
         if self._identity() in _held:
             raise ValueError(
                 f"output_dir {self.path.parent} is in use by another trainer of this process; let its train() end, or "
-                "choose another folder"
+                "give the folder back with trainer.log.close()"
             )
 
     def _open(self):

@@ -161,6 +161,8 @@ class RunLog:
             self._metrics, self._samples = (_appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES)
             self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
         except BaseException:
+            if self.checkpoint is None:
+                self.folder.empty()  # so that the same command finds no run in its way
             self.folder.close()
             raise
         self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
@@ -168,6 +170,7 @@ class RunLog:
         self.bar = None
 
     def __enter__(self) -> Self:
+        self.folder.check()
         return self
 
     def __exit__(self, kind, error, trace):

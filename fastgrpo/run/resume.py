@@ -47,11 +47,17 @@ def _find(folder, config, say):
     if resume == "auto":
         checkpoint = newest_good(path, say)
     else:
-        checkpoint = Path(resume)
+        checkpoint = path / Path(resume).name  # without `..` on the way, whose folder may be set aside
         verify(checkpoint, NEEDED)
     if checkpoint is None:
         if (path / "summary.json").exists():
             raise ValueError(f"{path} holds a finished run without its checkpoints; choose another output_dir")
+        stale = [entry.name for entry in folder.made() if entry.name.startswith("stale-")]
+        if stale:
+            raise ValueError(
+                f"{path} holds {stale[-1]} and no checkpoint to go on from; rename it to go on from it, or choose "
+                "another output_dir"
+            )
         if contents(path) and not folder.made():
             raise ValueError(
                 f"output_dir {path} holds files that are not of a run, and resume_from_checkpoint=auto found no "
@@ -61,14 +67,22 @@ def _find(folder, config, say):
         say(f"there is no checkpoint in {path}, so a new run starts")
         folder.empty()
         return None
-    # A checkpoint may have been copied to here, and runs of older versions noted nothing. What its manifest confirms is
-    # of a run, and so is, in a folder without any notes, what stands beside it.
-    for entry in [checkpoint] if folder.made() else folder.foreign():
-        note(path, entry.name)
+    # A checkpoint may have been copied to here: its manifest confirms that it is of a run. Runs of older versions noted
+    # nothing, and copies of folders lack the notes. There the settings in config.json confirm what stands beside it.
+    whole = not folder.made() and _is_run(path)
+    note(path, *(entry.name for entry in folder.foreign() if whole or entry == checkpoint))
     folder.refuse_foreign()
     check_settings(checkpoint, config, say)
     say(f"going on from {checkpoint}")
     return checkpoint
+
+
+def _is_run(path):
+    """Tell whether config.json in a folder holds the settings of a run."""
+    try:
+        return "resume_from_checkpoint" in json.loads((path / "config.json").read_text())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 def _parent(checkpoint, output_dir):

@@ -14,6 +14,7 @@ goes, and the parts that it does not name go to trainer_state.json. torch.distri
 """
 
 import json
+import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -157,8 +159,8 @@ def _load(parts, path, state):
     policy: Policy = parts["policy"]
     try:
         policy.load_state_dict(read_weights(policy, path))
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the weights in {path} cannot be read: {error}") from error
     parts[PROGRESS].load_state_dict(state)
     apart = {"policy", PROGRESS}.union(*FILES.values())
     for name, part in parts.items():
@@ -173,9 +175,12 @@ def _load(parts, path, state):
 
 
 def _read(file, state):
-    """Read a file of a checkpoint. Raises ValueError where it is missing."""
+    """Read a file of a checkpoint. Raises ValueError where it is missing or is no file of torch's."""
     if file.exists():
-        return torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
     if file.name == "reference.pt" and "reference_measured" in state:  # older checkpoints have it in trainer_state.json
         return {"measured": state["reference_measured"]}
     raise ValueError(f"{file} is missing from the checkpoint")

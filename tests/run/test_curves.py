@@ -82,7 +82,18 @@ def test_what_cannot_be_written_at_the_end_is_named_and_the_rest_is_written(tmp_
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "7", '"text"', '{"reward": 1}', '{"step": 1, "reward": "much"}', "\x00", "[" * 10**5]
+    "line",
+    [
+        "{",
+        "7",
+        '"text"',
+        '{"reward": 1}',
+        '{"step": 1, "reward": "much"}',
+        "\x00",
+        "[" * 10**5,
+        '{"step": 1, "reward": 1' + "0" * 400 + "}",
+        '{"step": 1' + "0" * 400 + "}",
+    ],
 )
 def test_lines_that_hold_no_metrics_are_named_and_passed_over(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(

@@ -40,6 +40,26 @@ def test_rows_may_hold_anything():
     assert digest_of_rows([UserDict(row) for row in ROWS]) == digest_of_rows(ROWS)
 
 
+def test_the_order_of_columns_does_not_count():
+    assert digest_of_rows([{"answer": 1, "prompt": "ab"}, {"prompt": "cd", "answer": 2}]) == digest_of_rows(ROWS)
+
+
+RING = []
+RING.append(RING)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [RING, 10**5000, {1: 2, "1": 3}, numpy.ndarray, torch.empty(2, device="meta")],
+    ids=["a ring", "a long number", "keys of two types", "a class", "no numbers"],
+)
+def test_a_value_that_json_refuses_counts_by_its_type_and_the_others_count_in_full(value):
+    first = digest_of_rows([{"prompt": "ab", "odd": value}])
+    assert first == digest_of_rows([{"prompt": "ab", "odd": value}])
+    assert first != digest_of_rows([{"prompt": "cd", "odd": value}])
+    assert first != digest_of_rows([{"prompt": "ab", "odd": object()}])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_one_bit_of_one_weight_changes_the_digest(dtype):
     """Among whole blocks and in the rest, in every position of the number."""

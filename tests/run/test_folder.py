@@ -1,5 +1,6 @@
 """The folder of a run: only what a run noted as its own is deleted, and nothing else is overwritten."""
 
+import os
 import subprocess
 import sys
 
@@ -126,9 +127,58 @@ def test_notes_that_are_something_else_are_not_followed(tmp_path):
     (tmp_path / MADE).symlink_to(tmp_path / "list")
     run = RunFolder(tmp_path)
     assert run.made() == []
-    with pytest.raises(OSError, match="symbolic links"):
-        run.claim("config.json")
+    for make in (None, os.mkdir, os.mkfifo):
+        if make is not None:
+            (tmp_path / MADE).rmdir() if (tmp_path / MADE).is_dir() else (tmp_path / MADE).unlink()
+            make(tmp_path / MADE)
+        with pytest.raises(ValueError, match=f"{MADE} is not a list of what runs made there; move it away"):
+            run.claim("config.json")
     assert (tmp_path / "list").read_text() == "merged\n"
+
+
+def test_notes_are_on_the_disk_before_the_thing_is_made(tmp_path, monkeypatch):
+    """A machine that fails could otherwise keep a checkpoint and lose its note."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    run = RunFolder(tmp_path)
+    run.claim("checkpoint-4")
+    note(tmp_path, "merged", "config.json")
+    assert synced == [len("checkpoint-4\n"), len("checkpoint-4\nmerged\nconfig.json\n")]
+    assert made_in(tmp_path) == {"checkpoint-4", "merged", "config.json"}
+
+
+def test_a_run_stays_in_its_folder_though_a_link_to_it_moves(tmp_path):
+    for name in ("mine", "other"):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    runs = [
+        claim_output_dir(str(tmp_path / "link"), "t", overwrite=True),
+        RunFolder(tmp_path / "link/deeper/../deeper"),
+    ]
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    for run in runs:
+        run.claim("config.json").touch()
+    assert names(tmp_path / "mine") == {"deeper", "config.json"} and names(tmp_path / "mine/deeper") == {"config.json"}
+    assert names(tmp_path / "other") == {"deeper"}
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(ValueError, match=r"circle cannot be written: .*; choose another folder"):
+        claim_output_dir(str(tmp_path / "circle"), "t", inputs={"the model": tmp_path})
+
+
+def test_a_folder_that_was_released_or_taken_is_not_gone_on_with(tmp_path):
+    first = RunFolder(tmp_path)
+    second = RunFolder(tmp_path)
+    second.begin()
+    with pytest.raises(ValueError, match="in use by another trainer of this process"):
+        RunFolder(tmp_path)
+    second.close()
+    for run in (first, second):
+        for use in (run.begin, run.check):
+            with pytest.raises(
+                ValueError, match=r"no longer holds output_dir .*because its run has ended or a later t"
+            ):
+                use()
 
 
 def test_what_a_run_reads_may_not_lie_in_its_folder(tmp_path):

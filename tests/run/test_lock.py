@@ -54,6 +54,16 @@ def test_a_holder_that_nothing_refers_to_gives_its_folder_back(tmp_path):
     FolderLock(tmp_path).close()
 
 
+def test_a_lock_that_was_closed_does_not_release_the_next_one(tmp_path):
+    first = FolderLock(tmp_path)
+    first.close()
+    second = FolderLock(tmp_path)
+    first.close()
+    assert second.held and not first.held and "in use by a run that is still alive" in asked(tmp_path)
+    second.close()
+    assert not second.held and asked(tmp_path) == ""
+
+
 def test_what_is_not_a_lock_is_refused_and_keeps_its_content(tmp_path):
     thesis = tmp_path / "thesis.txt"
     thesis.write_text("years of work")

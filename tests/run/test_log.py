@@ -92,6 +92,7 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package
     monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
     with pytest.raises(ValueError, match=f"report_to {name} needs a package that is missing: pip install {name}"):
         make_log(tmp_path, report_to=name)
+    make_log(tmp_path).close()  # the run that did not begin left nothing in the way of the next one
 
 
 def test_steps_before_an_error_are_logged(tmp_path):

@@ -3,9 +3,10 @@
 import random
 
 import numpy
+import pytest
 import torch
 
-from fastgrpo.run.snapshot import GlobalRNG, to_host
+from fastgrpo.run.snapshot import GlobalRNG, _read, to_host
 
 
 def test_copies_are_the_snapshots_own():
@@ -23,6 +24,13 @@ def test_a_tensor_that_occurs_twice_is_copied_once():
     first = to_host({"embedding": weight, "head": weight.view(3), "other": weight[:2]}, copies)
     assert first["embedding"] is first["head"] is not first["other"]
     assert to_host([weight], copies)[0] is first["embedding"]
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"\x80\x02cos\nsystem\n(S'true'\ntR."])
+def test_a_file_that_torch_cannot_read_is_named(tmp_path, content):
+    (tmp_path / "optimizer.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"optimizer.pt cannot be read: \w+: "):
+        _read(tmp_path / "optimizer.pt", {})
 
 
 def draws():

@@ -2,7 +2,11 @@
 
 import json
 
+import pytest
+
+from fastgrpo import report
 from fastgrpo.report import main
+from fastgrpo.run.folder import MADE, RunFolder, made_in
 
 
 def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
@@ -11,6 +15,25 @@ def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    (tmp_path / "curves.png").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert "curves.png is a folder where the picture belongs; move it away" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_the_picture_is_noted_where_the_run_noted_what_it_made(tmp_path, monkeypatch, noted):
+    """A first note in a folder without any would tell that all else in it is no run's."""
+    monkeypatch.setattr(report, "draw_curves", lambda run: run / "curves.png")
+    run = RunFolder(tmp_path)
+    (run.claim("metrics.jsonl") if noted else tmp_path / "metrics.jsonl").touch()
+    assert main([str(tmp_path)]) == 0
+    assert (tmp_path / MADE).exists() == noted and made_in(tmp_path) == (
+        {"metrics.jsonl", "curves.png"} if noted else set()
+    )
 
 
 def test_a_run_must_be_named(tmp_path, capsys):

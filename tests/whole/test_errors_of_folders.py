@@ -4,15 +4,16 @@ import importlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import tiny
 from mistakes import Case, check
 from resumed import write_manifest
 
-from fastgrpo import GRPOConfig, GRPOTrainer, report, train
+from fastgrpo import report, train
 from fastgrpo.run.curves import draw_curves
-from fastgrpo.run.folder import MADE
+from fastgrpo.run.folder import MADE, remove
 from fastgrpo.run.lock import LOCK
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -129,20 +130,6 @@ def test_a_lock_that_is_a_link_is_not_followed(case, capfd):
     assert (case.folder / "thesis.txt").read_text() == "years of work"
 
 
-def test_two_trainers_of_one_process_do_not_share_a_folder(case):
-    def make(**settings):
-        rows, reward = [{"prompt": "ab"}], lambda completions, **columns: [0.0] * len(completions)
-        config = GRPOConfig(output_dir=str(case.run), device="cpu", max_steps=1, prompts_per_step=1, **settings)
-        return GRPOTrainer(str(case.model), reward, config, rows)
-
-    first = make()
-    for settings in ({"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}):
-        with pytest.raises(ValueError, match=r"in use by another trainer of this process; let its train\(\) end"):
-            make(**settings)
-    first.log.close()
-    make(overwrite_output_dir=True).log.close()
-
-
 def test_a_resumed_run_notices_other_rows(after, capfd):
     after.write('{"prompt": "ab"}', '{"prompt": "ce"}')
     message = "the rows of the training data have changed since .*checkpoint-2 was written; .*--resume_ignore data"
@@ -172,6 +159,64 @@ def test_a_resumed_run_notices_other_weights_below_its_reference(after, capfd):
 def test_nothing_can_be_ignored_where_nothing_is_resumed(case, capfd):
     message = "resume_ignore has an effect only where resume_from_checkpoint is set; leave it out"
     check(train.main, case.argv(resume_ignore="data"), message, capfd)
+
+
+def copied(run, folder, *names):
+    """A copy of some of what a run left, as `cp -r run/*` makes it, without the names that begin with a dot."""
+    for path in run.iterdir():
+        if path.name in names or (not names and not path.name.startswith(".")):
+            (shutil.copytree if path.is_dir() else shutil.copy)(path, folder / path.name)
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_copy_without_the_notes_goes_on(after, reported):
+    """As does the folder of an older version, which made no notes. A report in between changes nothing."""
+    other = after.folder / "other"
+    other.mkdir()
+    copied(after.run, other)
+    after.patch("fastgrpo.report.draw_curves", lambda run: Path(shutil.copy(run / "metrics.jsonl", run / "curves.png")))
+    assert not reported or report.main([str(other)]) == 0
+    assert train.main(after.argv(**after.resumed, output_dir=other)) == 0
+    assert (other / "checkpoint-3").is_dir()
+
+
+def test_what_stands_beside_a_copied_checkpoint_is_no_runs(after, capfd):
+    other = after.folder / "other"
+    fill(other, "checkpoint-9/thesis", "merged/model")
+    copied(after.run, other, "checkpoint-2")
+    before = tree(other)
+    message = "holds checkpoint-9, which no run made there and a run would overwrite; move it away"
+    check(train.main, after.argv(**after.resumed, output_dir=other), message, capfd)
+    assert tree(other) == before
+
+
+def test_checkpoints_that_were_set_aside_are_not_deleted_for_a_new_run(after, capfd):
+    assert train.main(after.argv(**{**after.resumed, "resume_from_checkpoint": after.run / "checkpoint-1"})) == 0
+    for path in (*after.run.glob("checkpoint-*"), after.run / "summary.json"):
+        remove(path)
+    message = "run holds stale-checkpoint-2 and no checkpoint to go on from; rename it to go on from it, or choose"
+    check(train.main, after.argv(**after.resumed), message, capfd)
+    assert (after.run / "stale-checkpoint-2" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_may_be_named_by_a_roundabout_path(after):
+    """The folder on the way is one of those that are set aside."""
+    path = after.run / "checkpoint-2" / ".." / "checkpoint-1"
+    assert train.main(after.argv(**{**after.resumed, "resume_from_checkpoint": path})) == 0
+    assert {"checkpoint-1", "stale-checkpoint-2", "checkpoint-3"} <= {entry.name for entry in after.run.iterdir()}
+
+
+def test_whoever_deletes_the_metrics_of_a_run_does_not_lose_its_weights(case, capfd):
+    def delete(completions, trainer_state, **columns):
+        (case.run / "metrics.jsonl").unlink(missing_ok=True)
+        return [0.0] * len(completions)
+
+    importlib.import_module("own_rewards")
+    case.monkeypatch.setattr("own_rewards.share", delete)
+    case.patch("fastgrpo.run.curves.draw_curves", draw_curves)  # the real one
+    assert train.main(case.argv()) == 0
+    assert "warning: curves.png is not written: " in capfd.readouterr().out
+    assert (case.run / "checkpoint-1").is_dir() and (case.run / "summary.json").is_file()
 
 
 def rewritten(manifest):

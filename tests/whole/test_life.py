@@ -1,0 +1,58 @@
+"""The life of a trainer in one Python process, as in a notebook: made anew, interrupted, and used after its run."""
+
+import signal
+
+import pytest
+from resumed import Crash, crash, signalled
+from runs import PROMPTS, make_trainer, share_of_a
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+ENDED = r"this trainer no longer holds output_dir .*make a new trainer, with resume_from_checkpoint='auto' to go on"
+
+
+@pytest.mark.parametrize("settings", [{"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}])
+def test_two_trainers_of_one_process_do_not_share_a_folder(tmp_path, settings):
+    first = make_trainer(tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"in use by another trainer of this process; .* back with trainer.log.close"):
+        make_trainer(tmp_path, **settings)
+    first.log.close()
+    second = make_trainer(tmp_path, **settings)
+    assert second.train()["steps"] == 2
+    for use in (first.train, first.step, second.train, second.step):
+        with pytest.raises(ValueError, match=ENDED):
+            use()
+    assert (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert make_trainer(tmp_path, **settings, max_steps=3).train()["steps"] == 3
+
+
+def test_a_run_under_way_keeps_its_folder(tmp_path):
+    def meddling(completions, **columns):
+        for settings in ({"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}):
+            with pytest.raises(ValueError, match=r"in use by another trainer of this process; let its train\(\) end"):
+                make_trainer(tmp_path, **settings)
+        return share_of_a(completions)
+
+    assert make_trainer(tmp_path, meddling, max_steps=1).train()["steps"] == 1
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_held_out_rows_can_be_measured_after_the_run(tmp_path):
+    trainer = make_trainer(tmp_path, eval_rows=PROMPTS)
+    trainer.train()
+    logged = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert trainer.evaluate()["eval/accuracy"] == trainer.state.accuracy_after
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == logged
+
+
+@pytest.mark.parametrize(
+    "reward, end", [(crash(2), Crash), (signalled(1, signal.SIGINT, share_of_a), KeyboardInterrupt)]
+)
+def test_a_run_that_was_interrupted_goes_on_in_a_new_trainer(tmp_path, reward, end):
+    settings = {"max_steps": 4, "save_steps": 1, "resume_from_checkpoint": "auto"}
+    trainer = make_trainer(tmp_path, reward, **settings)
+    with pytest.raises(end):
+        trainer.train()
+    with pytest.raises(ValueError, match=ENDED):
+        trainer.train()
+    trainer = make_trainer(tmp_path, share_of_a, **settings)
+    assert trainer.log.checkpoint.name == "checkpoint-1" and trainer.train()["steps"] == 4
