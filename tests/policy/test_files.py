@@ -110,10 +110,13 @@ def test_code_is_refused_with_the_remedy():
 
 def test_ids_of_tokens_are_whole_numbers_from_0_on():
     assert (
-        check_token_ids("f", None) == []
-        and check_token_ids("f", 3) == [3]
-        and check_token_ids("f", [3, 4]) == [3, 4]
+        check_token_ids("f", None) == [] and check_token_ids("f", 3) == [3] and check_token_ids("f", [3, 4]) == [3, 4]
     )
-    for ids, match in (("3", "got '3'"), ([1, None], "got None"), (1.0, "got 1.0"), (-1, "f is -1, but there is no such token")):
+    for ids, match in (
+        ("3", "got '3'"),
+        ([1, None], "got None"),
+        (1.0, "got 1.0"),
+        (-1, "f is -1, but there is no such token"),
+    ):
         with pytest.raises(ValueError, match=match):
             check_token_ids("f", ids)

@@ -145,5 +145,7 @@ def test_an_end_token_beyond_the_vocabulary_is_left_out_unless_it_is_the_only_on
     assert stop_token_ids(policy, tokenizer) == (1,)
     assert "names end tokens [50256], but the model has 64 tokens alone: completions end at [1]" in caplog.text
     tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"name end tokens \[50256\], .* 64 .*so no completion could end; set eos_token"):
+    with pytest.raises(
+        ValueError, match=r"name end tokens \[50256\], .* 64 .*so no completion could end; set eos_token"
+    ):
         stop_token_ids(policy, tokenizer)
