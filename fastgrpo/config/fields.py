@@ -153,8 +153,8 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     Args:
         where: What a refusal names first: the setting, and its file if there is one.
         value: The value. A path counts as text, a single value as a tuple of one, and text that spells a number as the
-            number, because YAML 1.1 reads 5e-5, without a point, as text. Arrays and numbers of NumPy and torch count as
-            lists and numbers of Python, and a set as a sorted list.
+            number, because YAML 1.1 reads 5e-5, without a point, as text. Arrays and numbers of NumPy and torch
+            count as lists and numbers of Python, and a set as a sorted list.
         kind: The type of the field.
 
     Returns:

@@ -1,4 +1,4 @@
-"""YAML without what a file of settings has no use for: keys given twice, and aliases of lists, which can grow without end.
+"""YAML without what a file of settings has no use for: keys given twice, and aliases of lists, which grow without end.
 
 PyYAML is imported with this module, so `recipe.py` imports it where a file is read.
 """

@@ -5,6 +5,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command whose reader has left
@@ -16,9 +17,8 @@ def prepare_streams() -> None:
     Where the terminal's encoding has no such character (PYTHONIOENCODING=ascii), its escape is printed. A stream that
     the process was started without (`>&-`) is the null device from now on.
     """
-    sys.stdout, sys.stderr = (
-        open(os.devnull, "w", encoding="utf-8") if stream is None else stream for stream in (sys.stdout, sys.stderr)
-    )
+    null = Path(os.devnull)
+    sys.stdout, sys.stderr = (null.open("w") if stream is None else stream for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has no such method, and needs none
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
