@@ -153,7 +153,8 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     Args:
         where: What a refusal names first: the setting, and its file if there is one.
         value: The value. A path counts as text, a single value as a tuple of one, and text that spells a number as the
-            number, because YAML 1.1 reads 5e-5, without a point, as text.
+            number, because YAML 1.1 reads 5e-5, without a point, as text. Arrays and numbers of NumPy and torch
+            count as lists and numbers of Python, and a set as a sorted list.
         kind: The type of the field.
 
     Returns:
@@ -164,7 +165,10 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     """
     if isinstance(kind, UnionType):  # with None
         return None if value is None else typed(where, value, get_args(kind)[0])
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if get_origin(kind) is tuple:
+        value = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         items = value if isinstance(value, (list, tuple)) else [value]
         return tuple(typed(where, item, get_args(kind)[0]) for item in items)
     if kind in (int, float) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""YAML without what a file of settings has no use for: keys given twice, and aliases, which can grow without end.
+"""YAML without what a file of settings has no use for: keys given twice, and aliases of lists, which grow without end.
 
 PyYAML is imported with this module, so `recipe.py` imports it where a file is read.
 """
@@ -9,12 +9,15 @@ import yaml
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which refuses duplicate keys and aliases."""
+    """PyYAML's safe loader, which refuses duplicate keys and aliases of lists and dictionaries."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             line = self.peek_event().start_mark.line + 1
-            raise ValueError(f"line {line} has an alias (*name), which is not supported; repeat the value")
+            node = super().compose_node(parent, index)
+            if isinstance(node, yaml.ScalarNode):
+                return node
+            raise ValueError(f"line {line} has an alias (*name) of a list or dictionary; repeat the value")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
@@ -37,7 +40,7 @@ def read_yaml(text: str) -> Any:
         What it holds: None, a number, a text, a list or a dictionary.
 
     Raises:
-        ValueError: It is not YAML, gives a key twice, has an alias, or is nested too deeply.
+        ValueError: It is not YAML, gives a key twice, has an alias of a list, or is nested too deeply.
     """
     try:
         loader = _Loader(text)

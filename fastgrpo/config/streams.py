@@ -5,6 +5,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command whose reader has left
@@ -13,8 +14,11 @@ LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command who
 def prepare_streams() -> None:
     """Let stdout and stderr print every text, and each line at once, so that a pipe shows a line when it is written.
 
-    Where the terminal's encoding has no such character (PYTHONIOENCODING=ascii), its escape is printed.
+    Where the terminal's encoding has no such character (PYTHONIOENCODING=ascii), its escape is printed. A stream that
+    the process was started without (`>&-`) is the null device from now on.
     """
+    null = Path(os.devnull)
+    sys.stdout, sys.stderr = (null.open("w") if stream is None else stream for stream in (sys.stdout, sys.stderr))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has no such method, and needs none
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
@@ -46,6 +50,10 @@ def _drop(stream):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def _nothing():
+    """Do nothing."""
 
 
 class Guarded:
@@ -80,7 +88,7 @@ class Guarded:
     def flush(self) -> None:
         """Write what is still in the buffer."""
         try:
-            self._stream.flush()
+            getattr(self._stream, "flush", _nothing)()  # print does without this method, and so does tqdm
         except BrokenPipeError:
             self._report()
 

@@ -205,13 +205,12 @@ def _check_config(where, fields):
             _check_config(f"{where}: {name}", inner)
 
 
-def check_token_ids(where: str, ids: Any, count: int | None = None) -> list[int]:
-    """Refuse ids of tokens that are no whole numbers, or that no token has.
+def check_token_ids(where: str, ids: Any) -> list[int]:
+    """Refuse ids of tokens that are no whole numbers, or negative.
 
     Args:
         where: What the refusal names first: the file and the field.
         ids: An id, a list of ids, or None.
-        count: The number of embeddings of the model; None where it is not known yet.
 
     Returns:
         The ids; empty for None.
@@ -223,7 +222,6 @@ def check_token_ids(where: str, ids: Any, count: int | None = None) -> list[int]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ValueError(f"{where} must be the id of a token or a list of ids, got {token!r}; correct it")
-        if token < 0 or (count is not None and token >= count):
-            among = "" if count is None else f" among the model's {count}"
-            raise ValueError(f"{where} is {token}, but there is no such token{among}; correct it")
+        if token < 0:
+            raise ValueError(f"{where} is {token}, but there is no such token; correct it")
     return ids

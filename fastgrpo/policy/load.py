@@ -208,6 +208,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Find the ids that end a completion: the tokenizer's end token and those of the model's generation config.
 
+    Ids that no token of the model has end nothing and are left out with a warning: transformers puts the end token of
+    the full-sized model into the generation config of a small one whose config names none.
+
     Args:
         policy: The policy.
         tokenizer: Its tokenizer.
@@ -216,18 +219,23 @@ def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[
         The ids, in rising order.
 
     Raises:
-        ValueError: There are none, or an id is not that of a token of the model.
+        ValueError: There are none, or an id is no whole number.
     """
     model, count = policy.module, policy.module.get_input_embeddings().weight.shape[0]
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = {*check_token_ids("eos_token_id of the model's generation config", configured, count), tokenizer.eos_token_id}
-    ids.discard(None)
-    if not ids:
+    configured = check_token_ids("eos_token_id of the model's generation config", configured)
+    ids = sorted({*configured, tokenizer.eos_token_id} - {None})
+    stops = tuple(token for token in ids if token < count)
+    beyond = f"end tokens {ids[len(stops) :]}, but the model has {count} tokens alone"
+    if not stops:
+        problem = f"the tokenizer and generation_config.json name {beyond}" if ids else "the tokenizer has no end token"
         raise ValueError(
-            "the tokenizer has no end token, so no completion could end; set eos_token in tokenizer_config.json or "
-            "eos_token_id in generation_config.json"
+            f"{problem}, so no completion could end; set eos_token in tokenizer_config.json or eos_token_id in "
+            "generation_config.json"
         )
-    return tuple(sorted(ids))
+    if len(stops) < len(ids):
+        logger.warning("the tokenizer or generation_config.json names %s: completions end at %s", beyond, list(stops))
+    return stops
 
 
 def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:

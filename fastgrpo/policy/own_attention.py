@@ -26,12 +26,15 @@ def packing_obstacle(model: PreTrainedModel) -> str | None:
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     rope = getattr(config, "rope_parameters", None) or {}
+    widths = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
     if not getattr(model, "_supports_attention_backend", False):
         return "does not use transformers' attention interface"
     if layer_types:
         return f"has layers that are not plain attention ({', '.join(sorted(layer_types))})"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "has soft-capped attention"
+    if None not in widths and widths[0] != widths[1]:  # as DeepSeek's latent attention has them
+        return f"has keys of width {widths[0]} and values of width {widths[1]}"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "has attention sinks"
     if rope.get("rope_type") in ("dynamic", "longrope"):

@@ -35,7 +35,9 @@ class StopSignals:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._note)
             self._streams = sys.stdout, sys.stderr
-            sys.stdout, sys.stderr = (Guarded(stream, self._unread) for stream in self._streams)
+            sys.stdout, sys.stderr = (
+                None if stream is None else Guarded(stream, self._unread) for stream in self._streams
+            )
         return self
 
     def __exit__(self, kind, error, trace):

@@ -15,12 +15,16 @@ def test_what_settings_need_is_read():
     assert read_yaml("") is None
 
 
+def test_a_value_may_be_named_and_used_again():
+    assert read_yaml("save_steps: &often 50\neval_steps: *often\n") == {"save_steps": 50, "eval_steps": 50}
+
+
 @pytest.mark.parametrize(
     "text, match",
     [
         ("beta: 1\nseed: 2\nbeta: 3\n", "beta is given twice, in lines 1 and 3; delete one of them"),
         ("{beta: 1, beta: 1}", "beta is given twice, in lines 1 and 1"),
-        (BOMB, r"line 2 has an alias \(\*name\), which is not supported; repeat the value"),
+        (BOMB, r"line 2 has an alias \(\*name\) of a list or dictionary; repeat the value"),
         ("a: &a {b: 1}\nc:\n  <<: *a\n", "line 3 has an alias"),
         ("a: " + "[" * 5000, "it is nested too deeply"),
         ("a: [", "expected the node content"),

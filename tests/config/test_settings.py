@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 from typing import get_args, get_origin
 
+import numpy as np
 import pytest
+import torch
 
 from fastgrpo.config.fields import RESUME, setting_of
 from fastgrpo.config.settings import GRPOConfig
@@ -175,6 +177,15 @@ def test_frozen_and_lists_are_welcome():
     assert config.reward_weights == (1, 2) and config.report_to == ("tensorboard",)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.beta = 1
+
+
+def test_what_numpy_torch_and_sets_hold_is_welcome():
+    config = GRPOConfig(
+        reward_weights=np.array([1.0, 2.0]), use_peft=np.True_, beta=torch.tensor(0.5), lora_target_modules={"b", "a"}
+    )
+    values = config.reward_weights, config.use_peft, config.beta, config.lora_target_modules
+    assert values == ((1.0, 2.0), True, 0.5, ("a", "b")) and type(config.use_peft) is bool
+    assert json.dumps(dataclasses.asdict(config))
 
 
 def test_paths_become_text():

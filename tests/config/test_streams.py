@@ -2,6 +2,8 @@
 
 import io
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +39,18 @@ def test_a_stream_in_memory_is_left_alone(monkeypatch):
     monkeypatch.setattr("sys.stdout", io.StringIO())
     prepare_streams()
     assert not reader_left()
+
+
+def test_a_command_that_has_no_streams_runs(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert run_command(lambda argv: print("x"), []) == 0
+    with sys.stdout, sys.stderr:
+        assert sys.stdout.name == sys.stderr.name == os.devnull
+
+
+def test_a_guarded_stream_need_not_flush():
+    Guarded(SimpleNamespace(write=len), lambda: None).flush()
 
 
 def test_it_is_known_whether_the_reader_has_left(pipe):

@@ -1,5 +1,7 @@
 """Models that packed attention cannot run train by their own attention over padded sequences."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -9,6 +11,7 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import prepare
+from fastgrpo.policy.own_attention import packing_obstacle
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -69,6 +72,14 @@ def test_states_and_gradients_are_those_of_each_sequence_alone(name, share_promp
     (alone * mixed).sum().backward()
     for parameter, gradient in gradients.items():
         torch.testing.assert_close(gradient, model.get_parameter(parameter).grad, atol=1e-3, rtol=1e-3, msg=parameter)
+
+
+def test_keys_and_values_of_different_widths_are_an_obstacle():
+    config = SimpleNamespace(qk_head_dim=24, v_head_dim=16)
+    model = SimpleNamespace(config=config, _supports_attention_backend=True, modules=list)
+    assert packing_obstacle(model) == "has keys of width 24 and values of width 16"
+    config.v_head_dim = 24
+    assert packing_obstacle(model) is None
 
 
 def test_the_cap_and_the_window_count():

@@ -28,6 +28,14 @@ def test_the_first_signal_is_noted_and_the_handlers_come_back(number, ending, ca
     assert number == signal.SIGINT or raised.value.code == 143
 
 
+def test_a_process_without_streams_can_be_stopped_too(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    with StopSignals() as stop:
+        print("dropped")
+        assert sys.stdout is sys.stderr is None and not stop
+
+
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

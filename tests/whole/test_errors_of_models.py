@@ -91,7 +91,7 @@ CASES = {
         field("generation_config.json", eos_token_id=[1, "2"]), "model/generation_config.json: eos_token_id .*got '2'",
     ),
     "end token that is no token": (
-        field("generation_config.json", eos_token_id=999), "eos_token_id .* is 999, but there is no such token .* 258",
+        field("generation_config.json", eos_token_id=-9), "eos_token_id is -9, but there is no such token; correct it",
     ),
     "names of fields that are moved": (field(attribute_map={"a": "b"}), "config.json: attribute_map is no setting"),
     "another file of settings": (field(configuration_files=["config.4.json"]), "configuration_files is no setting"),
