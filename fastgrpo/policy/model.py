@@ -206,6 +206,8 @@ class Policy:
                 f"shorten the prompt or lower {limit}"
             )
         embeddings = self.module.get_input_embeddings().weight.shape[0]
+        if min(ids) < 0:
+            raise ValueError(f"{name} has the token id {min(ids)}, which is negative; token ids count from 0")
         if max(ids) >= embeddings:
             raise ValueError(
                 f"{name} has the token id {max(ids)}, but the model has only {embeddings} embeddings; use the "

@@ -93,6 +93,7 @@ def test_a_model_is_taken_as_people_hand_it_over():
     [
         ([], "prompt 3 has no tokens"),
         ([5] * 251, "prompt 3 has 251 tokens; with max_tokens=6 it exceeds the model's context of 256; shorten"),
+        ([5, -1], "prompt 3 has the token id -1, which is negative; token ids count from 0"),
         ([64], "prompt 3 has the token id 64, but the model has only 64 embeddings"),
     ],
 )
