@@ -4,6 +4,7 @@ One greedy completion of each prompt gives the accuracy. With --eval_num_generat
 prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -86,7 +87,7 @@ def evaluate_models(argv: list[str]) -> None:
     quiet_libraries()
     # All tokenizers are loaded first, so that a misspelt model is refused before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
-    with _open_new(config.output) as file:
+    with _new_file(config.output) as file:
         results = []
         for path, tokenizer in zip(config.models, tokenizers, strict=True):
             results.append(_evaluate_model(path, tokenizer, config))
@@ -131,6 +132,18 @@ def _evaluate_model(path, tokenizer, config):
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with tqdm(total=len(rows) * (1 + draws), desc=str(path), leave=False) as bar:
         return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws)
+
+
+@contextlib.contextmanager
+def _new_file(path):
+    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error."""
+    file = _open_new(path)
+    try:
+        with file:
+            yield file
+    finally:
+        if path is not None and not os.path.getsize(path):
+            os.remove(path)
 
 
 def _open_new(path):

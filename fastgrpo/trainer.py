@@ -75,6 +75,10 @@ class GRPOTrainer:
         if not isinstance(args, GRPOConfig):
             remedy = "GRPOConfig(**args)" if isinstance(args, dict) else "a fastgrpo.GRPOConfig"
             raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
+        lacking = [name for name in ("vocab_size", "eos_token_id", "decode") if not hasattr(processing_class, name)]
+        if processing_class is not None and lacking:
+            remedy = "its .tokenizer" if hasattr(processing_class, "tokenizer") else "a tokenizer of transformers"
+            raise ValueError(f"processing_class is of type {type(processing_class).__name__}; pass {remedy}")
         if train_dataset is None:
             raise ValueError("train_dataset is needed: rows with a `prompt` column")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=_most_rows(args))

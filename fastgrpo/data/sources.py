@@ -68,6 +68,8 @@ def as_source(data: Any, *, seed: int, shuffle: bool, needed: int | None = None)
         ValueError: The data is neither rows nor a source, or it has no rows.
     """
     if isinstance(data, Source):
+        if not len(data):
+            raise ValueError("train_dataset has no rows: its len() is 0")
         return data
     rows = as_rows(data, "train_dataset", needed, "max_steps, which says how many rows the run can need")
     return ShuffledRows(rows, seed=seed, shuffle=shuffle)
@@ -77,15 +79,16 @@ class ShuffledRows:
     """A source that passes over its rows in epochs, each in a new random order.
 
     Args:
-        rows: The rows.
+        rows: The rows: a list of dicts, a datasets.Dataset, a pandas.DataFrame.
         seed: Decides the order of every epoch.
         shuffle: Whether to shuffle at all.
 
     Raises:
-        ValueError: There are no rows.
+        ValueError: There are no rows, or they are not of such a type.
     """
 
     def __init__(self, rows: Sequence[dict], *, seed: int = 0, shuffle: bool = True):
+        rows = rows if isinstance(rows, Rows) else as_rows(rows, "the data of ShuffledRows").rows
         if not len(rows):
             raise ValueError("the data set has no rows")
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
@@ -163,11 +166,16 @@ class Curriculum:
 
     Args:
         levels: The `Level`s, the easiest first.
+
+    Raises:
+        ValueError: There are no levels.
     """
 
     WINDOW = 3  # steps in the mean accuracy
 
     def __init__(self, levels: list[Level]):
+        if not levels:
+            raise ValueError("a curriculum needs at least one level")
         self.levels = levels
         self.level, self.recent, self.steps = 0, [], 0
 

@@ -7,14 +7,14 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
 from fastgrpo.config.sections import REWARD_ERRORS
-from fastgrpo.data.prompts import shortened
+from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.rewards.guard import Failure, attempt, awaited
 from fastgrpo.rewards.notes import Notes
@@ -229,6 +229,11 @@ def _check_function(function):
     """Refuse what cannot be called as a reward function."""
     if inspect.isclass(function):
         raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
+    if isinstance(function, PreTrainedModel):
+        raise ValueError(
+            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; call it in a function "
+            "f(prompts, completions, **columns) of your own"
+        )
     if not callable(function):
         raise ValueError(
             f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
@@ -250,14 +255,14 @@ def _names(functions):
 def _call(function, completions, trainer_state, notes):
     """Call a function with copies made for it alone."""
     names = dict.fromkeys(name for completion in completions for name in completion.prompt.columns)
-    columns = {name: [deepcopy(completion.prompt.columns.get(name)) for completion in completions] for name in names}
+    columns = {name: [copied(completion.prompt.columns.get(name)) for completion in completions] for name in names}
     return function(
         **columns
         | {
-            "prompts": [deepcopy(completion.prompt.prompt) for completion in completions],
-            "completions": [deepcopy(completion.content) for completion in completions],
+            "prompts": [copied(completion.prompt.prompt) for completion in completions],
+            "completions": [copied(completion.content) for completion in completions],
             "completion_ids": [list(completion.rollout.ids) for completion in completions],
-            "trainer_state": deepcopy(trainer_state),
+            "trainer_state": copied(trainer_state),
             "log_metric": notes.log_metric,
             "log_extra": notes.log_extra,
         }

@@ -5,9 +5,12 @@ in, or fork. `attempt` is the one way in which the package runs such code.
 """
 
 import asyncio
+import atexit
 import contextlib
+import contextvars
 import inspect
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,8 @@ from typing import Any
 import torch
 
 _PACKAGE = str(Path(__file__).parent.parent)
+_OWN = threading.local()  # the event loop of each thread
+os.register_at_fork(after_in_child=lambda: vars(_OWN).clear())  # two processes must not wait in one loop
 
 
 @dataclass(frozen=True)
@@ -32,15 +37,18 @@ class Failure:
     error: BaseException
 
     def __str__(self) -> str:
-        """Describe the exception, and where it was raised, on one line."""
+        """Describe the exception, and where it was raised, on one line. Of several at once, the first is described."""
+        error = self.error
+        while isinstance(error, BaseExceptionGroup):  # as asyncio.TaskGroup raises them
+            error = error.exceptions[0]
         try:
-            text = " ".join(str(self.error).split())[:200]
+            text = " ".join(str(error).split())[:200]
         except Exception:  # the class of the exception may be the user's own, too
             text = "(without a text)"
-        frames = traceback.extract_tb(self.error.__traceback__)
+        frames = traceback.extract_tb(error.__traceback__) or traceback.extract_tb(self.error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
         frame = (theirs or frames)[-1]
-        told = type(self.error).__name__ + (f": {text}" if text else "")
+        told = type(error).__name__ + (f": {text}" if text else "")
         return f"{told} ({frame.filename}:{frame.lineno})"
 
 
@@ -132,6 +140,9 @@ def modes_kept() -> Iterator[None]:
 def awaited(results: Sequence[Any]) -> list[Any]:
     """Await the results of async reward functions, all at once.
 
+    One event loop serves all calls from a thread, because a client or a semaphore that a function keeps works only in
+    the loop in which it was used first. Where a function ends the loop, the next call has another.
+
     Args:
         results: What the functions returned.
 
@@ -167,10 +178,32 @@ def _is_cancelled(result):
 
 
 def _run(function):
-    """Run an async function. Another thread runs it where this one has a loop already, as in a notebook."""
+    """Run an async function in the loop of this thread."""
+    if not hasattr(_OWN, "loop"):
+        _OWN.loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        atexit.register(_OWN.loop.close)
+    loop, context = _OWN.loop, contextvars.copy_context()
+
+    def run():
+        try:
+            return loop.run(function(), context=context)
+        except BaseException:
+            loop.close()  # which ends the tasks that are left
+            raise
+
+    try:
+        return _beside_loops(run)
+    except BaseException:
+        atexit.unregister(loop.close)
+        del _OWN.loop
+        raise
+
+
+def _beside_loops(call):
+    """Call a function that runs a loop; in another thread where this one runs one already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(function())
+        return call()
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(function())).result()
+        return thread.submit(call).result()

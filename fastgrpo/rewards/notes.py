@@ -1,10 +1,12 @@
 """What a reward function logs besides its rewards: numbers for metrics.jsonl, and columns for samples.jsonl."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
-from fastgrpo.rewards.values import NUMBER, json_values, length, listed, number, shown
+from fastgrpo.rewards.values import json_values, length, listed, number, plain, shown
 
 # The columns that every line of samples.jsonl has, in their order.
 SAMPLE_COLUMNS = (
@@ -31,23 +33,24 @@ class Notes:
 
         Args:
             name: The name.
-            value: A finite number of Python, NumPy or torch.
+            value: A number of Python, NumPy or torch. One that is not finite, or is as large as no reward may be, makes
+                the mean NaN, which metrics.jsonl shows as null.
 
         Raises:
-            ValueError: The name is no text, or the value no such number.
+            ValueError: The name is no text, or the value no number.
         """
         _check_name("log_metric", name)
+        if not isinstance(plain(value), Real):
+            raise ValueError(f"log_metric({name!r}, ...) takes a number, got {shown(value)}")
         read = number(value)
-        if read is None:
-            raise ValueError(f"log_metric({name!r}, ...) takes {NUMBER}, got {shown(value)}")
-        self.metrics[name].append(read)
+        self.metrics[name].append(math.nan if read is None else read)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a column of samples.jsonl. Logged once more in the same call, it has the later values.
 
         Args:
             column: The name of the column.
-            values: One value a completion, of what JSON can hold.
+            values: One value a completion, of what JSON can hold. NaN and infinity become null.
 
         Raises:
             ValueError: The name is no text or belongs to a column that every sample has, there is not one value a

@@ -108,15 +108,15 @@ def json_values(values: Sequence[Any]) -> list:
         values: Values that JSON can hold; numbers of NumPy or torch are converted.
 
     Returns:
-        The copies.
+        The copies, with None in place of NaN and infinity, which JSON does not have.
 
     Raises:
         TypeError: JSON has no such type.
-        ValueError: JSON or UTF-8 has no such value: NaN, infinity, half of a surrogate pair, a list within itself.
+        ValueError: JSON or UTF-8 has no such value: half of a surrogate pair, a list within itself.
     """
-    text = json.dumps([plain(value) for value in values], ensure_ascii=False, allow_nan=False)
+    text = json.dumps([plain(value) for value in values], ensure_ascii=False)
     text.encode()
-    return json.loads(text, parse_int=_integer)
+    return json.loads(text, parse_int=_integer, parse_constant=lambda constant: None)
 
 
 def _integer(digits):

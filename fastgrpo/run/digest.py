@@ -14,8 +14,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    Values that JSON cannot hold count by their type alone, arrays and tensors by their numbers: the text of other
-    objects may differ from one process to the next.
+    Arrays and tensors count by their numbers. What JSON cannot hold besides counts by its type alone, because the text
+    of other objects may differ from one process to the next.
 
     Args:
         rows: The rows.
@@ -25,12 +25,26 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
     """
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row, default=_plain, skipkeys=True).encode() + b"\n")
+        for name, value in row.items():
+            digest.update(f"{json.dumps(name)}:{_text(value)},".encode())
+        digest.update(b"\n")
     return digest.hexdigest()
 
 
+def _text(value: Any) -> str:
+    """Return a value as JSON; its type where it cannot be written, such as a list that holds itself."""
+    try:
+        return json.dumps(value, default=_plain, skipkeys=True)
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__qualname__
+
+
 def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else type(value).__qualname__
+    """Return what JSON holds in place of a value: numbers of an array, or the name of its type."""
+    try:
+        return value.tolist()
+    except Exception:  # no array, or one without numbers in memory, such as a sparse tensor
+        return type(value).__qualname__
 
 
 @torch.no_grad()

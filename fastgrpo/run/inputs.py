@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def inputs_of(
         The paths that exist, by what an error calls them, such as "the model".
     """
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
-    found |= {f"the reward function {function!r:.60} of": _source(function) for function in functions}
+    for number, function in enumerate(functions, 1):
+        found[f"the file of reward function {number}"] = _source(function)
     for number, file in enumerate(getattr(rows, "cache_files", ()), 1):
         found[f"file {number} of the data set"] = file["filename"]
     return {what: Path(path) for what, path in found.items() if path and Path(path).exists()}
@@ -33,7 +35,7 @@ def inputs_of(
 
 def _source(function):
     """Return the file of a reward function that is not our own, or None where it has none, as in a notebook."""
-    while hasattr(function, "func"):  # functools.partial
+    while isinstance(function, partial):
         function = function.func
     name = getattr(function, "__module__", None) or type(function).__module__
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -237,7 +237,8 @@ class RunLog:
         means = {}
         for name in names:
             seen = [values[name] for values in rows if name in values]
-            means[name] = (sum if name.endswith("/errors") else _REDUCED.get(name, _mean))(seen)
+            counted = name.startswith("rewards/") and name.endswith("/errors")  # custom/NAME may end in the same way
+            means[name] = (sum if counted else _REDUCED.get(name, _mean))(seen)
         step, self._pending = self._pending[-1][0], []
         self.write(step, means)
 
@@ -363,7 +364,7 @@ def _last(values):
 
 
 _LINES = ("metrics", "samples")  # the names of the .jsonl files
-# How the values of logging_steps steps become one where their mean would be wrong. `_reduce` adds up ".../errors".
+# How the values of logging_steps steps become one where their mean would be wrong. `_reduce` adds up the errors.
 _REDUCED = {
     "num_tokens": _last,
     "learning_rate": _last,

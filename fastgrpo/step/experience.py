@@ -151,9 +151,18 @@ class ExperienceMaker:
 
         Returns:
             The batch.
+
+        Raises:
+            ValueError: The source did not give as many rows as it was asked for, or for the reasons of `__call__`.
         """
         taken = self.args.oversampled(count)
-        prompts = [to_prompt(row, self.tokenizer) for row in self.source.take(taken)]
+        rows = list(self.source.take(taken))
+        if len(rows) != taken:  # the rollout would wait for the groups that are missing
+            raise ValueError(
+                f"the source of training rows ({type(self.source).__name__}) gave {len(rows)} rows for take({taken}); "
+                "let it begin again at its end"
+            )
+        prompts = [to_prompt(row, self.tokenizer) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
         seed = self.args.seed * 1_000_003 + state.global_step + batch * BATCH_STRIDE
         with self.timer.stage("rollout"):

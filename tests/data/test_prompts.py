@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.data.prompts import RESERVED, to_completion, to_prompt
+from fastgrpo.data.prompts import RESERVED, copied, to_completion, to_prompt
 from fastgrpo.data.records import Prompt, Rollout
 
 
@@ -32,6 +32,12 @@ def nested(depth):
     value = []
     for _ in range(depth):
         value = [value]
+    return value
+
+
+def endless():
+    value = []
+    value.append(value)
     return value
 
 
@@ -148,8 +154,26 @@ def test_every_other_column_is_kept():
             r"^the column 'judge' holds a value that cannot be copied .*TypeError",
         ),
         ({"calls": (x for x in "ab")}, "^the column 'calls' holds a value that cannot be copied"),
+        ({"calls": endless()}, "^the column 'calls' holds a value that cannot be copied .*RecursionError"),
     ],
 )
 def test_a_column_that_reward_functions_cannot_get_is_refused(columns, match):
     with pytest.raises(ValueError, match=match):
         to_prompt({"prompt": "a", **columns}, tiny.tokenizer())
+
+
+def test_copies_share_nothing_that_can_be_changed(monkeypatch):
+    row = {"grid": [[1, 2.0], [None, "a"]], "case": {"in": [b"x"], "out": {"y": [True]}}, "marks": [{1, 2}, (3, [4])]}
+    copy = copied(row)
+    assert copy == row
+    for change in (
+        lambda row: row["grid"][0].append(3),
+        lambda row: row["case"]["out"]["y"].clear(),
+        lambda row: row["marks"][0].add(3),
+        lambda row: row["marks"][1][1].append(5),
+    ):
+        change(copy)
+        assert copy != row
+        copy = copied(row)
+    monkeypatch.setattr("fastgrpo.data.prompts.deepcopy", None)  # which is slow where numbers are many
+    assert copied(row["grid"]) == row["grid"]

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas
 import pytest
 
 from fastgrpo.data.rows import as_rows
@@ -29,6 +30,21 @@ def test_the_cursor_is_restored():
 def test_no_rows():
     with pytest.raises(ValueError, match="no rows"):
         ShuffledRows([])
+    with pytest.raises(ValueError, match="a curriculum needs at least one level"):
+        Curriculum([])
+    source = ShuffledRows([{"prompt": "a"}])
+    source.rows = []
+    with pytest.raises(ValueError, match=r"^train_dataset has no rows: its len\(\) is 0"):
+        as_source(source, seed=0, shuffle=True)
+
+
+def test_shuffled_rows_are_of_any_type_that_has_an_order():
+    frame = pandas.DataFrame([{"prompt": "a"}, {"prompt": "b"}])
+    assert ShuffledRows(frame, shuffle=False).take(3) == [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}]
+    with pytest.raises(ValueError, match="the data of ShuffledRows is of type dict; pass one split"):
+        ShuffledRows({"train": []})
+    with pytest.raises(ValueError, match="the data of ShuffledRows is of type Iter; it may have no end"):
+        ShuffledRows(iter_of([]))
 
 
 def test_a_source_stays_as_it_is_and_rows_become_one():

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import tiny
 
 from fastgrpo.rewards.call import Rewards, load_reward
 
@@ -44,6 +45,7 @@ def test_bad_sets_are_refused():
         ({"f": Judge()}, "^reward_funcs: .* of type dict cannot be called; pass a function .* or a list of them"),
         (iter([Judge()]), "^reward_funcs: .* of type list_iterator cannot be called"),
         (Judge, "^reward_funcs: Judge is a class; pass an instance"),
+        (tiny.model(), "^reward_funcs: Qwen2ForCausalLM is a model, .*; call it in a function f.prompts, completions"),
     ],
 )
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

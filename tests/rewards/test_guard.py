@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -147,6 +148,8 @@ def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
     assert told == f"ValueError: a b ({__file__}:{line})"
     assert str(attempt(lambda: raising(SystemExit()))) == f"SystemExit ({__file__}:{line})"
     assert str(attempt(lambda: raising(Mute()))) == f"Mute: (without a text) ({__file__}:{line})"
+    several = ExceptionGroup("2 requests", [ExceptionGroup("1 request", [ValueError("down")]), KeyError("other")])
+    assert str(attempt(lambda: raising(several))) == f"ValueError: down ({__file__}:{line})"
     told = str(attempt(lambda: Notes(1).log_extra("step", [1])))  # not the place in this package
     assert told.startswith("ValueError: log_extra('step', ...)") and f"({__file__}:" in told
 
@@ -166,6 +169,33 @@ def test_async_results_are_awaited_at_once_and_failures_stay_apart():
     first, given, left, cancelled, last = awaited([fine(), "as it is", leaves(), cancels_itself(), fine()])
     assert (first, given, last) == ([1.0], "as it is", [1.0])
     assert isinstance(left.error, SystemExit) and isinstance(cancelled.error, asyncio.CancelledError)
+
+
+async def loop_of_the_call():
+    return asyncio.get_running_loop()
+
+
+def test_what_belongs_to_an_event_loop_may_be_kept_from_call_to_call():
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def request():
+        async with one_at_a_time:
+            await asyncio.sleep(0)
+
+    async def judged():
+        await asyncio.gather(request(), request())
+        return await loop_of_the_call()
+
+    async def notebook():
+        return awaited([judged()])
+
+    (first,) = awaited([judged()])
+    assert awaited([judged()]) == asyncio.run(notebook()) == [first]
+    awaited([stops_the_loop()])
+    (second,) = awaited([loop_of_the_call()])
+    assert first.is_closed() and second is not first
+    with ThreadPoolExecutor(1) as thread:  # a loop cannot serve two threads at once
+        assert thread.submit(lambda: awaited([loop_of_the_call()])).result() != [second]
 
 
 async def in_a_task():

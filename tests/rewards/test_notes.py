@@ -21,14 +21,21 @@ def test_numbers_and_columns_are_kept():
     assert notes.columns == {"b": [3, 4], "c": ["x", "y"]}
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 10**400, 1e300, torch.tensor(math.inf)])
+def test_a_number_that_has_no_place_in_a_mean_is_noted_as_nan(value):
+    notes = Notes(2)
+    notes.log_metric("a", value)
+    assert math.isnan(notes.metrics["a"][0])
+    notes.log_extra("b", [{"deep": [math.nan]}, -math.inf])
+    assert notes.columns == {"b": [{"deep": [None]}, None]}
+
+
 @pytest.mark.parametrize(
     "name, value, match",
     [
-        ("a", math.nan, "takes a finite number of at most 3.4e.38, got nan"),
-        ("a", 10**400, "takes a finite number of at most 3.4e.38, got 1000"),
-        ("a", "3", "takes a finite number .*, got '3'"),
-        ("a", None, "takes a finite number .*, got None"),
-        ("a", torch.ones(2), r"takes a finite number .*, got tensor\(\[1., 1.\]\)"),
+        ("a", "3", "takes a number, got '3'"),
+        ("a", None, "takes a number, got None"),
+        ("a", torch.ones(2), r"takes a number, got tensor\(\[1., 1.\]\)"),
         (None, 1, r"log_metric\(None, ...\): a name is a text"),
         ("", 1, "a name is a text that is not empty"),
         ("\ud800", 1, r"log_metric\('\\ud800', ...\): the name cannot be written as UTF-8"),
@@ -51,7 +58,6 @@ def test_metrics_that_are_refused(name, value, match):
         ("a", "xy", "takes a list, got 'xy'"),
         ("a", {"x": 1, "y": 2}, "takes a list, got {'x': 1, 'y': 2}"),
         ("a", ["x", "\ud800"], "takes what JSON can hold: 'utf-8' codec can't encode"),
-        ("a", [1, math.nan], "takes what JSON can hold: Out of range float"),
         ("a", [1, {"b": 10**400}], "takes what JSON can hold: 1000000.* is beyond the numbers"),
         ("a", [1, {2}], "takes what JSON can hold: Object of type set"),
     ],

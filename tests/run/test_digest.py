@@ -1,5 +1,7 @@
 """Digests differ wherever what a run reads differs, and nowhere else."""
 
+from collections import UserDict
+
 import numpy
 import pytest
 import torch
@@ -31,6 +33,11 @@ def test_rows_may_hold_anything():
     first = digest_of_rows(rows(numpy.arange(3), object()))
     assert first == digest_of_rows(rows(numpy.arange(3), object())) != digest_of_rows(rows(numpy.arange(4), object()))
     assert first != digest_of_rows(rows(numpy.arange(3), {1, 2}))
+    endless = []
+    endless.append(endless)
+    for thing in (endless, 10**5000, torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
+        assert digest_of_rows(rows(numpy.arange(3), thing)) != digest_of_rows(rows(numpy.arange(4), thing))
+    assert digest_of_rows([UserDict(row) for row in ROWS]) == digest_of_rows(ROWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

@@ -3,6 +3,7 @@
 import functools
 import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import tiny
 from transformers import AutoModelForCausalLM
@@ -36,6 +37,19 @@ def test_a_model_in_memory_knows_its_folder(tmp_path):
     tiny.save(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert inputs_of(GRPOConfig(), [], model) == {"the model": tmp_path / "model"}
+
+
+class Mute:
+    def __repr__(self):
+        raise RuntimeError
+
+    def __call__(self, completions, **columns): ...
+
+
+def test_functions_of_any_class_have_a_file_or_none():
+    """A mock has every attribute that it is asked for, `func` too."""
+    found = inputs_of(GRPOConfig(), [Mute(), Mute(), MagicMock()])
+    assert [path.name for path in found.values()] == ["test_inputs.py", "test_inputs.py", "mock.py"]
 
 
 def test_hub_ids_and_our_own_rewards_are_no_files():

@@ -135,6 +135,15 @@ def test_without_a_group_to_drop_it_is_the_step_without(folder, tmp_path):
     assert names[0] == names[1]
 
 
+@pytest.mark.parametrize("given", [0, 3, 5])
+def test_a_source_gives_as_many_rows_as_it_is_asked_for(folder, tmp_path, given):
+    trainer = make_trainer(folder, tmp_path, "1" * 8, dynamic_sampling=False)
+    trainer.source.take = lambda count: planned("1" * given)
+    match = rf"the source of training rows \(ShuffledRows\) gave {given} rows for take\(4\); let it begin again"
+    with pytest.raises(ValueError, match=match):
+        trainer.step()
+
+
 @pytest.mark.parametrize("backend", ["fast", "hf"])
 def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path, backend):
     trainer = make_trainer(

@@ -241,6 +241,18 @@ def test_the_command(tmp_path, capsys):
     assert again == written
 
 
+def test_an_error_leaves_no_empty_file_that_would_stop_the_next_attempt(tmp_path, capsys):
+    output, argv = tmp_path / "out.jsonl", [str(tiny.save(tmp_path / "model")), "--task", "gsm8k", "--device", "cpu"]
+    argv += ["--max_completion_length", "4", "--output", str(output), "--dataset_name", str(tmp_path / "rows.jsonl")]
+    for _ in range(2):
+        assert main(argv) == 2
+        assert "no such file" in capsys.readouterr().err and not output.exists()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}')
+    assert main(argv) == 0
+    assert main(argv) == 2
+    assert "out.jsonl exists already" in capsys.readouterr().err and len(output.read_text().splitlines()) == 1
+
+
 def test_unstated_flags_are_the_tasks():
     assert parse(["m", "--task", "arithmetic"]).max_completion_length == 28
     assert parse(["m", "--task", "arithmetic", "--max_completion_length", "5"]).max_completion_length == 5

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import datasets
 import pandas
@@ -136,7 +137,13 @@ REFUSED = {
     "settings in a dict": ({"args": {"max_steps": 1}}, r"args is of type dict; pass GRPOConfig\(\*\*args\)"),
     "no settings in a dict": ({"args": {}}, r"args is of type dict; pass GRPOConfig\(\*\*args\)"),
     "settings of another class": ({"args": 3}, "args is of type int; pass a fastgrpo.GRPOConfig"),
-}
+    "name of a tokenizer": (
+        {"processing_class": "Qwen/Qwen3-0.6B"}, "processing_class is of type str; pass a tokenizer of transformers",
+    ),
+    "processor of a tokenizer": (
+        {"processing_class": SimpleNamespace(tokenizer=None)}, "processing_class is of type Simple.*; pass its .tokeni",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -45,8 +45,8 @@ CASES = {
     "a lone surrogate": (
         reward("log_extra('note', [chr(0xD800)] * 4)"), r"'f' raised .*log_extra\('note', ...\) takes what .*utf-8",
     ),
-    "NaN in a column": (reward("log_extra('note', [float('nan')] * 4)"), r"'f' raised .*log_extra\('note', ...\)"),
-    "NaN as a metric": (reward("log_metric('m', float('nan'))"), r"'f' raised .*log_metric\('m', ...\) takes a finite"),
+    "no JSON in a column": (reward("log_extra('note', [{1}] * 4)"), r"'f' raised .*log_extra\('note', ...\)"),
+    "text as a metric": (reward("log_metric('m', '1')"), r"'f' raised .*log_metric\('m', ...\) takes a number, got"),
     "weight beyond fp32": (flags(reward_weights=1e200), r"reward_weights must be in \[-3.4e\+38, 3.4e\+38\], got 1e"),
     "sys.exit on import": (
         spoilt(lambda c: (c.folder / "own_rewards.py").write_text("raise SystemExit(0)"), reward_funcs="own_rewards:f"),
@@ -82,7 +82,7 @@ def strictly(path):
 @pytest.mark.parametrize(
     "body",
     ["sys.exit(0)", "return [10**400] * 4", "return {1.0, 2.0, 3.0, 4.0}", "return ValueError()",
-     "log_extra('note', [chr(0xD800)] * 4)", "log_extra('step', [0] * 4)", "log_metric('m', 1e400)",
+     "log_extra('note', [chr(0xD800)] * 4)", "log_extra('step', [0] * 4)", "log_metric('m', '1')",
      "raise asyncio.CancelledError"],
 )  # fmt: skip
 def test_the_same_is_counted_where_errors_are_skipped(body, tmp_path, saved, monkeypatch):
@@ -102,6 +102,19 @@ def test_a_column_may_be_called_function(tmp_path, saved, monkeypatch):
     (case.folder / "own_rewards.py").write_text(code)
     assert train.main(case.argv(reward_funcs="own_rewards:f")) == 0
     assert strictly(case.run / "metrics.jsonl")[0]["reward"] == 1.0
+
+
+def test_what_is_logged_may_be_nan(tmp_path, saved, monkeypatch):
+    case = Case(tmp_path, saved, monkeypatch)
+    (case.folder / "own_rewards.py").write_text(
+        "def f(completions, log_metric, log_extra, **_):\n"
+        "    log_metric('m', float('nan'))\n"
+        "    log_extra('note', [float('inf')] * len(completions))\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    assert train.main(case.argv(reward_funcs="own_rewards:f")) == 0
+    assert strictly(case.run / "metrics.jsonl")[0]["custom/m"] is None
+    assert {sample["note"] for sample in strictly(case.run / "samples.jsonl")} == {None}
 
 
 held = []  # torch would leave inference mode where the guard of the mode is lost
