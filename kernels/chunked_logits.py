@@ -67,10 +67,11 @@ class LogitsGRPO(torch.autograd.Function):
         grad = logits if ctx.inplace else torch.empty_like(logits)
         with no_autocast(logits):
             for where, part, z in _chunks(logits, rows, ctx.size):
-                scale, targets = grad_loss / cut(rows.temperature, part), rows.targets[part]
+                t, targets = cut(rows.temperature, part), rows.targets[part]
                 softmax_(z, targets, ctx.vocabulary)
-                slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * scale
-                dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * scale, cut(entropy, part), slope)
+                # The scalar multiplies first: divided by a temperature in fp32 it would not stay fp64.
+                slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * grad_loss / t
+                dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * grad_loss / t, cut(entropy, part), slope)
                 grad[where] = dz.to(grad.dtype)
                 del z, dz
         if rows.index is not None:

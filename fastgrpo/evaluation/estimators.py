@@ -22,6 +22,7 @@ import numpy as np
 
 Z = 1.959963984540054  # quantile of the normal distribution for a two-sided 95% interval
 RESAMPLES = 2000
+DIGITS = 12  # of maj@k: rounded to them, a vote that is always right is exactly 1, as the choice of intervals needs
 MAX_DRAWS = 1000  # with more, the numbers of subsets exceed the range of a float
 
 
@@ -62,15 +63,16 @@ def maj_at_k(answers: Sequence[Hashable], right: Sequence[bool], k: int) -> floa
     _check(n, k)
     votes = Counter(answers)
     silent = votes.pop(None, 0)
-    total = 0.0
-    for answer, count in votes.items():
-        worth = sum(ok for a, ok in zip(answers, right, strict=True) if a == answer) / count
-        if worth == 0:
-            continue
-        others = Counter(size for other, size in votes.items() if other != answer)
+    worth = Counter()  # how many right answers there are of each size, each counted by the share of it that is right
+    for answer, ok in zip(answers, right, strict=True):
+        if ok and answer is not None:
+            worth[votes[answer]] += 1 / votes[answer]
+    total, sizes = 0.0, Counter(votes.values())
+    for count, share in worth.items():
+        others = sizes - Counter([count])
         for top in range(1, min(count, k) + 1):
-            total += worth * math.comb(count, top) * _ways(others, silent, top, k - top)
-    return total / math.comb(n, k)
+            total += share * math.comb(count, top) * _ways(others, silent, top, k - top)
+    return round(total / math.comb(n, k), DIGITS)
 
 
 def _ways(others, silent, top, rest):
@@ -84,15 +86,16 @@ def _ways(others, silent, top, rest):
         top: How often the winning answer was chosen.
         rest: How many completions are left to choose.
     """
-    ways = np.zeros((rest + 1, rest // top + 1))  # indices: completions chosen, answers that tie
+    ways = np.zeros((rest + 1, 1))  # indices: completions chosen, answers that tie
     ways[: min(silent, rest) + 1, 0] = [math.comb(silent, i) for i in range(min(silent, rest) + 1)]
-    for size, answers in others.items():
+    for size, answers in sorted(others.items()):  # those that cannot tie come first, while there is one column
         for _ in range(answers):
-            new = np.zeros_like(ways)
+            columns = min(ways.shape[1] + (size >= top), rest // top + 1)
+            new = np.zeros((rest + 1, columns))
             for chosen in range(min(size, top, rest) + 1):
                 tie = int(chosen == top)
-                moved = ways[: rest + 1 - chosen, : ways.shape[1] - tie]
-                new[chosen:, tie:] += moved * math.comb(size, chosen)
+                moved = ways[: rest + 1 - chosen, : columns - tie]
+                new[chosen:, tie : tie + moved.shape[1]] += moved * math.comb(size, chosen)
             ways = new
     return float((ways[rest] / (np.arange(ways.shape[1]) + 1)).sum())
 

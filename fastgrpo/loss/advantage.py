@@ -113,7 +113,8 @@ def decoupled_advantages(
         [S] fp64 advantages, 0 where no function gave a reward.
 
     Raises:
-        ValueError: For the same reasons as `group_advantages`; or the weights are not [F] finite numbers.
+        ValueError: For the same reasons as `group_advantages`; or the weights are not [F] finite numbers,
+            or so large that the deviation of the sums would be infinite.
     """
     rewards, weights = _numbers(rewards, "rewards"), _numbers(weights, "weights")
     if rewards.ndim != 2 or not rewards.shape[1]:
@@ -124,6 +125,10 @@ def decoupled_advantages(
         )
     parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
     total = (torch.stack(parts, 1) * weights.to(rewards.device)).sum(1)  # x_i = sum_k w_k A_ik
+    if not (total.abs() <= LARGEST).all():  # their squares would exceed fp64, too
+        raise ValueError(
+            f"weights must leave the weighted sums of advantages at most {LARGEST} in size, got {weights.tolist()}"
+        )
     deviation = _sample_std(total, ~rewards.isnan().all(1), dim=0)
     return _clipped(_standardized(total, deviation, eps), clip)
 
@@ -134,7 +139,7 @@ def _numbers(values: Any, name: str) -> torch.Tensor:
         if isinstance(values, list | tuple):
             values = torch.tensor(values, dtype=torch.float64)
         elif hasattr(values, "__array__") and not isinstance(values, torch.Tensor):
-            values = torch.tensor(values)
+            values = torch.tensor(values.__array__().copy())  # a copy, because torch takes no negative strides
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"{name} must be {_NUMBERS}: {error}") from None
     if not isinstance(values, torch.Tensor):

@@ -91,16 +91,40 @@ def _check_rows(rows: Any, tokens: torch.Tensor) -> None:
 
     def legal(rows):
         before = torch.cat([rows.new_full((1,), -1), rows[:-1]])
-        return (rows > before) & (rows >= 0) & (rows < total)
+        return (rows > before) & (rows < total)
 
     check_numbers(rows.long(), "rows", f"rise strictly within [0, {total})", legal)
+
+
+def check_whole(rows: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> None:
+    """Check that rows hold all masked-in tokens of the sequences that they touch, and no others.
+
+    An objective that looks at whole sequences would otherwise take a part of a sequence for the whole.
+
+    Args:
+        rows: [M] int64 indices, on the host or on the device of the tokens.
+        mask: [N] bool.
+        cu_seqlens: [S+1] int64 on the device of the tokens.
+
+    Raises:
+        ValueError: On the CPU, a sequence is there in part, or with a token that the mask leaves out.
+    """
+
+    def legal(mask):
+        chosen = torch.zeros_like(mask).index_fill_(0, rows.to(mask.device), True)
+        lengths = cu_seqlens.diff()
+        touched = torch.segment_reduce(chosen.float(), "max", lengths=lengths, initial=0, unsafe=True) > 0
+        return chosen == (mask & touched.repeat_interleave(lengths, output_size=len(mask)))
+
+    rule = "select the tokens in rows, and no others, of each sequence that the objective is to look at"
+    check_numbers(mask, "mask", rule, legal)
 
 
 def _check_count(count: Any) -> None:
     """Raise a ValueError where num_items_in_batch is not one finite number that is at least 0."""
     if isinstance(count, torch.Tensor):
         check_tensor(count, "num_items_in_batch", "real numbers")
-        if count.ndim:
+        if count.numel() != 1:
             raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(count.shape)}")
         rule = "be finite and at least 0"
         check_numbers(count, "num_items_in_batch", rule, lambda n: n.isfinite() & (n >= 0))

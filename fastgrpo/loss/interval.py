@@ -52,7 +52,11 @@ class Interval:
         """
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{name} must be a number, got {value!r}")
-        if not math.isfinite(value):
+        try:
+            finite = math.isfinite(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be finite, got a whole number that no float can hold") from None
+        if not finite:
             raise ValueError(f"{name} must be finite, got {value}")
         inside = (
             (self.at_least is None or value >= self.at_least)

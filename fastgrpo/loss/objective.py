@@ -45,12 +45,13 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
-# The range of each knob that is not None. The settings of the same names have the same ranges.
+# The range of each knob that is a number. The settings of the same names have the same ranges.
 RANGES = {
     "epsilon": Interval(at_least=0, below=1),
     "epsilon_high": NOT_NEGATIVE,
     "delta": POSITIVE,
     "beta": NOT_NEGATIVE,
+    "max_completion_length": Interval(at_least=1),
     "entropy_coef": Interval(),
     "sapo_temperature_pos": POSITIVE,
     "sapo_temperature_neg": POSITIVE,
@@ -60,6 +61,14 @@ RANGES = {
     "vespo_lambda_neg": POSITIVE,
     "importance_sampling_clip_max": POSITIVE,
     "importance_sampling_clip_min": NOT_NEGATIVE,
+}
+# Those of them that may be None.
+OPTIONAL = {
+    "epsilon_high",
+    "delta",
+    "max_completion_length",
+    "importance_sampling_clip_max",
+    "importance_sampling_clip_min",
 }
 
 
@@ -120,21 +129,23 @@ class Objective:
             ("kl", KL_ESTIMATORS),
             ("importance_sampling_mode", IMPORTANCE_SAMPLING_MODES),
         ):
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in tuple(choices):
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name, interval in RANGES.items():
+            if getattr(self, name) is not None or name not in OPTIONAL:
+                interval.check(name, getattr(self, name))
+        if self.use_bias_correction_kl not in (True, False):
+            raise ValueError(f"use_bias_correction_kl must be True or False, got {self.use_bias_correction_kl!r}")
         self._check_combinations()
         if self.epsilon_high is None:
             object.__setattr__(self, "epsilon_high", self.epsilon)
-        for name, interval in RANGES.items():
-            if getattr(self, name) is not None:
-                interval.check(name, getattr(self, name))
         low, high = self.importance_bounds
         if not 0 <= low < high:
             raise ValueError(f"importance_sampling_clip_min must be in [0, clip_max={high}), got {low}")
 
     def _check_combinations(self):
-        if self.loss_type == "dr_grpo" and not (self.max_completion_length or 0) > 0:
-            raise ValueError(f"dr_grpo needs max_completion_length > 0, got {self.max_completion_length}")
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            raise ValueError("dr_grpo needs max_completion_length, the constant length that it divides by, got None")
         if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
             raise ValueError(
                 "luspo scales a sequence-level loss: it needs importance_sampling_level='sequence', got "
@@ -180,10 +191,12 @@ class Objective:
             The objective.
 
         Raises:
-            ValueError: Both are given, or a field has a value that it refuses.
+            ValueError: Both are given, the objective is none, or a field has a value that it refuses.
         """
         if objective is None:
             return cls(**knobs)
+        if not isinstance(objective, cls):
+            raise ValueError(f"objective must be an Objective, got {objective!r}; or pass its fields by name")
         if knobs:
             raise ValueError(f"{', '.join(knobs)} are fields of objective: pass either them or objective, not both")
         return objective
@@ -272,7 +285,7 @@ def _step_tokens(mask, dtype, cu_seqlens, num_items, max_length):
         return _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length)
     if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
         return torch.full((), max(num_items, 1), dtype=dtype, device=mask.device)
-    return num_items.to(mask.device, dtype, non_blocking=True).clamp(min=1)
+    return num_items.reshape(()).to(mask.device, dtype, non_blocking=True).clamp(min=1)
 
 
 def _sequence_mean(mask, dtype, cu_seqlens, num_items, max_length):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fastgrpo.kernels.policy_rows import PolicyRows
-from fastgrpo.loss.inputs import TokenInputs, check_kept
+from fastgrpo.loss.inputs import TokenInputs, check_kept, check_whole
 from fastgrpo.loss.objective import Objective
 from fastgrpo.loss.values import check_numbers, check_tensor
 
@@ -54,7 +54,10 @@ class Layout:
         if per_token.ndim != 1:
             raise ValueError(f"tokens must be [B, T] or packed [N], got {tuple(shape)}")
         if cu_seqlens is not None:
-            cu_seqlens = torch.as_tensor(cu_seqlens)
+            try:
+                cu_seqlens = torch.as_tensor(cu_seqlens)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"cu_seqlens must be a tensor or a list of [S+1] integers: {error}") from None
             check_tensor(cu_seqlens, "cu_seqlens", "integers")
             if cu_seqlens.ndim != 1 or not len(cu_seqlens):
                 raise ValueError(f"cu_seqlens must be [S+1], got shape {tuple(cu_seqlens.shape)}")
@@ -176,6 +179,8 @@ def keep_rows(
     active = lengths = host_lengths = None
     if rows is not None:
         index = None if len(rows) == total else to_device(rows, targets)
+        if coupled and (index is not None or inputs.mask is not None):
+            check_whole(rows, mask, layout.cu_seqlens)
         host_lengths = _host_lengths(layout, rows, total) if coupled else None
     else:
         active = _active_rows(layout, objective, mask, weights, advantages, coupled)

@@ -93,9 +93,9 @@ def check_numbers(
     if not values.numel() or torch.compiler.is_compiling():
         return
     if _host_looks(values):
-        broken = (~legal(values)).flatten().nonzero()
-        if len(broken):
-            first = broken[0, 0]
+        kept = legal(values)
+        if not kept.all():
+            first = (~kept).flatten().nonzero()[0, 0]
             place = first if index is None else index.flatten()[first]
             raise ValueError(f"{name} must {rule}, got {values.flatten()[first].item()} at index {place.item()}")
     elif torch.is_anomaly_enabled():

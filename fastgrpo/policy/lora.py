@@ -54,6 +54,11 @@ def add_lora(
         try:
             model.add_adapter(config)
         except ValueError as error:
+            if names is None:
+                raise ValueError(
+                    f"peft has no choice of layers for a {type(model).__name__}: set lora_target_modules to all-linear "
+                    f"or to the names of layers ({error})"
+                ) from error
             raise ValueError(f"lora_target_modules {names}: {error}") from error
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.lora import ADAPTER, has_adapters
+from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 from fastgrpo.policy.own_attention import padded_states
 
 
@@ -76,8 +76,20 @@ class Policy:
 
         Returns:
             The `Policy` itself, or a new one that wraps the model.
+
+        Raises:
+            ValueError: The model is neither of them.
         """
-        return model if isinstance(model, cls) else cls(model)
+        if isinstance(model, cls):
+            return model
+        module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        refuse_wrappers(module)
+        if not isinstance(module, PreTrainedModel) or module.get_output_embeddings() is None:
+            raise ValueError(
+                f"the policy must be a transformers causal LM with its head, got a {type(module).__name__}; "
+                "fastgrpo.policy.load.load_policy reads one from a folder or the hub"
+            )
+        return cls(model)
 
     @property
     def device(self) -> torch.device:
@@ -206,6 +218,8 @@ class Policy:
                 f"shorten the prompt or lower {limit}"
             )
         embeddings = self.module.get_input_embeddings().weight.shape[0]
+        if min(ids) < 0:
+            raise ValueError(f"{name} has the token id {min(ids)}, which is negative; token ids count from 0")
         if max(ids) >= embeddings:
             raise ValueError(
                 f"{name} has the token id {max(ids)}, but the model has only {embeddings} embeddings; use the "

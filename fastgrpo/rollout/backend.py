@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Rollout
 from fastgrpo.policy.model import Policy
-from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.sampling import SamplingParams, integer, integers
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class RolloutBackend(ABC):
             prompt_ids: Token ids of the prompt.
             n: How many completions.
             sampling: How to draw; requests in flight together must agree in all but seed and max_tokens.
-            request_id: Number of the request. Seed and number together decide the random numbers of its draws. None
-                takes the next number.
+            request_id: Number of the request, from 0 to 2^63 - 1. Seed and number together decide the random numbers of
+                its draws. None takes the next number.
             max_tokens: n limits, where they differ among the completions. None takes the limit of `sampling` for all.
 
         Returns:
@@ -109,10 +109,11 @@ class RolloutBackend(ABC):
         sampling = sampling or SamplingParams()
         if sampling.seed is None:
             sampling = dataclasses.replace(sampling, seed=torch.randint(2**63 - 1, ()).item())
-        if request_id is None:
-            request_id = self.next_id
-        limits = [sampling.max_tokens] * n if max_tokens is None else list(max_tokens)
-        request = Request(request_id, list(prompt_ids), limits, sampling)
+        request_id = self.next_id if request_id is None else integer(request_id, "request_id")
+        n = integer(n, "num_generations")
+        limits = [sampling.max_tokens] * n if max_tokens is None else integers(max_tokens, "max_tokens")
+        ids = integers(prompt_ids, f"the token ids of prompt {request_id}")
+        request = Request(request_id, ids, limits, sampling)
         self._check(request, n)
         if not self.unfinished:
             self.live_lanes = []
@@ -123,6 +124,8 @@ class RolloutBackend(ABC):
 
     def _check(self, request, n):
         number, limits = request.request_id, request.limits
+        if not 0 <= number < 2**63:
+            raise ValueError(f"request_id must be from 0 to 2^63 - 1, got {number}")
         if n < 1:
             raise ValueError(f"num_generations must be at least 1, got {n}")
         if n > self.max_num_seqs:

@@ -143,12 +143,11 @@ class RolloutEngine(RolloutBackend):
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group.request is request]
         if not lanes:  # its prefill failed
             return 0
-        self.lanes.finished[torch.tensor(lanes, device=self.policy.device)] = True
-        stopped = [self.running[lane] for lane in lanes]
-        drawn = sum(len(rollout.ids) for rollout in stopped[0].group.done.values())
-        drawn += sum(running.drawn(self.steps) for running in stopped)
+        index, done = torch.tensor(lanes, device=self.policy.device), self.running[lanes[0]].group.done
+        taken = self.lanes.take(index)  # for the number of tokens, and to note whether their log-probs are finite
+        self.lanes.finished[index] = True
         self._leave(lanes)
-        return drawn
+        return sum(len(rollout.ids) for rollout in done.values()) + sum(len(ids) for ids, *_ in taken)
 
     def abort_request(self, request_id: int) -> int:
         """Drop a request, waiting or running; an unknown or finished one is passed over.

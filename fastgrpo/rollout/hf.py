@@ -104,7 +104,7 @@ class HFBackend(RolloutBackend):
         if sampling.temperature > 0:
             settings = {"do_sample": True, **sampling.distribution, "min_p": sampling.min_p or None}
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.policy.module):
-            torch.manual_seed(sampling.seed)
+            torch.manual_seed(sampling.seed % 2**64)
             sequences = self.policy.module.generate(
                 ids.to(device).repeat_interleave(count, 0),
                 attention_mask=mask.to(device).repeat_interleave(count, 0),

@@ -179,8 +179,10 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
         One of `ROLLOUT_ATTENTION`.
 
     Raises:
-        ValueError: The provider that was asked for does not work there.
+        ValueError: There is no such provider, or it does not work there.
     """
+    if name not in ("auto", *ROLLOUT_ATTENTION):
+        raise ValueError(f"rollout_attention must be one of auto, {', '.join(ROLLOUT_ATTENTION)}, got {name!r}")
     if name == "auto" and device.type == "cpu":
         name = "sdpa" if longest_prompt <= SHORT_PROMPT else "products"
     elif name == "auto":
@@ -205,7 +207,7 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
         The provider.
 
     Raises:
-        ValueError: The provider that was asked for does not work there.
+        ValueError: There is no such provider, or it does not work there.
     """
     name = choose_provider(name, device, dtype, head_dim, longest_prompt)
     _log_once(name, device.type)

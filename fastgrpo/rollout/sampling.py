@@ -4,7 +4,9 @@ Shapes: S completions of which the next token is drawn, V vocabulary.
 """
 
 import math
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,44 @@ BOUNDS = {
 }
 
 
+def integer(value: Any, name: str) -> int:
+    """Read an integer.
+
+    Args:
+        value: What the caller gave: an int, or an integer of numpy or torch.
+        name: What the error calls it.
+
+    Returns:
+        The int.
+
+    Raises:
+        ValueError: It is no integer.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+
+
+def integers(values: Any, name: str) -> list[int]:
+    """Read a list of integers.
+
+    Args:
+        values: What the caller gave: a list, or anything else that can be iterated over, such as a tensor.
+        name: What the error calls them.
+
+    Returns:
+        The ints.
+
+    Raises:
+        ValueError: One of them is no integer, or the values are no list.
+    """
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise ValueError(f"{name} must be a list of integers, got {repr(values)[:80]}") from None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to draw completions, under vLLM's names.
@@ -32,11 +72,11 @@ class SamplingParams:
         top_k: Draw from this many likeliest tokens; 0 is off.
         min_p: Draw from tokens with at least this share of the likeliest one's probability; 0 is off.
         max_tokens: Most tokens of a completion.
-        stop_token_ids: Tokens that end a completion.
-        seed: Seed of the draws. None takes one from torch's global generator.
+        stop_token_ids: Tokens that end a completion; None is none.
+        seed: Seed of the draws, any integer. None takes one from torch's global generator.
 
     Raises:
-        ValueError: A value is out of range.
+        ValueError: A value is out of range, or no integer where it must be one.
     """
 
     temperature: float = 1.0
@@ -48,9 +88,13 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stops = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop_token_ids", tuple(integers(stops, "stop_token_ids")))
         for name, bounds in BOUNDS.items():
             bounds.check(name, getattr(self, name))
+        for name in ("top_k", "max_tokens", "seed"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(getattr(self, name), name))
 
     @property
     def filters(self) -> bool:

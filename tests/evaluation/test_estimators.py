@@ -45,6 +45,15 @@ def test_an_answer_that_is_right_at_times_counts_by_its_share():
     assert maj_at_k(["a", "a", "b"], [True, False, False], 3) == 0.5
 
 
+@pytest.mark.parametrize("n", [8, 64, 300])
+def test_a_vote_that_is_always_right_is_exactly_1(n):
+    """Then Wilson's interval serves; the bootstrap would have no width."""
+    for wrong in range(n // 4):
+        answers = ["a"] * (n - wrong) + [wrong % 3] * wrong
+        assert maj_at_k(answers, [answer == "a" for answer in answers], n // 2 + 1) == 1.0
+    assert maj_at_k(range(1, n + 1), [True] * n, n) == 1.0
+
+
 def test_many_draws():
     answers = [i % 40 for i in range(200)]
     right = [answer == 0 for answer in answers]

@@ -22,6 +22,7 @@ RESULT = [-1 / (2**0.5 + 2e-4), 1 / (2**0.5 + 2e-4)]
         (np.array([0.0, 1.0]), torch.float64),
         (np.array([0.0, 1.0], dtype=np.float32), torch.float32),
         (np.array([0, 1]), torch.float32),
+        (np.array([1.0, 0.0])[::-1], torch.float64),
         (np.frombuffer(np.array([0.0, 1.0]).tobytes()), torch.float64),  # read-only: no warning of torch's
     ],
 )
@@ -91,6 +92,8 @@ def test_what_cannot_be_rewards_is_named(rewards, group_size, knobs, message):
         ([[1.0, 2.0], [3.0, 1.0]], [1.0, NAN], r"weights must be 2 finite numbers, .*got \[1.0, nan\]"),
         ([[1.0, 2.0], [3.0, 1.0]], None, f"weights {NUMBERS}, got NoneType"),
         ([[1.0, math.inf], [3.0, 1.0]], [1, 1], "rewards must be finite"),
+        ([[1.0, 2.0], [3.0, 1.0]], [1e200, 1], r"weights must leave the weighted sums .*got \[1e\+200, 1.0\]"),
+        ([[1.0, 2.0], [3.0, 1.0]], [1.7e308, -1.7e308], "weights must leave the weighted sums"),
     ],
 )
 def test_what_cannot_be_decoupled_is_named(rewards, weights, message):

@@ -61,6 +61,9 @@ REFUSED = {
     "items-tensor": ({"num_items_in_batch": torch.tensor(-2)}, "num_items_in_batch must be finite and .* got -2"),
     "items-many": ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch must be one number, got shape \(2,\)"),
     "cu_seqlens-floats": ({"cu_seqlens": torch.tensor([0, 2.5, 6])}, "cu_seqlens must be integers, got torch.float32"),
+    "cu_seqlens-none": ({"cu_seqlens": [0, None, 6]}, r"cu_seqlens must be a tensor or a list of .*None"),
+    "cu_seqlens-text": ({"cu_seqlens": "06"}, r"cu_seqlens must be a tensor or a list of \[S\+1\] .*str"),
+    "objective-text": ({"objective": "dapo"}, "objective must be an Objective, got 'dapo'; or pass its fields by name"),
     "cu_seqlens-empty": ({"cu_seqlens": torch.zeros(0, dtype=torch.long)}, r"cu_seqlens must be \[S\+1\]"),
 }  # fmt: skip
 
@@ -126,6 +129,43 @@ def test_what_the_loss_does_not_read_is_not_refused():
     assert torch.equal(output.loss, expected.loss)
     unknown = oracle.run(case, linear_grpo_loss, sampler_logps=torch.full((16,), NAN))[0]
     torch.testing.assert_close(unknown.loss, expected.loss)
+
+
+# knobs that look at whole sequences
+COUPLED = {
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo"},
+    "sequence-sampler": {"sampler_logps": -per_token()},
+}
+
+
+def loss_of_rows(rows, **knobs):
+    """The third of six tokens is masked out; the sequences have three tokens each."""
+    given = {"mask": torch.arange(6) != 2, "cu_seqlens": [0, 3, 6], "old_logps": -per_token()}
+    rows = torch.tensor(rows, dtype=torch.long)
+    return grpo_loss(-per_token(at4=0.5), advantages=per_token(), rows=rows, **given, **knobs).loss
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize(("rows", "at"), [([0, 3, 4, 5], "True at index 1"), ([0, 1, 2, 3, 4, 5], "False at index 2")])
+def test_rows_hold_whole_sequences_where_the_objective_looks_at_them(name, rows, at):
+    """A part of a sequence would be taken for the whole, and its ratio would be another one without a word."""
+    with pytest.raises(ValueError, match=f"^mask must select the tokens in rows, and no others, .* got {at}"):
+        loss_of_rows(rows, **COUPLED[name])
+    assert loss_of_rows(rows).isfinite()  # where each token counts by itself, any rows are legal
+    for whole in ([0, 1, 3, 4, 5], [3, 4, 5], []):
+        assert loss_of_rows(whole, **COUPLED[name]).isfinite()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_count_may_be_a_tensor_of_any_shape_with_one_number(shape):
+    """transformers' Trainer makes it one-dimensional for several GPUs."""
+    case = oracle.make_case()
+    knobs = {"entropy_coef": 0.1, "num_items_in_batch": 7}
+    expected, gradients = oracle.run(case, linear_grpo_loss, **knobs)
+    output, actual = oracle.run(case, linear_grpo_loss, **{**knobs, "num_items_in_batch": torch.full(shape, 7)})
+    assert torch.equal(output.loss, expected.loss) and output.loss.shape == ()
+    assert all(torch.equal(actual[name], gradients[name]) for name in gradients)
 
 
 @pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)])

@@ -30,6 +30,8 @@ def test_intervals(interval, text, inside, outside):
     for value in ("1", None, True, [1], 1j):
         with pytest.raises(ValueError, match=f"^x must be a number, got {re.escape(repr(value))}$"):
             interval.check("x", value)
+    with pytest.raises(ValueError, match=r"^x must be finite, got a whole number that no float can hold$"):
+        interval.check("x", 10**400)
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match=f"^x must be finite, got {value}$"):
             interval.check("x", value)

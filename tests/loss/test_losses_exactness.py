@@ -113,6 +113,19 @@ def test_log_probs_and_entropy(monkeypatch, softcap, chunk):
         assert_close(gradient, expected[name], EXACT)
 
 
+@pytest.mark.parametrize("loss", [linear_grpo_loss, logits_grpo_loss])
+def test_a_temperature_in_fp32_costs_no_exactness(loss):
+    """Its value is rounded, and nothing that is computed with it."""
+    case = oracle.make_case(per_token_temperature=True)
+    gradients = []
+    for temperature in (case.temperature.float(), case.temperature.float().double()):
+        leaf = case.hidden @ case.weight.T if loss is logits_grpo_loss else case.hidden.clone()
+        head = [leaf.detach().requires_grad_(), *([case.weight] if loss is linear_grpo_loss else [])]
+        out = loss(*head, case.targets, case.advantages, mask=case.mask, temperature=temperature, entropy_coef=0.1)
+        gradients += torch.autograd.grad(out.loss, head[:1])
+    assert_close(*gradients, EXACT)
+
+
 @pytest.mark.parametrize("low", ["advantages", "hidden"])
 def test_the_exactness_of_the_weights_is_that_of_the_best_input(low):
     """1/3 of a mean over three tokens: fp64 where the head or the advantages are, whatever the other is."""

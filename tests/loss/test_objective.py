@@ -100,8 +100,16 @@ def test_epsilon_high_follows_epsilon_unless_given():
         ({"beta": -0.1}, "beta must be at least 0, got -0.1"),
         ({"beta": math.inf}, "beta must be finite, got inf"),
         ({"beta": math.nan}, "beta must be finite, got nan"),
-        ({"loss_type": "dr_grpo"}, "dr_grpo needs max_completion_length > 0, got None"),
-        ({"loss_type": "dr_grpo", "max_completion_length": 0}, "dr_grpo needs max_completion_length > 0, got 0"),
+        ({"loss_type": "dr_grpo"}, "dr_grpo needs max_completion_length, .* got None"),
+        ({"loss_type": "dr_grpo", "max_completion_length": 0}, "max_completion_length must be at least 1, got 0"),
+        ({"loss_type": "dr_grpo", "max_completion_length": math.inf}, "max_completion_length must be finite, got inf"),
+        ({"loss_type": "dr_grpo", "max_completion_length": "8"}, "max_completion_length must be a number, got '8'"),
+        ({"loss_type": "cispo", "epsilon_high": "5"}, "epsilon_high must be a number, got '5'"),
+        ({"loss_type": ["dapo"]}, r"loss_type must be one of .*, got \['dapo'\]"),
+        ({"beta": None}, "beta must be a number, got None"),
+        ({"epsilon": None}, "epsilon must be a number, got None"),
+        ({"beta": 10**400}, "beta must be finite, got a whole number that no float can hold"),
+        ({"use_bias_correction_kl": "no"}, "use_bias_correction_kl must be True or False, got 'no'"),
     ],
 )
 def test_errors_name_the_knob(knobs, message):

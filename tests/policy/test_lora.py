@@ -22,7 +22,7 @@ from fastgrpo.step.update import Updater
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 
-from fastgrpo.policy.lora import add_lora, merged  # noqa: E402
+from fastgrpo.policy.lora import add_lora, has_adapters, merged  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 ALL = ("all-linear",)
@@ -239,6 +239,12 @@ def test_bf16_adapters_have_masters_and_learn_with_the_reference_switching_them_
 def test_targets_that_do_not_fit(targets, match):
     with pytest.raises(ValueError, match=match):
         add_lora(tiny.model(), target_modules=targets)
+
+
+def test_an_architecture_that_peft_does_not_know_needs_targets():
+    with pytest.raises(ValueError, match=r"^peft has no choice of layers for a SmolLM3ForCausalLM: set lora_targ"):
+        add_lora(tiny.model("smollm3"))
+    assert has_adapters(add_lora(tiny.model("smollm3"), target_modules=ALL))
 
 
 def test_adapters_on_adapters_are_refused():

@@ -89,10 +89,36 @@ def test_a_model_is_taken_as_people_hand_it_over():
 
 
 @pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda model: "Qwen/Qwen2.5-0.5B",
+            "the policy must be a transformers causal LM with its head, got a str; .*load",
+        ),
+        (lambda model: model.base_model, "the policy must be a transformers causal LM with its head, got a Qwen2Model"),
+        (
+            lambda model: torch.nn.DataParallel(model),
+            "model must be .* got a DataParallel; pass the model that it holds",
+        ),
+        (lambda model: None, "model must be .* got a NoneType"),
+    ],
+)
+def test_what_is_no_causal_model_is_told_by_name(make, match):
+    with pytest.raises(ValueError, match=f"^{match}"):
+        Policy.of(make(tiny.model()))
+
+
+def test_a_compiled_model_is_taken():
+    compiled = torch.compile(tiny.model(), backend="eager")
+    assert Policy.of(compiled).module is compiled
+
+
+@pytest.mark.parametrize(
     "ids, match",
     [
         ([], "prompt 3 has no tokens"),
         ([5] * 251, "prompt 3 has 251 tokens; with max_tokens=6 it exceeds the model's context of 256; shorten"),
+        ([5, -1], "prompt 3 has the token id -1, which is negative; token ids count from 0"),
         ([64], "prompt 3 has the token id 64, but the model has only 64 embeddings"),
     ],
 )

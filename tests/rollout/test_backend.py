@@ -30,8 +30,9 @@ def test_requests_wait_again_after_a_failure(backend, monkeypatch):
         assert seen == [rollout.ids for rollout in expected]
 
 
+@pytest.mark.parametrize("aborted", [False, True], ids=["finished", "aborted"])
 @pytest.mark.parametrize("attention", ["sdpa", "products"])
-def test_what_is_not_finite_leaves_nothing_behind(attention):
+def test_what_is_not_finite_leaves_nothing_behind(attention, aborted):
     model, sampling = tiny.model(), SamplingParams(max_tokens=9, seed=3)
     engine = RolloutEngine(model, attention=attention)
     expected = engine.generate(PROMPTS, 2, sampling)
@@ -39,7 +40,12 @@ def test_what_is_not_finite_leaves_nothing_behind(attention):
     good = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(torch.nan)
-    assert not any(rollout.logps.isfinite().all() for rollout in engine.generate(PROMPTS, 2, sampling))
+    if aborted:  # nobody takes its completions
+        number = engine.add_request(PROMPTS[1] * 2, 8, sampling)
+        engine.step()
+        assert engine.abort_request(number) == 16
+    else:
+        assert not any(rollout.logps.isfinite().all() for rollout in engine.generate(PROMPTS, 2, sampling))
     with torch.no_grad():
         weight.copy_(good)
     for _ in range(2):
@@ -120,6 +126,38 @@ def test_groups_are_added_taken_and_cancelled_on_the_way(backend):
         assert first not in by_id
         assert by_id[second][1].ids == expected[3].ids[:4]
         assert [rollout.ids for rollout in by_id[third]] == [rollout.ids for rollout in expected[4:6]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"request_id": -1}, r"request_id must be from 0 to 2\^63 - 1, got -1"),
+        ({"request_id": 2**64}, r"request_id must be from 0 to 2\^63 - 1"),
+        ({"request_id": "a"}, "request_id must be an integer, got 'a'"),
+        ({"n": 2.5}, "num_generations must be an integer, got 2.5"),
+        ({"max_tokens": [1, 2.5]}, r"max_tokens must be a list of integers, got \[1, 2.5\]"),
+        ({"max_tokens": 3}, "max_tokens must be a list of integers, got 3"),
+        ({"prompt_ids": "abc"}, "the token ids of prompt 7 must be a list of integers, got 'abc'"),
+        ({"prompt_ids": [1.5]}, r"the token ids of prompt 7 must be a list of integers, got \[1.5\]"),
+        ({"prompt_ids": [3, -1]}, "prompt 7 has the token id -1, which is negative"),
+    ],
+)
+def test_a_refused_request_leaves_nothing_behind(backend, change, message):
+    rollouts = backend(tiny.model())
+    given = {"prompt_ids": PROMPTS[0], "n": 2, "sampling": SamplingParams(max_tokens=3), "request_id": 7}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        rollouts.add_request(**{**given, **change})
+    assert not rollouts.has_unfinished_requests()
+    assert rollouts.add_request(PROMPTS[0], sampling=given["sampling"]) == 0
+
+
+def test_seeds_of_any_size(backend):
+    model = tiny.model()
+    for seed in (-1, 2**64 + 5):
+        first, same = (
+            backend(model).generate(PROMPTS, 2, SamplingParams(max_tokens=9, seed=s)) for s in (seed, seed % 2**64)
+        )
+        assert [rollout.ids for rollout in first] == [rollout.ids for rollout in same]
 
 
 def test_requests_that_cannot_be_in_flight_together(backend):

@@ -110,6 +110,7 @@ def test_the_order_on_a_gpu(monkeypatch):
         ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
         ("flash_attn", "cuda", torch.bfloat16, 512, "a multiple of 8 and at most 256; the model's have 512"),
         ("flash_attn", "cuda", torch.bfloat16, 64, "pip install fastgrpo"),
+        ("flash", "cpu", torch.float32, 64, "rollout_attention must be one of auto, triton, .*, got 'flash'"),
     ],
 )
 def test_refused(monkeypatch, name, device, dtype, head_dim, match):

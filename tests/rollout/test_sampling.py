@@ -1,5 +1,6 @@
 """Drawing a token: the distribution, with each filter, the random numbers, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,29 @@ from fastgrpo.rollout.sampling import SamplingParams, filter_logps, sample, unif
 def test_refused_sampling(name, value):
     with pytest.raises(ValueError, match=name):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("top_k", 2.5, "top_k must be an integer, got 2.5"),
+        ("max_tokens", 2.5, "max_tokens must be an integer, got 2.5"),
+        ("seed", 1.5, "seed must be an integer, got 1.5"),
+        ("seed", "0", "seed must be an integer, got '0'"),
+        ("stop_token_ids", 1, "stop_token_ids must be a list of integers, got 1"),
+        ("stop_token_ids", "</s>", "stop_token_ids must be a list of integers, got '</s>'"),
+        ("stop_token_ids", [1.5], r"stop_token_ids must be a list of integers, got \[1.5\]"),
+    ],
+)
+def test_what_counts_is_an_integer(name, value, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        SamplingParams(**{name: value})
+
+
+def test_integers_of_any_kind_and_no_stop_tokens():
+    assert SamplingParams(stop_token_ids=None) == SamplingParams()
+    given = SamplingParams(top_k=np.int64(5), stop_token_ids=torch.tensor([1, 2]), seed=np.int32(3))
+    assert given == SamplingParams(top_k=5, stop_token_ids=(1, 2), seed=3)
 
 
 def expected_distribution(logits, params):
