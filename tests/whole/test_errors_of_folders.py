@@ -100,7 +100,7 @@ def test_overwriting_deletes_what_runs_made_and_leaves_the_rest(after):
         ("the model", lambda case: {"model_name_or_path": case.link / "checkpoint-2"}),
         ("the data set", lambda case: {"dataset_name": shutil.copy(case.rows, case.run / "samples.jsonl")}),
         ("the data set", lambda case: {"dataset_name": case.link / "samples.jsonl"}),
-        ("the reward function", lambda case: {"output_dir": case.folder}),
+        ("the file of reward function", lambda case: {"output_dir": case.folder}),
     ],
 )
 @pytest.mark.parametrize("overwrite", [None, True])
@@ -109,7 +109,7 @@ def test_a_run_reads_nothing_from_its_own_folder(after, capfd, what, settings, o
     after.link.symlink_to(after.run)
     shutil.copy(after.rows, after.run / "samples.jsonl")
     changes = settings(after)
-    if what == "the reward function":  # everything else must lie elsewhere
+    if what == "the file of reward function":  # everything else must lie elsewhere
         outside = after.folder.parent / "outside"
         shutil.copytree(after.model, outside)
         shutil.copy(after.rows, outside / "train.jsonl")
