@@ -62,8 +62,8 @@ class RunFolder:
         Raises:
             ValueError: The folder is not held any more.
         """
-        self.check()
-        self._lock.busy = True
+        if not self._lock.begin():
+            self.check()
 
     def close(self) -> None:
         """Release the folder."""

@@ -6,11 +6,13 @@ import os
 import re
 import socket
 import stat
+import threading
 import weakref
 from pathlib import Path
 
 LOCK = ".lock"
 _held = weakref.WeakValueDictionary()  # the locks that this process holds, by the identity of their files
+_one_at_a_time = threading.Lock()  # of the threads that take a folder or begin a run in it
 
 
 class FolderLock:
@@ -35,6 +37,11 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path, self.busy = path / LOCK, False
+        with _one_at_a_time:
+            self._take()
+
+    def _take(self):
+        """Take the lock, from another holder of this process where there is one that is not busy."""
         self._take_over()
         self._file = self._open()
         try:
@@ -44,8 +51,8 @@ class FolderLock:
             self._file.close()
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise ValueError(
-                    f"output_dir {path} is in use by a run that is still alive ({owner}); wait until it ends, or "
-                    "choose another folder"
+                    f"output_dir {self.path.parent} is in use by a run that is still alive ({owner}); wait "
+                    "until it ends, or choose another folder"
                 ) from None
             raise
         except ValueError:
@@ -62,6 +69,16 @@ class FolderLock:
     def held(self) -> bool:
         """Whether this lock still holds the folder."""
         return _held.get(self._key) is self
+
+    def begin(self) -> bool:
+        """Be busy from now on.
+
+        Returns:
+            Whether this lock still holds the folder. It is busy only then.
+        """
+        with _one_at_a_time:
+            self.busy = self.held
+        return self.busy
 
     def close(self) -> None:
         """Release the folder."""

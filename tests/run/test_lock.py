@@ -36,7 +36,7 @@ def test_a_lock_names_its_owner_and_is_free_when_it_is_closed(tmp_path):
 
 def test_a_second_holder_in_one_process_is_refused_and_leaves_the_first_its_lock(tmp_path):
     lock = FolderLock(tmp_path)
-    lock.busy = True
+    assert lock.begin()
     (tmp_path / "link").symlink_to(tmp_path)
     for path in (tmp_path, tmp_path / "link"):
         with pytest.raises(ValueError, match=r"is in use by another trainer of this process; let its train\(\) end"):
@@ -49,7 +49,7 @@ def test_a_second_holder_in_one_process_is_refused_and_leaves_the_first_its_lock
 def test_a_holder_that_is_not_busy_loses_the_folder_to_the_next_one(tmp_path):
     first = FolderLock(tmp_path)
     second = FolderLock(tmp_path)
-    assert second.held and not first.held
+    assert second.held and not first.held and not first.begin() and not first.busy
     first.close()  # this does not release what is the second one's
     assert second.held and "in use by a run that is still alive" in asked(tmp_path)
     second.close()
