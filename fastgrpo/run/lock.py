@@ -7,11 +7,13 @@ import os
 import re
 import socket
 import stat
+import threading
 import weakref
 from pathlib import Path
 
 LOCK = ".lock"
 _held = weakref.WeakValueDictionary()  # the locks that this process holds, by the identity of their files
+_one_at_a_time = threading.Lock()  # for the threads of this process that take a folder
 
 
 class FolderLock:
@@ -31,6 +33,10 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path / LOCK
+        with _one_at_a_time:
+            self._take()
+
+    def _take(self):
         self._refuse_second_holder()
         self._file = self._open()
         try:
@@ -40,8 +46,8 @@ class FolderLock:
             self._file.close()
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise ValueError(
-                    f"output_dir {path} is in use by a run that is still alive ({owner}); wait until it ends, or "
-                    "choose another folder"
+                    f"output_dir {self.path.parent} is in use by a run that is still alive ({owner}); wait "
+                    "until it ends, or choose another folder"
                 ) from None
             raise
         except ValueError:
