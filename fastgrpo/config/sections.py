@@ -1,11 +1,12 @@
 """Settings that several commands take, in sections. Training, evaluate and chat compose the sections they need."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastgrpo.config.fields import Interval, When, documented, setting
+from fastgrpo.loss.interval import TEMPERATURE as LOGITS_TEMPERATURE
 
 # The ranges of what a draw takes, for the settings and for `SamplingParams` alike.
-TEMPERATURE = Interval(at_least=0)  # 0 is greedy
+TEMPERATURE = replace(LOGITS_TEMPERATURE, or_zero=True)  # 0 is greedy
 TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
