@@ -10,7 +10,7 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-from fastgrpo.rewards.equality import Formula, read_formula, same_formulas
+from fastgrpo.rewards.equality import read_formula, same_values
 from fastgrpo.rewards.expressions import MAX_LENGTH
 from fastgrpo.rewards.spelling import CURRENCY, formula, plain
 
@@ -56,7 +56,7 @@ class _Answer(NamedTuple):
     """What an answer was read as."""
 
     number: Fraction | None  # its value, where it is a number
-    formula: Formula | None  # what is compared where either answer is no number
+    formula: str  # what is compared where either answer is no number
     has_digit: bool
 
 
@@ -186,9 +186,8 @@ def answers_match(text: str, reference: str) -> bool | None:
         return None
     if answer.number is not None and expected.number is not None:
         return answer.number == expected.number
-    if expected.formula is None:
-        return None if expected.number is None else False
-    return answer.formula is not None and same_formulas(answer.formula, expected.formula)
+    verdict = same_values(answer.formula, expected.formula)
+    return False if verdict is None and expected.number is not None else verdict
 
 
 def _read(text: str) -> _Answer:
@@ -197,15 +196,16 @@ def _read(text: str) -> _Answer:
     found, follows_words = formula(text)
     pieces = [piece for piece in _APPROXIMATELY.split(found) if re.search("[0-9]", piece)] or [found]
     first, last = (_DROPPED.sub("", piece).strip() for piece in (pieces[0], pieces[-1]))
-    read = read_formula(first)
     number = None if follows_words else _lone_number(last)
-    # At the end of a sentence, a number is the answer. At the end of a formula, it is only a part of one.
-    is_formula = not follows_words and (
-        read is not None or bool(_RELATION.search(last) or (_SIGN.search(last) and len(_NUMBER.findall(last)) > 1))
-    )
-    if number is None and not is_formula and "matrix" not in text:
+    if number is None and (follows_words or not _is_formula(first, last)) and "matrix" not in text:
         number = _last_number(text)
-    return _Answer(number, read, re.search("[0-9]", text) is not None)
+    return _Answer(number, first, re.search("[0-9]", text) is not None)
+
+
+def _is_formula(found: str, last: str) -> bool:
+    """Tell whether the number at the end of what was found is only a part of it, and not the answer of a sentence."""
+    several = _SIGN.search(last) is not None and len(_NUMBER.findall(last)) > 1
+    return several or _RELATION.search(last) is not None or read_formula(found) is not None
 
 
 def _lone_number(found: str) -> Fraction | None:

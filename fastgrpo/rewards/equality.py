@@ -2,6 +2,7 @@ r"""Tell whether two answers that are expressions, equations or lists of these h
 
 import re
 from decimal import Decimal, localcontext
+from functools import lru_cache
 from typing import NamedTuple
 
 from fastgrpo.rewards.expressions import CLOSING, CONTEXT, TOLERANCE, Unreadable, Values, evaluate, tokenize
@@ -36,6 +37,7 @@ class Formula(NamedTuple):
     tolerance: Decimal | None = None
 
 
+@lru_cache(maxsize=256)  # a reference is read once for all completions of its prompt
 def read_formula(text: str) -> Formula | None:
     r"""Read an expression, an equation, or a list of these.
 
@@ -54,26 +56,12 @@ def read_formula(text: str) -> Formula | None:
     return Formula(brackets, items)
 
 
-def same_formulas(answer: Formula, expected: Formula) -> bool:
-    r"""Tell whether two answers have the same values.
+def same_values(answer: str, expected: str) -> bool | None:
+    r"""Tell whether two answers have the same values. Each is an expression, an equation, or a list of these.
 
     The items of ``a, b`` and ``{a, b}`` may have any order, and those of ``(a, b)`` and ``[a, b]`` have that of the
     expected answer. ``a \pm b`` is a list of two. Two equations are the same where one is a multiple of the other.
     Where only the answer is an equation, its last side counts, and so does that of an expected ``x = 2``.
-
-    Args:
-        answer: The answer to judge.
-        expected: The right answer.
-
-    Returns:
-        Whether they match.
-    """
-    tolerance = max((side.tolerance for side in (answer, expected) if side.tolerance is not None), default=None)
-    return _same_lists(answer, expected, tolerance)
-
-
-def same_values(answer: str, expected: str) -> bool | None:
-    r"""Tell whether two texts are formulas of the same values.
 
     Args:
         answer: The answer to judge. It is wrong where it cannot be read.
@@ -86,10 +74,11 @@ def same_values(answer: str, expected: str) -> bool | None:
         >>> same_values(r"x^2 - 1, \sqrt{8}", r"2\sqrt{2}, (x + 1)(x - 1)")
         True
     """
-    formulas = read_formula(answer), read_formula(expected)
-    if formulas[1] is None:
-        return None
-    return formulas[0] is not None and same_formulas(*formulas)
+    read, right = read_formula(answer), read_formula(expected)
+    if right is None or read is None:
+        return None if right is None else False
+    tolerances = [side.tolerance for side in (read, right) if side.tolerance is not None]
+    return _same_lists(read, right, max(tolerances, default=None))
 
 
 def _list(tokens: list[str]) -> tuple[str, list]:
