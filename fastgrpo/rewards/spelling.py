@@ -123,7 +123,7 @@ def formula(text: str) -> tuple[str, bool]:
 
     Example:
         >>> formula(r"**The area is $3\pi$ square feet.**")
-        ('$3\\pi$', True)
+        ('3\\pi', True)
     """
     lines = [line for line in text.splitlines() if re.search("[0-9]", line)] or [text]
     parts = _WORD.split(" ".join(_DELIMITER.sub("", lines[-1]).split()))
