@@ -44,7 +44,9 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
         1.0, "Temperature of the draws; 0 always takes the likeliest token.", within=TEMPERATURE
     )
     seed: int | None = setting(
-        None, "Seed of the draws. None draws differently at every start.", within=Interval(at_least=0)
+        None,
+        "Seed of the draws. None draws differently at every start.",
+        within=Interval(at_least=0, at_most=2**64 - 1, why="torch takes no other seed"),
     )
     raw: bool = setting(False, "Write control characters of an answer as they are, which the terminal may obey.")
 

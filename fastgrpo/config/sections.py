@@ -1,39 +1,12 @@
 """Settings that several commands take, in sections. Training, evaluate and chat compose the sections they need."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastgrpo.config.fields import Interval, When, documented, setting
-
-# The lowest temperature but 0. Logits of ordinary size, divided by it, stay far below the largest number of fp32, 3e38,
-# and so do their gradients; a draw at this temperature is greedy but for exact ties.
-COLDEST = 1e-6
-
-
-@dataclass(frozen=True)
-class ZeroOr(Interval):
-    """An interval of positive numbers, and 0, which stands for something of its own."""
-
-    @property
-    def text(self) -> str:
-        """The numbers allowed in words that can follow "must be"."""
-        return f"0 or {super().text}"
-
-    def check(self, name: str, value: float) -> None:
-        """Refuse a number that is neither 0 nor inside of the interval.
-
-        Args:
-            name: What the refusal calls the number.
-            value: The number.
-
-        Raises:
-            ValueError: The number is not finite, or not allowed.
-        """
-        if value != 0:
-            super().check(name, value)
-
+from fastgrpo.loss.interval import TEMPERATURE as LOGITS_TEMPERATURE
 
 # The ranges of what a draw takes, for the settings and for `SamplingParams` alike.
-TEMPERATURE = ZeroOr(at_least=COLDEST, why="logits divided by less would overflow")  # 0 is greedy
+TEMPERATURE = replace(LOGITS_TEMPERATURE, or_zero=True)  # 0 is greedy
 TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
@@ -195,7 +168,7 @@ class EvaluationConfig:
     eval_temperature: float = setting(
         1.0,
         "Temperature at which an evaluation draws completions.",
-        within=Interval(at_least=COLDEST, why="a greedy completion is made in any case"),
+        within=replace(LOGITS_TEMPERATURE, why="a greedy completion is made in any case"),
         active=WITH_DRAWS,
         resume="free",
     )

@@ -1,9 +1,10 @@
 """Settings of training alone: the policy, the rollout of a step, the optimizer, and what a run leaves behind."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastgrpo.config.fields import Interval, When, documented, setting
-from fastgrpo.config.sections import COLDEST, MIN_P
+from fastgrpo.config.sections import MIN_P
+from fastgrpo.loss.interval import TEMPERATURE
 
 WITH_ADAPTERS = When("use_peft is True", lambda settings: settings.use_peft)
 ON_GSM8K = When("task is gsm8k", lambda settings: settings.task == "gsm8k")
@@ -86,7 +87,7 @@ class RolloutConfig:
     temperature: float = setting(
         1.0,
         "Temperature at which completions are drawn and every log-prob is computed.",
-        within=Interval(at_least=COLDEST, why="the completions of a greedy group are all the same"),
+        within=replace(TEMPERATURE, why="the completions of a greedy group are all the same"),
     )
     min_p: float | None = setting(
         None,

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class Interval:
         above: A number that the value must exceed, or None.
         at_most: The largest number allowed, or None.
         below: A number that the value must stay under, or None.
+        or_zero: Whether 0 is allowed besides.
         why: The reason for the bounds, which a refusal repeats. Empty where the bounds speak for themselves.
     """
 
@@ -21,11 +22,14 @@ class Interval:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    or_zero: bool = False
     why: str = ""
 
     @property
     def text(self) -> str:
         """The interval in words that can follow "must be"."""
+        if self.or_zero:
+            return f"0 or {replace(self, or_zero=False).text}"
         has_low = self.at_least is not None or self.above is not None
         has_high = self.at_most is not None or self.below is not None
         if has_low and has_high:
@@ -58,7 +62,7 @@ class Interval:
             raise ValueError(f"{name} must be finite, got a whole number that no float can hold") from None
         if not finite:
             raise ValueError(f"{name} must be finite, got {value}")
-        inside = (
+        inside = (self.or_zero and value == 0) or (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)

@@ -2,29 +2,30 @@ r"""Read the final answer of a text and compare two answers by value.
 
 The answer of a text is what its last marker holds. A marker is ``#### 42``, ``<answer>42</answer>`` or
 ``\boxed{42}``. Without a marker the whole text is the answer. The value of an answer is the last number in it, as an
-exact fraction. Where that number is only a part of an expression (``2\sqrt{2}``, ``5 + 3``), the answer has no such
-value, and `fastgrpo.rewards.equality` decides.
+exact fraction. Where that number is only a part of an expression or of a list (``2\sqrt{2}``, ``5 - 3``, ``(1, 2)``),
+the answer has no such value, and `fastgrpo.rewards.equality` decides.
 """
 
 import re
-import unicodedata
 from fractions import Fraction
+from typing import NamedTuple
 
-from fastgrpo.rewards.equality import same_values
+from fastgrpo.rewards.equality import read_formula, same_values
+from fastgrpo.rewards.expressions import MAX_LENGTH
+from fastgrpo.rewards.spelling import CURRENCY, formula, plain
 
-# The text of a model is untrusted input: a number of a million digits must not stall a step.
+# The text of a model is untrusted input: one of a million characters must not stall a step.
+MAX_TEXT_LENGTH = 200_000  # characters at the end of a text in which the last marker is looked for
 MAX_NUMBER_LENGTH = 64  # characters
-MAX_ANSWER_LENGTH = 10_000  # characters at the end of an answer that are read, and the last number is among them
 
 _MARKER = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>", re.IGNORECASE)
 
-_CURRENCY = "$€£¥₹"
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]+)?|(?<![\w.)])\.[0-9]+)(?:[eE][-+]?[0-9]{{1,2}}(?![0-9A-Za-z]))?"
 _NUMBER = re.compile(
     # After an operand or a word, a sign is an operator or a hyphen: 10-3, 5 -3, COVID-19.
     rf"(?:(?<![\w)}}\]%+-])(?<![0-9)}}%] )(?P<sign>[-+]))?"
-    rf"(?:[{_CURRENCY}] ?(?P<inner_sign>[-+])?)?"
+    rf"(?:[{CURRENCY}] ?(?P<inner_sign>[-+])?)?"
     rf"(?:(?P<whole>{_INTEGER})(?: and)? +(?=[0-9,]+/[0-9]))?"
     rf"(?P<numerator>{_DECIMAL})(?: ?/ ?(?P<denominator>{_DECIMAL}))?"
 )
@@ -35,41 +36,28 @@ _OPERATOR = r"[+*/×÷·]"
 _OPERAND_BEFORE = re.compile(
     rf"(?:[{{^_√]|{_FUNCTION}|[0-9)]\*\*|[0-9][eE][-+]?|[0-9)}}\]%] *{_OPERATOR} *"
     # After a word, "is *42*" is emphasis and "is +3" has a sign. Only "x+3" and "x + 3" are sums.
-    rf"|[A-Za-z](?:{_OPERATOR} *| {_OPERATOR} +))[ ({_CURRENCY}]*$"
+    rf"|[A-Za-z](?:{_OPERATOR} *| {_OPERATOR} +))[ ({CURRENCY}]*$"
 )
 _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 
-
-def _vulgar_fraction(match: re.Match) -> str:
-    """Spell a character such as ½ in LaTeX."""
-    numerator, denominator = unicodedata.normalize("NFKC", match[0]).split("⁄")
-    return rf"\frac{{{numerator}}}{{{denominator}}}"
-
-
-_REWRITES = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        ("[−﹣－]", "-"),
-        (r"(?<=[0-9])[\u00a0\u2009\u202f](?=[0-9]{3}(?![0-9]))|\\[,!]|\\(?:left|right)(?![A-Za-z])", ""),
-        (r"[\u00a0\u2009\u202f~]|\\[;: ]|\\q?quad(?![A-Za-z])", " "),
-        (r"\{,\}", ","),
-        (rf"\\([%{_CURRENCY}])", r"\1"),
-        # The exponents in degrees and in square or cubic units are no part of the value.
-        (r"\^\{?\\circ\}?|°", ""),
-        (r"(?:\\(?:text|mathrm)\{[^{}0-9]*\}|(?<![A-Za-z])(?:[ckm]?m|in|ft|yd|mi)) ?\^\{?[23]\}?", " "),
-        (r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|underline)\{([^{}]*)\}", r" \1 "),
-        # A space separates the whole part of a mixed number from its fraction.
-        (r"(?<=[0-9])\s*(?=\\[dtc]?frac|[¼-¾⅐-⅞])", " "),
-        ("[¼-¾⅐-⅞]", _vulgar_fraction),
-        (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
-        # At the start of an answer, a sign that is separated from its number by spaces is still its sign.
-        (r"\A\s*([-+])\s+", r"\1"),
-    )
-]
 # Only where the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
 _FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
 # A percentage is compared without its sign, and a comma in 5,000 separates no items.
-_DROPPED = re.compile(rf"[%{_CURRENCY}]|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))")
+_DROPPED = re.compile(rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))")
+# A unit of one letter is none where it could be a variable: 5 m, but not 5x.
+_UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
+_APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|≈")
+# What a number at the end is only a part of: a relation, or several numbers with signs of formulas.
+_RELATION = re.compile(r"[<>≤≥∞]|\\(?:[lg](?:eq?|t)|n?eq?|infty|cup|cap)(?![A-Za-z])")
+_SIGN = re.compile(r"[_^|!]|\\[A-Za-z]")
+
+
+class _Answer(NamedTuple):
+    """What an answer was read as."""
+
+    number: Fraction | None  # its value, where it is a number
+    formula: str  # what is compared where either answer is no number
+    has_digit: bool
 
 
 def completion_text(completion: str | list[dict]) -> str:
@@ -106,7 +94,7 @@ def extract_answer(text: str) -> str:
     A tag or a brace that is left open reaches to the end of the text, and ``####`` to the end of its line.
 
     Args:
-        text: Any text.
+        text: Any text. Only its last ``MAX_TEXT_LENGTH`` characters are read.
 
     Returns:
         The answer as it stands in the text.
@@ -115,6 +103,7 @@ def extract_answer(text: str) -> str:
         >>> extract_answer(r"#### 41, no, \boxed{\frac{1}{2}} indeed")
         '\\frac{1}{2}'
     """
+    text = text[-MAX_TEXT_LENGTH:]
     marker = _last_match(_MARKER, text)
     if marker is None:
         return text
@@ -141,9 +130,9 @@ def read_number(text: str) -> Fraction | None:
         text: Any text.
 
     Returns:
-        The exact value. None where the number is part of an expression, is divided by zero or is too long, and where
-        the last marker holds no number, even if a number stands before it: reading that one would reward a text that
-        withdraws its answer.
+        The exact value. None where the number is part of an expression or a list, is divided by zero or is too long,
+        and where the last marker holds no number, even if a number stands before it: reading that one would reward a
+        text that withdraws its answer.
 
     Examples:
         >>> read_number("She pays $3.50 a day. #### -$1,234.50")
@@ -151,7 +140,7 @@ def read_number(text: str) -> Fraction | None:
         >>> read_number("The answer is 42, <answer>I do not know</answer>") is None
         True
     """
-    return _last_number(_normalize(extract_answer(text)))
+    return _read(text).number
 
 
 def final_answer(text: str) -> Fraction | str | None:
@@ -171,7 +160,7 @@ def final_answer(text: str) -> Fraction | str | None:
     number = read_number(text)
     if number is not None or _last_match(_MARKER, text) is None:
         return number
-    return "".join(_normalize(extract_answer(text)).split()) or None
+    return "".join(plain(extract_answer(text)).split()) or None
 
 
 def answers_match(text: str, reference: str) -> bool | None:
@@ -192,32 +181,60 @@ def answers_match(text: str, reference: str) -> bool | None:
         >>> answers_match("<answer>75%</answer>", "#### 75")
         True
     """
-    answer, expected = _normalize(extract_answer(text)), _normalize(extract_answer(reference))
-    if not re.search("[0-9]", expected):
+    answer, expected = _read(text), _read(reference)
+    if not expected.has_digit:
         return None
-    value, expected_value = _last_number(answer), _last_number(expected)
-    if value is not None and expected_value is not None:
-        return value == expected_value
-    verdict = same_values(*(_DROPPED.sub("", side).strip() for side in (answer, expected)))
-    return False if verdict is None and expected_value is not None else verdict
+    if answer.number is not None and expected.number is not None:
+        return answer.number == expected.number
+    verdict = same_values(answer.formula, expected.formula)
+    return False if verdict is None and expected.number is not None else verdict
 
 
-def _normalize(text: str) -> str:
-    """Rewrite the spellings of numbers in LaTeX and Unicode as plain ones. Only the end of a long text is read."""
-    text = text[-MAX_ANSWER_LENGTH:]
-    for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
-    return text
+def _read(text: str) -> _Answer:
+    """Read the final answer of a text, as a number or as a formula."""
+    text = plain(extract_answer(text))
+    found, follows_words = formula(text)
+    pieces = [piece for piece in _APPROXIMATELY.split(found) if re.search("[0-9]", piece)] or [found]
+    first, last = (_DROPPED.sub("", piece).strip() for piece in (pieces[0], pieces[-1]))
+    number = None if follows_words else _lone_number(last)
+    if number is None and (follows_words or not _is_formula(first, last)) and "matrix" not in text:
+        number = _last_number(text)
+    return _Answer(number, first, re.search("[0-9]", text) is not None)
+
+
+def _is_formula(found: str, last: str) -> bool:
+    """Tell whether the number at the end of what was found is only a part of it, and not the answer of a sentence."""
+    several = _SIGN.search(last) is not None and len(_NUMBER.findall(last)) > 1
+    return several or _RELATION.search(last) is not None or read_formula(found) is not None
+
+
+def _lone_number(found: str) -> Fraction | None:
+    """Return the value of a formula that is one number, perhaps with a unit or after a name and a sign =."""
+    if len(found) > MAX_LENGTH:
+        return None
+    left, _, right = found.rpartition("=")
+    left = re.sub(r"\([^()]*\)|_\w", "", left)
+    if re.search("[A-Za-z]", left) and re.search(r"[0-9+*/^-]", left):  # an equation
+        return None
+    number = _NUMBER.fullmatch(_UNIT.sub("", _FRACTION.sub(r"\1/\2", right)).strip(" ()[]{}"))
+    return _value(number) if number else None
 
 
 def _last_number(text: str) -> Fraction | None:
-    """Return the last number of a text that was normalized, or None where it is part of an expression."""
+    """Return the last number of a text that was rewritten, or None where it is part of an expression."""
     text = _FRACTION.sub(r"\1/\2", text)
     number = _last_match(_NUMBER, text)
-    if number is None or len(number[0]) > MAX_NUMBER_LENGTH:
+    if number is None:
         return None
     before = text[max(0, number.start() - 40) : number.start()]  # an operator and the spaces around it are shorter
     if _OPERAND_BEFORE.search(before) or _OPERAND_AFTER.match(text, number.end()):
+        return None
+    return _value(number)
+
+
+def _value(number: re.Match) -> Fraction | None:
+    """Compute a number that was found, or return None where it is too long or divided by zero."""
+    if len(number[0]) > MAX_NUMBER_LENGTH:
         return None
     whole, numerator, denominator = (
         Fraction((digits or default).replace(",", ""))

@@ -1,13 +1,18 @@
 r"""Compute mathematical expressions, at a cost that the lengths of their texts bound.
 
 An expression is computed while it is read, as a decimal number of ``DIGITS`` digits. Letters are variables, which have
-values at a few fixed points, so that expressions in them can be compared there. Nothing is simplified, expanded or
-solved, no clock is read, and every thread gets the same values.
+values at a few fixed points, so that expressions in them can be compared there. Where it has no roots, it is computed
+modulo a prime as well, which tells 2^{2014} from 2^{2014} - 1. Nothing is simplified, expanded or solved, no clock is
+read, and every thread gets the same values.
 """
 
 import random
 import re
 from decimal import Context, Decimal, DecimalException, DivisionByZero, InvalidOperation, Overflow, localcontext
+from fractions import Fraction
+from typing import NamedTuple
+
+from fastgrpo.rewards.residues import Residue
 
 # The text of a model is untrusted input. Within these bounds the costliest answer takes some hundredths of a second.
 MAX_LENGTH = 300  # characters; a longer answer is prose
@@ -26,22 +31,39 @@ _PI = Decimal(
     "328230664709384460955058223172535940812848111745028410270193852"
 )
 
+_BRACKETS = {r"\lbrace": "{", r"\rbrace": "}", r"\lbrack": "[", r"\rbrack": "]", r"\langle": "(", r"\rangle": ")"}
 _SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\[()\[\]]|[.\s]+\Z", ""),
         (r"\\([{}])", r"\1"),
+        (r"\\[lr](?:brace|brack|angle)(?![A-Za-z])", lambda match: _BRACKETS[match[0]]),
         (r"×|·|\\(?:times|cdot)(?![A-Za-z])", "*"),
         (r"÷|\\div(?![A-Za-z])", "/"),
         (r"\\pi(?![A-Za-z])", "π"),
+        (r"\\infty(?![A-Za-z])", "∞"),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     )
 ]
-_TOKEN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|[-+*/^()\[\]{}=,πA-Za-z])")
+_TOKEN = re.compile(
+    r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z]))?|\\[A-Za-z]+"
+    r"|[-+*/^()\[\]{}=,π∞A-Za-z]|(?<=[0-9]):(?=[0-9]))"
+)
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 _MIXED = re.compile(r"([0-9]+) (?:([0-9]+) / ([0-9]+)|\\frac { ([0-9]+) } { ([0-9]+) })(?= |\Z)")
 
-Values = list[Decimal | None]  # those of an expression at each point, None where it is not defined
+
+class Values(NamedTuple):
+    """The values of an expression.
+
+    Attributes:
+        decimals: One at each point, None where the expression is not defined.
+        residue: The value modulo `fastgrpo.rewards.residues.PRIME`, where the variables are other numbers. None where
+            there is none.
+    """
+
+    decimals: list[Decimal | None]
+    residue: int | None
 
 
 class Unreadable(ValueError):
@@ -85,14 +107,15 @@ def evaluate(tokens: list[str]) -> Values:
         tokens: The tokens of the expression.
 
     Returns:
-        Its ``POINTS`` values, which are all the same where it has no variables.
+        Its values at ``POINTS`` points, which are all the same where it has no variables, and its residue.
 
     Raises:
         Unreadable: The tokens are no such expression, it is defined at no point, or it is beyond the bounds.
 
     Example:
-        >>> evaluate(tokenize(r"\frac{3}{2} + 2^{-1}"))[0]
-        Decimal('2.0')
+        >>> values = evaluate(tokenize(r"\frac{3}{2} + 2^{-1}"))
+        >>> values.decimals[0], values.residue
+        (Decimal('2.0'), 2)
     """
     values = []
     with localcontext(CONTEXT):
@@ -103,7 +126,11 @@ def evaluate(tokens: list[str]) -> Values:
                 values.append(None)
     if all(value is None for value in values):
         raise Unreadable("the expression has no value")
-    return values
+    try:
+        residue = _ModularReader(tokens, 0).whole().value
+    except (Unreadable, DecimalException):
+        residue = None
+    return Values(values, residue)
 
 
 class _Reader:
@@ -148,7 +175,8 @@ class _Reader:
         sign = 1
         while self.next() in ("+", "-"):
             sign = -sign if self.take() == "-" else sign
-        return sign * self.product()
+        value = self.product()
+        return -value if sign < 0 else value
 
     def product(self) -> Decimal:
         """Read factors that stand side by side."""
@@ -165,7 +193,7 @@ class _Reader:
         if mixed is None:
             return self.power()
         self.at += len(mixed[0].split())
-        whole, numerator, denominator = (Decimal(digits) for digits in mixed.groups() if digits)
+        whole, numerator, denominator = (self.number(digits) for digits in mixed.groups() if digits)
         return whole + numerator / denominator
 
     def power(self) -> Decimal:
@@ -175,27 +203,25 @@ class _Reader:
             return base
         self.take()
         exponent = -self.operand() if self.next() == "-" and self.take() else self.operand()
-        if self.next() == "^" or abs(exponent) > MAX_EXPONENT:
-            raise Unreadable(f"an exponent is a number up to {MAX_EXPONENT}, and a power of a power has brackets")
-        if base == 0 and exponent < 0:  # an infinite power raises nothing
-            raise DivisionByZero
-        return base**exponent
+        if self.next() == "^":
+            raise Unreadable("a power of a power has brackets")
+        return self.raised(base, exponent)
 
     def operand(self) -> Decimal:
         """Read a number, a letter, a command with its arguments, or what stands in brackets."""
         token = self.take()
         if _is_number(token):
-            return Decimal(token)
+            return self.number(token)
         if token in ("π", "e"):
-            return _PI if token == "π" else _E
-        if token.isalpha():
+            return self.constant(token)
+        if token.isalpha() or token == "∞":
             return self.variable(token)
         if token in CLOSING:
             return self.group(CLOSING[token])
         if token == r"\frac":
             return self.argument() / self.argument()
         if token == r"\sqrt":
-            degree = self.group("]") if self.next() == "[" and self.take() else Decimal(2)
+            degree = self.group("]") if self.next() == "[" and self.take() else self.number("2")
             return self.root(self.argument(), degree)
         raise Unreadable(f"{token!r} begins no expression")
 
@@ -219,10 +245,30 @@ class _Reader:
             raise Unreadable("a command that is an argument has braces")
         return self.operand()
 
+    def number(self, digits: str) -> Decimal:
+        """Return the value of a number."""
+        return Decimal(digits)
+
+    def constant(self, name: str) -> Decimal:
+        """Return pi or e."""
+        return _PI if name == "π" else _E
+
+    def folded(self, letter: str) -> str:
+        """Return a letter in lower case, unless the expression has it in both cases."""
+        return letter if letter.swapcase() in self.tokens else letter.lower()
+
     def variable(self, letter: str) -> Decimal:
         """Return the coordinate of a variable at the point."""
         low, high = (0.5, 2) if self.point < POINTS / 2 else (-2, 2)
-        return Decimal(random.Random(f"{letter.lower()} {self.point}").uniform(low, high))
+        return Decimal(random.Random(f"{self.folded(letter)} {self.point}").uniform(low, high))
+
+    def raised(self, base: Decimal, exponent: Decimal) -> Decimal:
+        """Compute a power."""
+        if abs(exponent) > MAX_EXPONENT:
+            raise Unreadable(f"an exponent is a number up to {MAX_EXPONENT}")
+        if base == 0 and exponent < 0:  # an infinite power raises nothing
+            raise DivisionByZero
+        return base**exponent
 
     def root(self, value: Decimal, degree: Decimal) -> Decimal:
         """Compute a root. Of a negative number, it is negative where the degree is odd, and the square root has i."""
@@ -236,6 +282,32 @@ class _Reader:
         if degree % 2 == 0:
             raise Unreadable("a negative number has no real root of an even degree")
         return -root
+
+
+class _ModularReader(_Reader):
+    """Computes an expression without roots modulo the prime, where pi and e are numbers like the variables."""
+
+    def number(self, digits: str) -> Residue:
+        """Return the value of a number."""
+        return Residue(Fraction(digits))
+
+    def constant(self, name: str) -> Residue:
+        """Return what stands for pi or e."""
+        return Residue(random.Random(name).getrandbits(127))
+
+    def variable(self, letter: str) -> Residue:
+        """Return what stands for a variable."""
+        return Residue(random.Random(f"{self.folded(letter)} 0").getrandbits(127))
+
+    def raised(self, base: Residue, exponent: Residue) -> Residue:
+        """Compute a power, where the exponent is whole."""
+        if (whole := exponent.whole(MAX_EXPONENT)) is None:
+            raise Unreadable("the exponent is not whole")
+        return base.power(whole)
+
+    def root(self, value: Residue, degree: Residue) -> Residue:
+        """Refuse a root."""
+        raise Unreadable("a root has several values modulo a prime")
 
 
 def _is_number(token: str) -> bool:

@@ -19,6 +19,7 @@ from fastgrpo.loss.interval import Interval
         (Interval(below=2), "below 2", (1,), (2,)),
         (Interval(above=0, at_most=1), r"in \(0, 1\]", (0.1, 1), (0, 1.1)),
         (Interval(at_least=0, below=1), r"in \[0, 1\)", (0, 0.9), (1, -0.1)),
+        (Interval(at_least=2, or_zero=True), "0 or at least 2", (0, 2, 3), (1, -1)),
     ],
 )
 def test_intervals(interval, text, inside, outside):

@@ -9,7 +9,8 @@ from fractions import Fraction
 import pytest
 from paths import ROOT
 
-from fastgrpo.rewards.answers import MAX_ANSWER_LENGTH, answers_match, completion_text, extract_answer, read_number
+from fastgrpo.rewards.answers import MAX_TEXT_LENGTH, answers_match, completion_text, extract_answer, read_number
+from fastgrpo.rewards.spelling import MAX_ANSWER_LENGTH
 
 READ = [
     # markers
@@ -44,12 +45,8 @@ READ = [
     ("The answer is *42*.", 42),
     ("##### 5", 5),
     ("10-3=7", 7),
-    ("10 - 3", 3),
-    ("5-10", 10),
     ("5–10", 10),
-    ("10 -3", 3),
     ("COVID-19", 19),
-    ("1,2,3", 3),
     ("so 6*7 = 42", 42),
     # thousands separators
     ("#### 1,234", 1234),
@@ -59,6 +56,13 @@ READ = [
     (r"\boxed{12,\!345}", 12345),
     ("1\u202f234", 1234),
     ("1\u00a0234\u00a0567", 1234567),
+    ("1 234 567", 1234567),
+    ("1'234", 1234),
+    (r"\boxed{1\;234}", 1234),
+    (r"\boxed{1\text{,}234}", 1234),
+    # other digits
+    ("４２", 42),
+    ("𝟒𝟐", 42),
     # signs
     ("-3", -3),
     ("−3", -3),
@@ -92,6 +96,20 @@ READ = [
     (r"\boxed{50 \text{ m}^2}", 50),
     (r"\boxed{90^\circ}", 90),
     ("$42$", 42),
+    ("5 m", 5),
+    ("5 m/s^2", 5),
+    ("5 a day", 5),
+    ("5 sq. ft.", 5),
+    ("Rs. 5", 5),
+    (r"\boxed{50\mbox{ inches}^2}", 50),
+    (r"\boxed{50\,\mathrm{km}/\mathrm{h}}", 50),
+    ("(B) 5", 5),
+    ("__5__", 5),
+    ("<answer><b>5</b></answer>", 5),
+    ("#### 5<|im_end|>", 5),
+    ("<answer>2*3=<<2*3=6>>6</answer>", 6),
+    ("2x = 84 → x = 42", 42),
+    ("答案是42元", 42),
     # fractions and mixed numbers
     ("1/2", Fraction(1, 2)),
     ("-1/2", Fraction(-1, 2)),
@@ -130,6 +148,17 @@ NOT_READ = [
     "<answer>x+3</answer>",
     r"\boxed{3 \times 5}",
     "<answer>2 * 5</answer>",
+    "<answer>10 - 3</answer>",
+    "5-10",
+    r"\boxed{2x - 1}",
+    r"\boxed{2x}",
+    r"\boxed{x^2 + y^2 = 25}",
+    r"\boxed{x > 2}",
+    # and neither are the last items of a list
+    "1,2,3",
+    r"\boxed{(1, 2)}",
+    r"\boxed{12:30}",
+    r"\boxed{\begin{pmatrix} 1 \\\\ 2 \end{pmatrix}}",
     "5/6/2020",
     "1/-2",
     # no value, or one too large to be an answer
@@ -172,6 +201,8 @@ def test_braces_in_a_box_are_matched():
         "<answer>" * 25_000,
         r"\boxed{" * 30_000,
         r"\boxed" + " " * 200_000,
+        r"\boxed{" + "{" * 1_000_000,
+        "½" * 200_000,
         r"\frac{" * 30_000,
         r"\text{" * 30_000,
         "1" + "\\" * 200_000,
@@ -221,6 +252,39 @@ HARD = [
     (r"\boxed{\frac{1}{2}\pi}", r"\frac{\pi}{2}", True),
     (r"\boxed{1½ + 1}", "#### 2.5", True),
     (r"\boxed{2\frac12 + 1}", "#### 3.5", True),
+    ("<answer>10 - 3</answer>", "#### 7", True),
+    ("<answer>10 - 3</answer>", "#### 3", False),
+    ("<answer>6 x 7</answer>", "#### 42", True),
+    (r"\boxed{3.2E5}", r"3.2 \times 10^5", True),
+    ("<answer>3.2 × 10⁵</answer>", "#### 320,000", True),
+    # a formula that ends in the same number
+    (r"\boxed{(3, 2)}", r"\boxed{(1, 2)}", False),
+    (r"\boxed{3x - 1}", r"\boxed{2x - 1}", False),
+    (r"\boxed{2y}", r"\boxed{2x}", False),
+    (r"\boxed{2x}", "#### 2", False),
+    (r"\boxed{x + y = 25}", r"\boxed{x^2 + y^2 = 25}", False),
+    (r"\boxed{(2, \infty)}", r"\boxed{[2, \infty)}", False),
+    (r"\boxed{7, 42}", "#### 42", False),
+    (r"\boxed{11:30}", "12:30", False),
+    (r"\boxed{12 : 30\text{ p.m.}}", "12:30", True),
+    # words, units and names around a formula
+    (r"\boxed{2\sqrt{2}\text{ cm}}", r"\sqrt{8}", True),
+    (r"\boxed{\sqrt{8}}", r"2\sqrt{2}\text{ cm}^2", True),
+    (r"\boxed{3\pi \text{ square inches}}", r"3\pi", True),
+    (r"\boxed{3\pi\mathrm{m}}", r"3\pi", True),
+    ("<answer>2 sqrt(2) cm</answer>", r"2\sqrt{2}", True),
+    (r"The answer is $2\sqrt{2}$.", r"\boxed{\sqrt{8}}", True),
+    ("**The point is (1, 2).**", r"\boxed{(1, 2)}", True),
+    (r"\boxed{(x, y) = (1, 2)}", "(1, 2)", True),
+    (r"\boxed{x \in [1, 2]}", "[1, 2]", True),
+    (r"\boxed{\text{Area} = 3\pi}", r"3\pi", True),
+    (r"\boxed{2\sqrt{2} \approx 2.83}", r"2\sqrt{2}", True),
+    (r"\boxed{x = 2 \text{ or } x = -2}", r"\pm 2", True),
+    ("<answer>1, 2, and 3</answer>", r"\boxed{\{1, 2, 3\}}", True),
+    # what cannot be read gives nothing to compare with
+    (r"\boxed{\begin{pmatrix} 3 \\\\ 4 \end{pmatrix}}", r"\begin{pmatrix} 7 \\\\ 4 \end{pmatrix}", None),
+    (r"\boxed{x > 2}", r"\boxed{x \ge 2}", None),
+    (r"\boxed{(-1)^{n+1} 2}", r"\boxed{(-1)^n 2}", None),
 ]
 
 
@@ -235,6 +299,11 @@ def test_every_thread_comes_to_the_same_verdict():
     with ThreadPoolExecutor(1) as thread:
         verdicts = [thread.submit(answers_match, *case[:2]).result() for case in cases]
     assert verdicts == [verdict for _, _, verdict in cases]
+
+
+def test_a_marker_is_looked_for_at_the_end_of_a_text_alone():
+    assert extract_answer("#### 7" + " " * (MAX_TEXT_LENGTH - 6)).strip() == "7"
+    assert extract_answer("#### 7" + " " * MAX_TEXT_LENGTH).strip() == ""
 
 
 def test_an_answer_too_long_to_judge_is_wrong_and_not_left_out():

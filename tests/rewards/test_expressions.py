@@ -24,6 +24,7 @@ VALUES = [
     (r"6 \div 2 · 3 × 2", "18"),
     ("10^25 / 10^{24}", "10"),
     ("2^-1", "0.5"),
+    ("2.5e3 + 1E-1", "2500.1"),
     ("2^{1 + 2}4", "32"),
     ("4^{0.5}", "2"),
     # a product without a sign binds closer than a slash
@@ -88,13 +89,13 @@ UNBOUNDED = [
 
 
 def near(values, expected):
-    return all(abs(value - Decimal(expected)) < Decimal("1e-100") for value in values)
+    return all(abs(value - Decimal(expected)) < Decimal("1e-100") for value in values.decimals)
 
 
 @pytest.mark.parametrize(("text", "value"), VALUES)
 def test_an_expression_is_computed(text, value):
     values = evaluate(tokenize(text))
-    assert len(values) == POINTS and near(values, value)
+    assert len(values.decimals) == POINTS and near(values, value)
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
@@ -122,15 +123,43 @@ def test_a_text_that_is_too_long_is_not_even_split(monkeypatch):
 
 
 def test_a_variable_has_a_value_of_its_own_at_each_point():
-    x, y = (evaluate(tokenize(letter)) for letter in "xy")
+    x, y = (evaluate(tokenize(letter)).decimals for letter in "xy")
     assert len({*x, *y}) == 2 * POINTS
-    assert x == evaluate(tokenize("X")) and min(x[: POINTS // 2]) > 0
-    assert min(min(evaluate(tokenize(letter))) for letter in "abcd") < 0
+    assert x == evaluate(tokenize("X")).decimals and min(x[: POINTS // 2]) > 0
+    assert min(min(evaluate(tokenize(letter)).decimals) for letter in "abcd") < 0
 
 
 def test_a_value_that_is_not_defined_at_a_point_is_none():
-    values = evaluate(tokenize("x^{0.5}"))
+    values = evaluate(tokenize("x^{0.5}")).decimals
     assert None in values and values[0] is not None
+
+
+def test_letters_that_stand_in_both_cases_are_two_variables():
+    assert evaluate(tokenize("x + X")).decimals != evaluate(tokenize("2x")).decimals
+    assert evaluate(tokenize("X + X")).decimals == evaluate(tokenize("2x")).decimals
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "equal"),
+    [
+        ("2^{9999} - 1", "2^{9999}", False),
+        ("4^{5000}", "2^{10000}", True),
+        (r"\frac{1}{3} + 0.5", r"\frac{5}{6}", True),
+        ("(x + 1)^2", "x^2 + 2x + 1", True),
+        ("x^{-1}", r"\frac{1}{x}", True),
+        (r"2\pi e - \pi e", r"\pi e", True),
+        ("1 1/2", "1.5", True),
+        ("x + X", "2x", False),
+    ],
+)
+def test_the_residue_of_an_exact_value(text, other, equal):
+    residues = [evaluate(tokenize(side)).residue for side in (text, other)]
+    assert None not in residues and (residues[0] == residues[1]) is equal
+
+
+@pytest.mark.parametrize("text", [r"\sqrt{4}", "4^{0.5}", "2^{n}", r"1 + \sqrt[3]{x}"])
+def test_roots_have_no_residue(text):
+    assert evaluate(tokenize(text)).residue is None
 
 
 def test_pi_and_e_have_all_digits():

@@ -34,8 +34,13 @@ CASES = {
     "chat: no model": (words(""), "an argument is missing: A folder or hub id of a causal LM.; see python -m"),
     "chat: no model folder": (words("/no/such/model"), "no such model folder: /no/such/model"),
     "chat: out of range": (lambda c: [str(c.model), "--top_p", "2"], r"top_p must be in \(0, 1\], got 2"),
-    "chat: temperature that overflows": (
-        lambda c: [str(c.model), "--temperature", "1e-40"], "temperature must be 0 or at least 1e-06, got 1e-40",
+    "chat: a temperature that logits overflow at": (
+        lambda c: [str(c.model), "--prompt", "hi", "--temperature", "1e-40"],
+        "temperature must be 0 or at least 1e-30, got 1e-40: logits are divided by it",
+    ),
+    "chat: a seed that torch does not take": (
+        lambda c: [str(c.model), "--seed", str(2**64)],
+        r"seed must be in \[0, 18446744073709551615\], got 18446744073709551616: torch takes no other seed",
     ),
     "chat: prompt beyond the context": (
         lambda c: [str(c.model), "--prompt", "abc" * 700], "has 2100 tokens.*exceeds the model's context",
