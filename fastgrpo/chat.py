@@ -46,7 +46,7 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     seed: int | None = setting(
         None,
         "Seed of the draws. None draws differently at every start.",
-        within=Interval(at_least=0, at_most=2**64 - 1, why="torch takes no other seed"),
+        within=Interval(at_least=0),
     )
     raw: bool = setting(False, "Write control characters of an answer as they are, which the terminal may obey.")
 

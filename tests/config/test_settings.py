@@ -206,8 +206,8 @@ def test_paths_become_text():
         ({"max_steps": 2**63}, r"max_steps must be a whole number below 2\^63, got 9.22337e\+18"),
         ({"learning_rate": 10**400}, "learning_rate must be finite, got inf"),
         ({"num_train_epochs": 1e308}, r"num_train_epochs must be in \(0, 1000000\], got 1e\+308"),
-        ({"temperature": 1e-40}, "temperature must be at least 1e-06, got 1e-40: the completions of a greedy"),
-        ({"eval_num_generations": 2, "eval_temperature": 1e-40}, "eval_temperature must be at least 1e-06"),
+        ({"temperature": 1e-40}, "temperature must be at least 1e-30, got 1e-40: the completions of a greedy"),
+        ({"eval_num_generations": 2, "eval_temperature": 1e-40}, "eval_temperature must be at least 1e-30"),
     ],
 )
 def test_values_of_another_type_or_size_are_refused_by_name(settings, match):

@@ -305,10 +305,10 @@ def test_a_column_has_one_function():
 
 def test_a_fault_in_what_is_logged_is_a_failure_of_the_function():
     def spread(log_metric, **_):
-        log_metric("spread", math.nan)
+        log_metric("spread", None)
         return [1.0, 1.0]
 
-    with pytest.raises(ValueError, match=r"'spread' raised ValueError: log_metric\('spread', ...\) takes .*, got nan"):
+    with pytest.raises(ValueError, match=r"'spread' raised ValueError: log_metric\('spread', ...\) takes .*, got None"):
         call(Rewards([spread]))
     judged = judge(Rewards([spread], on_error="skip"))
     assert judged.errors == {"spread": 2} and not judged.logged

@@ -91,10 +91,11 @@ def test_anomaly_mode_asserts_what_active_rows_hold(batch, monkeypatch):
     out = ~kwargs["mask"]
     temperature = torch.ones(N).masked_fill(out, 0)
     kwargs |= {"old_logps": kwargs["old_logps"].masked_fill(out, math.nan), "temperature": temperature}
+    kwargs["token_weights"] = torch.ones(N).masked_fill(out, math.nan)
     first = kwargs["mask"].nonzero()[0]
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         linear_grpo_loss(hidden, weight, **kwargs, backend="triton")
-        for name, bad in (("old_logps", math.nan), ("temperature", 0.0), ("targets", V)):
+        for name, bad in (("token_weights", math.nan), ("temperature", 0.0), ("targets", V)):
             broken = kwargs[name].index_fill(0, first, bad)
             with pytest.raises(RuntimeError, match=f"{name} must be"):
                 linear_grpo_loss(hidden, weight, **{**kwargs, name: broken}, backend="triton")
