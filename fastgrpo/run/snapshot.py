@@ -14,7 +14,6 @@ goes, and the parts that it does not name go to trainer_state.json. torch.distri
 """
 
 import json
-import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -179,7 +178,9 @@ def _read(file, state):
     if file.exists():
         try:
             return torch.load(file, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # what a damaged file makes of torch and of its unpickler is of any type
             raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
     if file.name == "reference.pt" and "reference_measured" in state:  # older checkpoints have it in trainer_state.json
         return {"measured": state["reference_measured"]}
