@@ -16,7 +16,7 @@ from benchmarks import report
 from fastgrpo import chat, doctor, evaluate, train
 from fastgrpo.config import recipe
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.log import METRICS
+from fastgrpo.run.metrics import METRICS
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]

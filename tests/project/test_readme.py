@@ -6,7 +6,7 @@ import tiny
 import torch
 from paths import ROOT
 
-from fastgrpo.run.log import METRICS
+from fastgrpo.run.metrics import METRICS
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from fastgrpo.run import curves
 from fastgrpo.run.curves import PANELS, conclude, draw_curves, moving_average, read_metrics, table
 from fastgrpo.run.folder import RunFolder
-from fastgrpo.run.log import METRICS
+from fastgrpo.run.metrics import METRICS
 
 
 def write_metrics(folder, rows):

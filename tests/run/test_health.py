@@ -12,7 +12,7 @@ import torch
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.health import CHECKS, Watch
-from fastgrpo.run.log import METRICS
+from fastgrpo.run.metrics import METRICS
 from fastgrpo.step.optim import MasterAdamW
 
 pytestmark = pytest.mark.usefixtures("without_curves")

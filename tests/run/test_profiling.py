@@ -11,7 +11,7 @@ from runs import lines, make_trainer
 
 from fastgrpo.policy.model import Policy
 from fastgrpo.run import profiling
-from fastgrpo.run.log import METRICS
+from fastgrpo.run.metrics import METRICS
 from fastgrpo.run.profiling import STAGES, StageTimer, peak_flops, stage_table, update_flops
 
 

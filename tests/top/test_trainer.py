@@ -14,7 +14,7 @@ from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, make_reference, score
-from fastgrpo.run.log import METRICS
+from fastgrpo.run.metrics import METRICS
 from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater

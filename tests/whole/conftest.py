@@ -1,6 +1,7 @@
-"""A whole run that nothing stopped, which the tests of stopped ones share."""
+"""A whole run that nothing stopped, for the tests of stopped ones, and a whole model, for those of mistakes."""
 
 import pytest
+import tiny
 from resumed import (
     make_trainer,
 )
@@ -18,3 +19,9 @@ def whole(tmp_path_factory):
         return made[dtype]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """A whole model folder, which the tables of mistakes copy and spoil."""
+    return tiny.save(tmp_path_factory.mktemp("saved") / "model")

@@ -27,12 +27,6 @@ from fastgrpo import train
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A whole model folder, to be copied and spoilt."""
-    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
-
-
 FULL = OSError(errno.ENOSPC, "No space left on device", "run/checkpoint-1/model.safetensors")
 CASES = {
     # name: (command line, what its message must say)

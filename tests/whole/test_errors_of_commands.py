@@ -1,17 +1,9 @@
 """What a person can mend in the other commands: all of them fail one way."""
 
 import pytest
-import tiny
 from mistakes import Case, check, words, yaml
 
 from fastgrpo import chat, doctor, evaluate, report, train
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A whole model folder, to be copied and spoilt."""
-    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
-
 
 COMMANDS = {"evaluate": evaluate, "chat": chat, "doctor": doctor, "report": report, "train": train}
 CASES = {

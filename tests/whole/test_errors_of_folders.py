@@ -20,12 +20,6 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A whole model folder, to be copied and spoilt."""
-    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory, saved):
     """The folder of a case whose run of two steps has ended, with a checkpoint after each."""
     with pytest.MonkeyPatch.context() as patch:

@@ -14,12 +14,6 @@ from fastgrpo import chat, doctor, evaluate, train
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A whole model folder, to be copied and spoilt."""
-    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
-
-
 class Code:
     def __reduce__(self):
         return print, ("the code of the model ran",)

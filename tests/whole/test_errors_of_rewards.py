@@ -5,7 +5,6 @@ import os
 from functools import partial
 
 import pytest
-import tiny
 import torch
 from mistakes import Case, check, flags, spoilt
 from runs import make_trainer
@@ -15,12 +14,6 @@ from fastgrpo.data.prompts import RESERVED
 from fastgrpo.rewards.guard import modes_kept
 
 pytestmark = pytest.mark.usefixtures("without_curves")
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A whole model folder, to be copied and spoilt."""
-    return tiny.save(tmp_path_factory.mktemp("saved") / "model")
 
 
 def reward(body, **changes):

@@ -1,0 +1,154 @@
+"""Every metric of a run with its meaning and unit, and how the values of several steps become one.
+
+A metric that TRL has too goes by TRL's name. An active token is a completion token that carries gradient: its
+completion is not masked, and its weight in the loss is not 0.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+
+from fastgrpo.config.fields import did_you_mean
+
+METRICS = {
+    "loss": "mean of the loss over the updates of a step; it is near 0 on the first update of a rollout, where all "
+    "ratios are 1 and the advantages of a group add up to 0, although the gradient is not 0",
+    "policy_loss": "the loss without its KL and entropy terms",
+    "reward": "mean of the completions' total reward, the weighted sum over the reward functions",
+    "reward_std": "standard deviation of the total reward within a group, averaged over the groups",
+    "rewards/{function}/mean": "mean of what one reward function gave, before it is weighted",
+    "rewards/{function}/std": "standard deviation of what one reward function gave, over the completions of the step",
+    "rewards/{function}/errors": "number of completions on which one reward function failed, summed over the logged "
+    "steps; with --reward_errors skip",
+    "accuracy": "share of completions to which the first reward function gave at least 1",
+    "frac_reward_zero_std": "share of groups whose advantages are all 0, which teach nothing",
+    "frac_informative": "share of groups with an advantage that is not 0",
+    "dynamic_sampling/num_gen_batches": "batches of prompts that were drawn for one step, with --dynamic_sampling",
+    "dynamic_sampling/dropped_groups": "groups that were drawn and that the step did not train on",
+    "dynamic_sampling/filled_groups": "groups that teach nothing and were trained on nevertheless, because "
+    "max_num_gen_batches was reached",
+    "oversampling/aborted_groups": "groups that were started and aborted, with --oversampling_factor",
+    "oversampling/aborted_tokens": "completion tokens of aborted groups, which were drawn and thrown away",
+    "advantage/mean": "mean of the advantages",
+    "advantage/abs_mean": "mean magnitude of the advantages",
+    "kl": "estimated KL divergence to the reference, nats per active token; absent at beta 0",
+    "ref/kl_error": "KL divergence (k3 estimate) from the exact reference to the quantized one that is used in its "
+    "place, nats per token; measured in the first step, with --ref_quantization",
+    "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",
+    "ratio/mean": "mean over active tokens of the ratio of the policy's probability to the old policy's",
+    "ratio/max": "largest ratio of the policy's probability to the old policy's",
+    "clip_ratio/low_mean": "share of active tokens that were clipped at the lower bound of the ratio",
+    "clip_ratio/high_mean": "share of active tokens that were clipped at the upper bound of the ratio",
+    "completions/mean_length": "mean length of the completions in tokens",
+    "completions/min_length": "length of the shortest completion in tokens",
+    "completions/max_length": "length of the longest completion in tokens",
+    "completions/clipped_ratio": "share of completions that were truncated at max_completion_length",
+    "rollout/tokens/s": "completion tokens per second of generation",
+    "rollout/share": "share of the step's time that generation took",
+    "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
+    "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
+    "rollout/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
+    "sampling/importance_sampling_ratio/min": "smallest importance weight of the policy against the distribution that "
+    "was drawn from, over active tokens, with --importance_sampling_mode",
+    "sampling/importance_sampling_ratio/mean": "mean importance weight over active tokens, as it was used",
+    "sampling/importance_sampling_ratio/max": "largest importance weight over active tokens",
+    "sampling/sampling_logp_difference/mean": "mean absolute difference of the old policy's log-probs and those of the "
+    "distribution that was drawn from, nats",
+    "sampling/sampling_logp_difference/max": "largest such difference, nats",
+    "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
+    "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
+    "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
+    "loss or the gradient was not finite",
+    "learning_rate": "learning rate of the last update",
+    "num_tokens": "prompt and completion tokens since the start of the run, with those of dropped and aborted groups",
+    "curriculum/level": "index of the curriculum's level that prompts are drawn from",
+    "step_time": "seconds of the whole step",
+    "time/rollout": "seconds of generation",
+    "time/reward": "seconds of the reward functions",
+    "time/reference": "seconds of the reference's forward passes",
+    "time/forward": "seconds of the policy's layers, and of scoring old log-probs where a later update needs them",
+    "time/loss": "seconds of the head and the loss, with the part of their backward pass that runs in the forward pass",
+    "time/backward": "seconds of the backward passes",
+    "time/optimizer": "seconds of gradient clipping and of the optimizer",
+    "time/other": "seconds of the step that are in no other time/ metric",
+    "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
+    "FLOP/s of the GPU in 16 bits; absent where the peak is not known",
+    "memory/peak_gib": "largest GPU memory that torch had allocated during the step, GiB; CUDA only",
+    "tokens/s": "completion tokens per second of the whole step",
+    "custom/{name}": "mean of the values that reward functions passed to log_metric under this name",
+    "eval/accuracy": "share of held-out prompts whose greedy completion the first reward function gives at least 1",
+    "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
+    "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "
+    "--reward_errors skip",
+    "eval/format_rate": "share of greedy completions with the full mark of the reward function named ...format_reward; "
+    "absent without one",
+    "eval/mean_length": "mean length of the greedy completions in tokens",
+    "eval/clipped_ratio": "share of greedy completions that were truncated at max_completion_length",
+    "eval/pass@{k}": "probability that at least one of k sampled completions of a held-out prompt is right",
+    "eval/maj@{k}": "probability that the most frequent answer among k sampled completions is right",
+    "eval/sampled/rewards/{function}/mean": "mean of one reward function over the sampled completions of held-out "
+    "prompts",
+    "eval/sampled/rewards/{function}/errors": "number of sampled completions on which one reward function failed, with "
+    "--reward_errors skip",
+    "eval/sampled/format_rate": "share of sampled completions with the full mark of the reward function named "
+    "...format_reward; absent without one",
+    "eval/sampled/mean_length": "mean length of the sampled completions in tokens",
+    "eval/sampled/clipped_ratio": "share of sampled completions that were truncated at max_completion_length",
+    "eval/{metric}/ci95_low": "lower end of the 95% confidence interval of an eval metric; "
+    "fastgrpo/evaluation/estimators.py explains the intervals",
+    "eval/{metric}/ci95_high": "upper end of the 95% confidence interval of an eval metric",
+    "eval/time": "seconds of the evaluation",
+}
+
+
+def check_metric(name: str | None) -> None:
+    """Check that a name is the name of a metric.
+
+    Args:
+        name: The name to check. None passes.
+
+    Raises:
+        ValueError: There is no such metric. The error names the one that is most similar.
+    """
+    patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
+    if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
+        raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}")
+
+
+def reduced(name: str, values: Sequence[float]) -> float:
+    """Reduce the values of a metric over several steps to one.
+
+    Args:
+        name: The name of the metric.
+        values: Its value in each step that measured it, in the order of the steps; at least one.
+
+    Returns:
+        Their mean, sum, extreme or last value, as the meaning of the metric asks for.
+    """
+    counted = name.startswith("rewards/") and name.endswith("/errors")  # custom/NAME may end in the same way
+    return (sum if counted else _REDUCED.get(name, _mean))(values)
+
+
+def _mean(values):
+    return math.fsum(values) / len(values)
+
+
+def _last(values):
+    return values[-1]
+
+
+# How the values of logging_steps steps become one where their mean would be wrong. `reduced` adds up the errors.
+_REDUCED = {
+    "num_tokens": _last,
+    "learning_rate": _last,
+    "curriculum/level": _last,
+    "ratio/max": max,
+    "completions/min_length": min,
+    "completions/max_length": max,
+    "skipped_updates": sum,
+    "rollout/logp_gap_max": max,
+    "sampling/importance_sampling_ratio/min": min,
+    "sampling/importance_sampling_ratio/max": max,
+    "sampling/sampling_logp_difference/max": max,
+    "memory/peak_gib": max,
+}
