@@ -33,10 +33,12 @@ def report(argv: list[str]) -> None:
         raise ValueError(
             f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1"
         )
-    path = draw_curves(run)
-    if made_in(run):  # not in a folder without notes, as of an older version: its first ones are made when it goes on
-        note(run, path.name)  # the picture is a run's from now on, whoever drew the one before it
-    print(path)
+    picture, noted = run / "curves.png", made_in(run)
+    if picture.is_symlink() or (noted and picture.exists() and picture.name not in noted):
+        raise ValueError(f"{picture} was not made by a run and is not overwritten; move it away")
+    if noted:  # not in a folder without notes, as of an older version: its first ones are made when it goes on
+        note(run, picture.name)
+    print(draw_curves(run))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -131,7 +131,7 @@ class GRPOTrainer:
             moving=args.sync_ref_model,
         )  # fmt: skip
         self.update = self._make_update()
-        self.log = log or RunLog(args, inputs_of(args, self.rewards.functions, model, train_dataset))
+        self.log = log or RunLog(args, inputs_of(args, self.rewards.functions, model, (train_rows, self.eval_rows)))
         self.checkpoints = Checkpointer(args, self.log)
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
@@ -217,35 +217,43 @@ class GRPOTrainer:
         Raises:
             ValueError: A checkpoint could not be read or written, or the run has ended already.
             KeyboardInterrupt: The run was stopped by SIGINT, after everything was saved.
-            SystemExit: The run was stopped by SIGTERM, after everything was saved. The exit code is 143.
+            SystemExit: The run was stopped after everything was saved: by SIGTERM, with the exit code 143, or because
+                nobody reads the output any more, with 141.
         """
+        with StopSignals() as stop, self.log:
+            with self.checkpoints:
+                stopped_after = self._run(stop)
+            if stopped_after is None:
+                self.log.close_bar()
+                return self._finish()
+        how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
+        self.log.say(f"stopped after step {stopped_after}; continue with {how}")
+        stop.leave()
+
+    def _run(self, stop):
+        """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
         log = self.log
-        with StopSignals() as stop, log, self.checkpoints:
-            if log.checkpoint is None:
-                set_seed(self.args.seed)  # reward functions may draw from the global generators
-            else:
-                restore(self.parts(), log.checkpoint, self.about(), log.say)
-                set_aside(log.folder, self.state.global_step, log.say)
-            while True:
-                self.checkpoints.check()
-                if not stop:
-                    self._evaluate_if_due()
-                step, stopping = self.state.global_step, bool(stop)
-                last = step == self.state.max_steps
-                if stopping or self.checkpoints.due(step, last):
-                    self.checkpoints.save(step, lambda: Snapshot(self.parts(), self.tokenizer, self.about()))
-                if stopping or last:
-                    break
-                if log.bar is None:
-                    log.progress(self.state.max_steps, "GRPO", done=step)
-                values = self.step()
-                log.step(step + 1, values, last=step + 1 == self.state.max_steps)
-                shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
-                log.advance(**{short: values[name] for short, name in shown.items() if name in values})
-        if stopping:
-            log.say(f"stopped after step {step}; continue with --resume_from_checkpoint auto --output_dir {log.dir}")
-            stop.leave()
-        return self._finish()
+        if log.checkpoint is None:
+            set_seed(self.args.seed)  # reward functions may draw from the global generators
+        else:
+            restore(self.parts(), log.checkpoint, self.about(), log.say)
+            set_aside(log.folder, self.state.global_step, log.say)
+        while True:
+            self.checkpoints.check()
+            if not stop:
+                self._evaluate_if_due()
+            step, stopping = self.state.global_step, bool(stop)
+            last = step == self.state.max_steps
+            if stopping or self.checkpoints.due(step, last):
+                self.checkpoints.save(step, lambda: Snapshot(self.parts(), self.tokenizer, self.about()))
+            if stopping or last:
+                return step if stopping else None
+            if log.bar is None:
+                log.progress(self.state.max_steps, "GRPO", done=step)
+            values = self.step()
+            log.step(step + 1, values, last=step + 1 == self.state.max_steps)
+            shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
+            log.advance(**{short: values[name] for short, name in shown.items() if name in values})
 
     def step(self) -> dict[str, float]:
         """Make one step, from prompts to updated weights.

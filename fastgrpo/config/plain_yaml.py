@@ -1,4 +1,5 @@
-"""YAML without what a file of settings has no use for: keys given twice, and aliases of lists, which grow without end.
+"""YAML without what a file of settings has no use for: keys given twice, and aliases of lists and
+dictionaries, with which a short file can describe a huge value.
 
 PyYAML is imported with this module, so `recipe.py` imports it where a file is read.
 """

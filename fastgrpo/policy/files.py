@@ -66,7 +66,7 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
 def _reason(error):
     """Say in one line what an exception of a library means."""
     if type(error).__name__ == "UnpicklingError":  # its own text advises to load the file unsafely
-        return "pytorch_model.bin is damaged or holds code, which is never run; use the model's .safetensors files"
+        return "a .bin file is damaged or holds code, which is never run; use the model's .safetensors files"
     text = " ".join(str(error).split())[:300]
     named = isinstance(error, (OSError, ValueError)) or text.startswith("Field ")
     return text if text and named else f"{type(error).__name__}: {text}".rstrip(": ")
@@ -150,7 +150,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
     path = _base_of(path, local_files_only)
     _check_config(f"{path}/config.json", read_json(path, "config.json", local_files_only))
     generation = read_json(path, "generation_config.json", local_files_only)
-    check_token_ids(f"{path}/generation_config.json: eos_token_id", generation.get("eos_token_id"))
+    check_end_ids(f"{path}/generation_config.json: eos_token_id", generation.get("eos_token_id"))
     with loading(path, "config.json"):
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
@@ -199,13 +199,13 @@ def _check_config(where, fields):
         size = fields.get(name, 1)
         if (isinstance(size, int) and size < 1) or (size is None and name == "max_position_embeddings"):
             raise ValueError(f"{where}: {name} must be a positive number, got {size}; correct it")
-    check_token_ids(f"{where}: eos_token_id", fields.get("eos_token_id"))
+    check_end_ids(f"{where}: eos_token_id", fields.get("eos_token_id"))
     for name, inner in fields.items():
         if name.endswith("_config") and isinstance(inner, dict):
             _check_config(f"{where}: {name}", inner)
 
 
-def check_token_ids(where: str, ids: Any) -> list[int]:
+def check_end_ids(where: str, ids: Any) -> list[int]:
     """Refuse ids of tokens that are no whole numbers, or negative.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.policy.attention import attention_of
-from fastgrpo.policy.files import check_token_ids, check_tokenizer_files, loading, read_config
+from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.own_attention import narrow_window, packing_obstacle
@@ -111,6 +111,10 @@ def policy_and_tokenizer(
     """
     own_attention = config.rollout_backend == "hf"
     refuse_wrappers(model)
+    if not isinstance(model, (str, Path, PreTrainedModel)):
+        raise ValueError(
+            f"model is of type {type(model).__name__}; pass a folder, a hub id or a transformers causal LM"
+        )
     if not isinstance(model, PreTrainedModel):
         return load_policy(
             model,
@@ -123,6 +127,7 @@ def policy_and_tokenizer(
         )
     if tokenizer is None and not model.config._name_or_path:
         raise ValueError("a model made in memory has no tokenizer to load; pass processing_class")
+    _refuse_quantized(model)
     device = choose_device(config.device)
     cast(model.to(device), choose_dtype(config.dtype, device))
     policy = prepare(model, config.gradient_checkpointing, own_attention)
@@ -223,7 +228,7 @@ def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[
     """
     model, count = policy.module, policy.module.get_input_embeddings().weight.shape[0]
     configured = model.generation_config.eos_token_id if model.generation_config else None
-    configured = check_token_ids("eos_token_id of the model's generation config", configured)
+    configured = check_end_ids("eos_token_id of the model's generation config", configured)
     ids = sorted({*configured, tokenizer.eos_token_id} - {None})
     stops = tuple(token for token in ids if token < count)
     beyond = f"end tokens {ids[len(stops) :]}, but the model has {count} tokens alone"
@@ -267,6 +272,13 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def _refuse_quantized(model):
+    """Refuse a model with quantized weights; casting them would spoil them."""
+    if getattr(model, "is_quantized", False):
+        name = type(model).__name__
+        raise ValueError(f"{name} has quantized weights, and training needs plain ones; load it without quantization")
+
+
 def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool = False) -> Policy:
     """Make a policy of a model. Dropout is switched off, and a model that would be computed wrongly is refused.
 
@@ -286,8 +298,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
     name, obstacle = type(model).__name__, packing_obstacle(model)
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
-    if getattr(model, "is_quantized", False):
-        raise ValueError(f"{name} has quantized weights, and training needs plain ones; load it without quantization")
+    _refuse_quantized(model)
     for knob in ("logits_scaling", "logit_scale"):
         if getattr(model.config, knob, 1) not in (1, None):
             raise ValueError(

@@ -82,25 +82,19 @@ def refuse_adapters(model: PreTrainedModel) -> None:
 
 
 def refuse_wrappers(model: Any) -> None:
-    """Refuse a model that is no transformers causal LM itself but holds one, such as peft's `PeftModel`.
+    """Refuse peft's wrapper of a model.
 
     Args:
-        model: What was given as the model: a folder or hub id, or a module.
+        model: What was given as the model.
 
     Raises:
-        ValueError: It is neither the name of a model nor a transformers model.
+        ValueError: It is a `PeftModel`.
     """
-    if isinstance(model, (str, Path, PreTrainedModel)):
-        return
     if any(base.__name__ == "PeftModel" for base in type(model).__mro__):
         raise ValueError(
             "model is a PeftModel: pass model.merge_and_unload() to train all of its weights, or its base model with "
             "use_peft=True to train new adapters"
         )
-    raise ValueError(
-        f"model must be a folder, a hub id or a transformers causal LM, got a {type(model).__name__}; pass the model "
-        "that it holds"
-    )
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -142,7 +142,7 @@ def verify(path: Path, needed: Sequence[str] = ()) -> None:
 
     Args:
         path: The folder of the checkpoint.
-        needed: Names of files that the manifest must list.
+        needed: Names of files that the manifest must list besides weights. Empty needs neither.
 
     Raises:
         ValueError: A file is missing or damaged, or the manifest itself is. The error names the file.
@@ -155,6 +155,8 @@ def verify(path: Path, needed: Sequence[str] = ()) -> None:
     for name in needed:
         if name not in expected:
             raise ValueError(f"{path / MANIFEST} does not list {name}: the checkpoint is not complete")
+    if needed and not any(name.endswith(".safetensors") for name in expected):
+        raise ValueError(f"{path / MANIFEST} lists no weights: the checkpoint is not complete")
     for name, (size, digest) in expected.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside the checkpoint")

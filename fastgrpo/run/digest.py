@@ -14,8 +14,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    The order of the columns does not count. Arrays and tensors count by their numbers. What JSON cannot hold besides
-    counts by its type alone, because the text of other objects may differ from one process to the next.
+    The order of the columns does not count. Arrays and tensors count by their numbers. Any other object that
+    JSON cannot hold counts by its type alone, because its text may differ from one process to the next.
 
     Args:
         rows: The rows.

@@ -145,12 +145,17 @@ def made_in(path: Path) -> set[str]:
         The names; empty where no run has noted any.
     """
     try:
-        with open(os.open(path / MADE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), errors="replace") as file:
+        with open(path / MADE, errors="replace", opener=_without_links) as file:
             lines = file.read().splitlines()
     except OSError:
         return set()
     noted = {line.removeprefix(_GONE): not line.startswith(_GONE) for line in lines}  # the last line of a name holds
     return {name for name, there in noted.items() if there and NAMES.fullmatch(name)}
+
+
+def _without_links(path, flags):
+    """Open a file, but neither follow a link nor wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def note(path: Path, *names: str, gone: bool = False) -> None:
@@ -211,6 +216,8 @@ def claim_output_dir(
             raise ValueError(f"output_dir {path} is a file; name a folder")
         _refuse_inputs(path, inputs or {})
         if not (overwrite or resume) and path.exists() and contents(path):
+            if (path / LOCK).exists():
+                RunFolder(path).close()  # this raises where a run is alive, which says more than the error below
             raise ValueError(
                 f"output_dir {path} is not empty; choose another folder, delete what a run left in it with "
                 "--overwrite_output_dir True, or continue that run with --resume_from_checkpoint auto"

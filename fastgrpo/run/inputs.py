@@ -12,7 +12,7 @@ _OURS = Path(__file__).resolve().parent.parent
 
 
 def inputs_of(
-    config: GRPOConfig, functions: Sequence[Callable], model: Any = None, rows: Any = None
+    config: GRPOConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
 ) -> dict[str, Path]:
     """Find the files and folders that a run reads.
 
@@ -20,7 +20,7 @@ def inputs_of(
         config: The settings of the run.
         functions: The reward functions.
         model: A folder, a hub id, or a transformers model, which knows where it was loaded from.
-        rows: The training rows. A datasets.Dataset names its files.
+        data: Rows of each data set. A datasets.Dataset among them names its files.
 
     Returns:
         The paths that exist, by what an error calls them, such as "the model".
@@ -28,8 +28,10 @@ def inputs_of(
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
     for number, function in enumerate(functions, 1):
         found[f"the file of reward function {number}"] = _source(function)
-    for number, file in enumerate(getattr(rows, "cache_files", ()), 1):
-        found[f"file {number} of the data set"] = file["filename"]
+    for rows in data:
+        rows = getattr(rows, "rows", rows)  # those that a `Rows` holds
+        for file in getattr(rows, "cache_files", ()):
+            found[f"file {Path(file['filename']).name} of a data set"] = file["filename"]
     return {what: Path(path) for what, path in found.items() if path and Path(path).exists()}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 LOCK = ".lock"
 _held = weakref.WeakValueDictionary()  # the locks that this process holds, by the identity of their files
-_one_at_a_time = threading.Lock()  # for the threads of this process that take a folder
+_one_at_a_time = threading.RLock()  # for the threads of this process that take a folder or give it back
 
 
 class FolderLock:
@@ -67,9 +67,10 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the folder."""
-        if self.held:
-            del _held[self._key]
-        self._file.close()
+        with _one_at_a_time:
+            self._file.close()  # first: closing it later would release the lock of the next holder
+            if self.held:
+                del _held[self._key]
 
     def _identity(self):
         """Return what tells the lock's file from all others, or None where there is no such file."""

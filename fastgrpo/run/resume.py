@@ -47,7 +47,7 @@ def _find(folder, config, say):
     if resume == "auto":
         checkpoint = newest_good(path, say)
     else:
-        checkpoint = path / Path(resume).name  # without `..` on the way, whose folder may be set aside
+        checkpoint = path / Path(resume).name  # checkpoint-6/../checkpoint-4 is gone once checkpoint-6 is set aside
         verify(checkpoint, NEEDED)
     if checkpoint is None:
         if (path / "summary.json").exists():
@@ -60,19 +60,19 @@ def _find(folder, config, say):
             )
         if contents(path) and not folder.made():
             raise ValueError(
-                f"output_dir {path} holds files that are not of a run, and resume_from_checkpoint=auto found no "
-                "checkpoint in it; choose another folder"
+                f"output_dir {path} has no checkpoint to go on from, and nothing notes that a run made the files in "
+                "it; choose another folder"
             )
         folder.refuse_foreign()
         say(f"there is no checkpoint in {path}, so a new run starts")
         folder.empty()
         return None
+    check_settings(checkpoint, config, say)
     # A checkpoint may have been copied to here: its manifest confirms that it is of a run. Runs of older versions noted
     # nothing, and copies of folders lack the notes. There the settings in config.json confirm what stands beside it.
     whole = not folder.made() and _is_run(path)
     note(path, *(entry.name for entry in folder.foreign() if whole or entry == checkpoint))
     folder.refuse_foreign()
-    check_settings(checkpoint, config, say)
     say(f"going on from {checkpoint}")
     return checkpoint
 
@@ -120,7 +120,7 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
         except ValueError as error:
             say(f"warning: {error}; {found[step].name} is passed over")
     if found:
-        raise ValueError(f"no good checkpoint is left in {run_dir}; start anew with --overwrite_output_dir True")
+        raise ValueError(f"no good checkpoint is left in {run_dir}, and none was deleted; start in another output_dir")
     return None
 
 

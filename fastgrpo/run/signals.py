@@ -27,7 +27,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = None
-        self._before, self._streams = {}, (sys.stdout, sys.stderr)
+        self._before, self._streams = {}, None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -43,7 +43,8 @@ class StopSignals:
     def __exit__(self, kind, error, trace):
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        sys.stdout, sys.stderr = self._streams
+        if self._streams is not None:
+            sys.stdout, sys.stderr = self._streams
 
     def __bool__(self) -> bool:
         return self.received is not None

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.policy.files import loading, read_config
+from fastgrpo.policy.files import loading, read_config, read_json
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
 from fastgrpo.rollout.providers import make_provider
@@ -48,15 +48,13 @@ def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
     Raises:
         ValueError: There is no config, or it is not one of a causal LM.
     """
-    try:
-        config = read_config(path, trust_remote_code, local_files_only=True)
-    except ValueError as error:
-        if Path(path).is_dir() or "trust_remote_code" in str(error):
-            raise
+    files = ("config.json", "adapter_config.json")
+    if not Path(path).is_dir() and not any(read_json(path, file, local_files_only=True) for file in files):
         raise ValueError(
             f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
-            f"downloaded here): {error}"
-        ) from None
+            "downloaded here)"
+        )
+    config = read_config(path, trust_remote_code, local_files_only=True)
     with loading(path, "config.json"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 

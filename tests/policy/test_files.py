@@ -6,7 +6,7 @@ import re
 import pytest
 import tiny
 
-from fastgrpo.policy.files import check_token_ids, check_tokenizer_files, loading, read_config, read_json, refuse_code
+from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config, read_json, refuse_code
 
 
 @pytest.fixture
@@ -109,9 +109,7 @@ def test_code_is_refused_with_the_remedy():
 
 
 def test_ids_of_tokens_are_whole_numbers_from_0_on():
-    assert (
-        check_token_ids("f", None) == [] and check_token_ids("f", 3) == [3] and check_token_ids("f", [3, 4]) == [3, 4]
-    )
+    assert check_end_ids("f", None) == [] and check_end_ids("f", 3) == [3] and check_end_ids("f", [3, 4]) == [3, 4]
     for ids, match in (
         ("3", "got '3'"),
         ([1, None], "got None"),
@@ -119,4 +117,4 @@ def test_ids_of_tokens_are_whole_numbers_from_0_on():
         (-1, "f is -1, but there"),
     ):
         with pytest.raises(ValueError, match=match):
-            check_token_ids("f", ids)
+            check_end_ids("f", ids)

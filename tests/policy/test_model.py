@@ -98,9 +98,9 @@ def test_a_model_is_taken_as_people_hand_it_over():
         (lambda model: model.base_model, "the policy must be a transformers causal LM with its head, got a Qwen2Model"),
         (
             lambda model: torch.nn.DataParallel(model),
-            "model must be .* got a DataParallel; pass the model that it holds",
+            "the policy must be a transformers causal LM with its head, got a DataParallel",
         ),
-        (lambda model: None, "model must be .* got a NoneType"),
+        (lambda model: None, "the policy must be .* got a NoneType"),
     ],
 )
 def test_what_is_no_causal_model_is_told_by_name(make, match):

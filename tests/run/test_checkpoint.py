@@ -30,7 +30,8 @@ def test_a_checkpoint_is_what_was_written(tmp_path):
     verify(path)
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == {"weights", "sub/state"}
     (path / "notes.txt").write_text("a file of one's own is no damage")
-    verify(path, ["weights", "sub/state"])
+    with pytest.raises(ValueError, match=r"manifest.json lists no weights: the checkpoint is not complete"):
+        verify(path, ["weights", "sub/state"])
     with pytest.raises(ValueError, match=r"manifest.json does not list optimizer.pt: the checkpoint is not complete"):
         verify(path, ["optimizer.pt"])
 

@@ -9,6 +9,7 @@ import tiny
 from transformers import AutoModelForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.rows import Rows
 from fastgrpo.rewards.gsm8k import correctness
 from fastgrpo.run.inputs import inputs_of
 
@@ -25,11 +26,11 @@ def test_models_data_and_reward_files(tmp_path, monkeypatch):
     config = GRPOConfig(task="dataset", dataset_name=str(tmp_path / "rows.jsonl"), model_name_or_path="m")
     rows = SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.arrow")}])
     for function in (judge_of_mine.score, functools.partial(judge_of_mine.score, x=1), judge_of_mine.Judge()):
-        found = inputs_of(config, [function], str(tmp_path), rows)
+        found = inputs_of(config, [function], str(tmp_path), [Rows(rows, str), None, rows])
         assert sorted(found.values()) == sorted(
             [tmp_path, tmp_path / "rows.jsonl", tmp_path / "cache.arrow", tmp_path / "judge_of_mine.py"]
         )
-    assert {"the model", "the data set", "file 1 of the data set"} < set(found)
+    assert {"the model", "the data set", "file cache.arrow of a data set"} < set(found)
     monkeypatch.delitem(sys.modules, "judge_of_mine")
 
 

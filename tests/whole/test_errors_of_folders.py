@@ -14,7 +14,7 @@ from resumed import write_manifest
 from fastgrpo import report, train
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.folder import MADE, remove
-from fastgrpo.run.lock import LOCK
+from fastgrpo.run.lock import LOCK, FolderLock
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -213,6 +213,52 @@ def test_whoever_deletes_the_metrics_of_a_run_does_not_lose_its_weights(case, ca
     assert (case.run / "checkpoint-1").is_dir() and (case.run / "summary.json").is_file()
 
 
+def test_a_resume_that_is_refused_notes_nothing(after, capfd):
+    (after.run / MADE).unlink()
+    fill(after.run, "merged/model")
+    check(train.main, after.argv(**after.resumed, seed=7), "was trained with seed=", capfd)
+    assert not (after.run / MADE).exists()
+
+
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, through_a_link):
+    fill(after.folder, "thesis.png")
+    picture = after.run / "curves.png"
+    picture.unlink(missing_ok=True)
+    picture.symlink_to(after.folder / "thesis.png") if through_a_link else shutil.copy(
+        after.folder / "thesis.png", picture
+    )
+    (after.run / MADE).write_text("metrics.jsonl\n")
+    check(report.main, [str(after.run)], "curves.png was not made by a run and is not overwritten; move it away", capfd)
+    assert picture.read_text() == "years of work"
+
+
+def test_a_run_writes_its_last_files_while_it_holds_its_folder(case, monkeypatch):
+    held = []
+    real = train.make_trainer
+
+    def make_trainer(config):
+        trainer = real(config)
+        finish = trainer._finish
+        monkeypatch.setattr(trainer, "_finish", lambda: held.append(trainer.log.folder.held) or finish())
+        return trainer
+
+    monkeypatch.setattr(train, "make_trainer", make_trainer)
+    assert train.main(case.argv()) == 0 and held == [True]
+
+
+def test_a_folder_in_use_is_told_before_what_is_in_it(after, capfd):
+    lock = FolderLock(after.run)
+    check(train.main, after.argv(), "is in use by another trainer of this process", capfd)
+    lock.close()
+    check(train.main, after.argv(), "is not empty; choose another folder", capfd)
+
+
+def without_weights(run):
+    (run / "checkpoint-2" / "model.safetensors").unlink()
+    write_manifest(run / "checkpoint-2")
+
+
 def rewritten(manifest):
     return lambda run: (run / "checkpoint-2" / "manifest.json").write_text(manifest)
 
@@ -227,6 +273,7 @@ def without_optimizer(run):
     [
         (rewritten("[" * 100_000), r"manifest.json is missing or cannot be read: the checkpoint is not complete"),
         (rewritten('{"files": {}}'), r"manifest.json does not list trainer_state.json: the checkpoint is not complete"),
+        (without_weights, r"manifest.json lists no weights: the checkpoint is not complete"),
         (without_optimizer, r"manifest.json does not list optimizer.pt: the checkpoint is not complete"),
     ],
 )

@@ -44,7 +44,7 @@ def test_auto_leaves_a_folder_alone_that_is_not_a_run(tmp_path):
     tiny.save(tmp_path / "model")
     (tmp_path / "model" / "curves.png").write_text("mine")
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
-    with pytest.raises(ValueError, match="model holds files that are not of a run"):
+    with pytest.raises(ValueError, match="model has no checkpoint to go on from, and nothing notes"):
         RunLog(GRPOConfig(output_dir=str(tmp_path / "model"), resume_from_checkpoint="auto"))
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted([*before, ".lock"])
     json.loads((tmp_path / "model" / "config.json").read_text())["model_type"]
@@ -53,7 +53,9 @@ def test_auto_leaves_a_folder_alone_that_is_not_a_run(tmp_path):
 def test_where_all_are_damaged_nothing_is_started(tmp_path):
     run = RunFolder(tmp_path)
     for step in (1, 2):
-        path = write_checkpoint(run, step, lambda path: [(path / name).write_text("a") for name in NEEDED])
+        path = write_checkpoint(
+            run, step, lambda path: [(path / name).write_text("a") for name in (*NEEDED, "a.safetensors")]
+        )
         (path / "rng.pt").write_text("b")
     said = []
     with pytest.raises(ValueError, match="no good checkpoint is left"):
