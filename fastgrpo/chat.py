@@ -24,7 +24,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 
 # What a terminal obeys instead of showing it: C0 (without tab and newline), DEL, C1, and the directions of Unicode,
 # which show text in another order than it has. A surrogate alone cannot be written at all.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @documented

@@ -15,8 +15,8 @@ import torch
 def first_order(name: str) -> Callable[[Callable], Callable]:
     """Make a decorator for the backward of an autograd function, which then refuses create_graph=True.
 
-    It refuses in the first backward: a gradient that knew of all inputs, so that the second could refuse in any case,
-    would have to keep them in memory. Inside of a graph of torch.compile nothing can raise an error.
+    It refuses in the first backward, although only a second one would be wrong: to refuse in the second, the gradient
+    would have to keep all inputs in memory. Inside of a graph of torch.compile nothing can raise an error.
 
     Args:
         name: What the error calls the function: the name that its users know.

@@ -31,7 +31,7 @@ _NUMBER = re.compile(
 )
 
 # What makes a number next to it an operand of a larger expression. A hyphen does not, because 5-10 may be a range.
-_FUNCTION = r"\\(?:sqrt|pi|times|cdot|div|[dtc]?frac|pm|log|ln|exp|sin|cos|tan|binom|choose|bmod)(?![A-Za-z])"
+_FUNCTION = r"\\(?!approx|equiv|[lc]?dots|f?box)[A-Za-z]+"
 _OPERATOR = r"[+*/×÷·]"
 _OPERAND_BEFORE = re.compile(
     rf"(?:[{{^_√]|{_FUNCTION}|[0-9)]\*\*|[0-9][eE][-+]?|[0-9)}}\]%] *{_OPERATOR} *"
@@ -42,8 +42,11 @@ _OPERAND_AFTER = re.compile(rf" *(?:[\^√π]|{_FUNCTION})")
 
 # Only where the fraction is the whole answer: \frac{1}{2}\pi is half of pi, and 1/2\pi is not.
 _FRACTION = re.compile(rf"\\[dtc]?frac\{{\s*(-?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}}")
-# A percentage is compared without its sign, and a comma in 5,000 separates no items.
-_DROPPED = re.compile(rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])|(?<=[0-9]),(?=[0-9]{{3}}(?![0-9]))")
+# A percentage is compared without its sign. A comma in 5,000 separates no items, but one in (1000,200) does.
+_DROPPED = re.compile(
+    rf"%|(?<![A-Za-z])[{CURRENCY}]|[{CURRENCY}](?! ?[0-9])|"
+    r"(?<![0-9]{4})(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![0-9,]*[)\]])"
+)
 # A unit of one letter is none where it could be a variable: 5 m, but not 5x.
 _UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|≈")
@@ -55,6 +58,7 @@ _SIGN = re.compile(r"[_^|!]|\\[A-Za-z]")
 class _Answer(NamedTuple):
     """What an answer was read as."""
 
+    text: str  # all of it, without spaces
     number: Fraction | None  # its value, where it is a number
     formula: str  # what is compared where either answer is no number
     has_digit: bool
@@ -175,7 +179,7 @@ def answers_match(text: str, reference: str) -> bool | None:
 
     Returns:
         Whether they match. None where the reference gives nothing to compare with: it has no digit, or it is an
-        expression that cannot be read.
+        expression that cannot be read and the answer is not the same text.
 
     Example:
         >>> answers_match("<answer>75%</answer>", "#### 75")
@@ -186,6 +190,8 @@ def answers_match(text: str, reference: str) -> bool | None:
         return None
     if answer.number is not None and expected.number is not None:
         return answer.number == expected.number
+    if answer.text == expected.text:  # whatever it is
+        return True
     verdict = same_values(answer.formula, expected.formula)
     return False if verdict is None and expected.number is not None else verdict
 
@@ -199,7 +205,7 @@ def _read(text: str) -> _Answer:
     number = None if follows_words else _lone_number(last)
     if number is None and (follows_words or not _is_formula(first, last)) and "matrix" not in text:
         number = _last_number(text)
-    return _Answer(number, first, re.search("[0-9]", text) is not None)
+    return _Answer("".join(text.split()), number, first, re.search("[0-9]", text) is not None)
 
 
 def _is_formula(found: str, last: str) -> bool:

@@ -163,7 +163,7 @@ class Rewards:
             for column, values in own.columns.items():
                 if owners.setdefault(column, name) == name:
                     extras[column] = values
-                else:
+                elif not isinstance(verdicts, Failure):
                     verdicts = f"logs the column {column!r}, which {owners[column]!r} logs too; choose another name"
             per_function.append(self._checked(name, verdicts, completions, errors))
         per_function = torch.stack(per_function, 1)

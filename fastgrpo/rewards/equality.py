@@ -164,7 +164,8 @@ def _match(item: _Item | Formula, answer: _Item | Formula, tolerance: Decimal | 
         return False
     if item.is_named and answer.is_named:
         names = (item.left, answer.left)
-        return (None in names or _agree(*names)) and _agree(item.right, answer.right, tolerance)
+        if (None in names or _agree(*names)) and _agree(item.right, answer.right, tolerance):
+            return True
     return None not in (item.left, answer.left) and _agree(_scaled(item), _scaled(answer))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fastgrpo.rewards.residues import Residue
 
-# The text of a model is untrusted input. Within these bounds the costliest answer takes some hundredths of a second.
+# The text of a model is untrusted input. Within these bounds the costliest answer takes about a tenth of a second.
 MAX_LENGTH = 300  # characters; a longer answer is prose
 MAX_DEPTH = 16  # brackets in brackets; each takes a few frames of Python's stack, which holds 1,000
 MAX_EXPONENT = 10_000  # largest exponent, and largest power of ten of an intermediate value

@@ -26,7 +26,8 @@ def correctness(prompts: list, completions: list, answer: list, **columns: list)
         columns: Not used.
 
     Returns:
-        One reward per completion. None, which leaves the completion unjudged, where its reference holds no number.
+        One reward per completion. None, which leaves the completion unjudged, where its reference has no digit or
+        cannot be read (see `answers_match`).
 
     Raises:
         ValueError: There are not as many references as completions.

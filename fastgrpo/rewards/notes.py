@@ -33,8 +33,8 @@ class Notes:
 
         Args:
             name: The name.
-            value: A number of Python, NumPy or torch. One that is not finite, or is as large as no reward may be, makes
-                the mean NaN, which metrics.jsonl shows as null.
+            value: A number of Python, NumPy or torch. One that is not finite, or lies outside of the range of rewards,
+                makes the mean NaN, which metrics.jsonl shows as null.
 
         Raises:
             ValueError: The name is no text, or the value no number.

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastgrpo.config.objective import LARGEST_REWARD
 
-NUMBER = f"a finite number of at most {LARGEST_REWARD:g}"  # what `number` accepts, in words
+NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words
 
 
 def listed(values: Any, count: int) -> list | None:
@@ -62,13 +62,13 @@ def plain(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Read a number whose square fp64 can hold with room to spare, so that no mean or deviation overflows.
+    """Read a number within the range of rewards. fp64 holds the squares of such numbers, so no deviation overflows.
 
     Args:
         value: A number of Python, NumPy or torch; a bool is 0 or 1.
 
     Returns:
-        The number; None where it is no number, is not finite, or is larger than `LARGEST_REWARD`.
+        The number; None where it is no number, is not finite, or is larger in size than `LARGEST_REWARD`.
     """
     value = plain(value)
     # The comparison is exact for integers of any size, and False for NaN.
@@ -114,9 +114,17 @@ def json_values(values: Sequence[Any]) -> list:
         TypeError: JSON has no such type.
         ValueError: JSON or UTF-8 has no such value: half of a surrogate pair, a list within itself.
     """
-    text = json.dumps([plain(value) for value in values], ensure_ascii=False)
+    text = json.dumps([plain(value) for value in values], ensure_ascii=False, default=_number_or_refuse)
     text.encode()
     return json.loads(text, parse_int=_integer, parse_constant=lambda constant: None)
+
+
+def _number_or_refuse(value):
+    """Return a number of NumPy or torch as one of Python. Raises TypeError where the value is something else."""
+    read = plain(value)
+    if read is value:
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return read
 
 
 def _integer(digits):

@@ -370,3 +370,20 @@ def test_completion_text(completion, text):
 def test_a_completion_of_another_type_is_refused():
     with pytest.raises(TypeError, match="not int"):
         completion_text(42)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference", "verdict"),
+    [
+        (r"\boxed{(1000, 200)}", r"\boxed{(1000,200)}", True),
+        ("#### 1000200", r"\boxed{(1000,200)}", False),
+        (r"\boxed{(12,345)}", r"\boxed{(12, 345)}", True),
+        (r"\boxed{2\theta}", r"\boxed{2\theta}", True),  # the same text, though no reader knows the command
+        ("#### 2", r"\boxed{2\theta}", None),
+        (r"\boxed{\arccos 40}", "#### 40", False),
+        (r"\boxed{x=y+1}", r"\boxed{y=x-1}", True),
+        (r"\boxed{x=y+1}", r"\boxed{y=x+1}", False),
+    ],
+)
+def test_pairs_commands_and_equations(text, reference, verdict):
+    assert answers_match(text, reference) is verdict

@@ -28,6 +28,8 @@ def test_a_number_that_has_no_place_in_a_mean_is_noted_as_nan(value):
     assert math.isnan(notes.metrics["a"][0])
     notes.log_extra("b", [{"deep": [math.nan]}, -math.inf])
     assert notes.columns == {"b": [{"deep": [None]}, None]}
+    notes.log_extra("c", [{"deep": torch.tensor(2.5)}, 1])
+    assert notes.columns["c"] == [{"deep": 2.5}, 1]
 
 
 @pytest.mark.parametrize(

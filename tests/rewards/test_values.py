@@ -55,7 +55,7 @@ def test_the_length_is_told_and_an_endless_generator_ends():
 def test_each_reward_is_judged_by_itself():
     first, second, third = read_verdicts([None, math.inf, 1], 3)
     assert first is None and third == 1.0
-    assert second == "returned inf for completion 1, not a finite number of at most 3.4e+38 or None"
+    assert second == "returned inf for completion 1, not a finite number from -3.4e+38 to 3.4e+38 or None"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ CASES = {
     "sys.exit": (reward("sys.exit(0)"), r"'f' raised SystemExit: 0 \(.*own_rewards.py:4\); the rows have .*\(none\)"),
     "sys.exit in an async function": (reward("sys.exit(0)", kind="async def"), "'f' raised SystemExit: 0"),
     "an integer beyond fp64": (reward("return [10**400] * 4"), "'f' returned 1000.* for completion 0, not a fin"),
-    "beyond fp32": (reward("return [1e200, -1e200] * 2"), r"'f' returned 1e\+200 .* number of at most 3.4e\+38"),
+    "beyond fp32": (reward("return [1e200, -1e200] * 2"), r"'f' returned 1e\+200 .* number from -3.4e\+38 to 3.4e\+38"),
     "a dict": (reward("return dict.fromkeys(range(4), 1.0)"), "'f' returned {0: 1.0.*, not a list but of type dict"),
     "a set": (reward("return {1.0, 2.0, 3.0, 4.0}"), "'f' returned {1.0, 2.0, 3.0, 4.0}, not a list but of type set"),
     "an exception": (reward("return OSError('down')"), r"'f' returned OSError\('down'\), not a list but"),
