@@ -37,7 +37,7 @@ CASES = {
     "chat: prompt beyond the context": (
         lambda c: [str(c.model), "--prompt", "abc" * 700], "has 2100 tokens.*exceeds the model's context",
     ),
-    "doctor: no model": (words("--model /no/such/model"), "no config of a causal LM at '/no/such/model'"),
+    "doctor: no model": (words("--model /no/such/model"), "no such model folder: /no/such/model"),
     "doctor: flags alone": (words("--beta 1"), "go with --model PATH"),
     "doctor: unknown flag": (words("--model m --bta 1"), "did you mean --beta"),
     "train: epochs without end": (words("--num_train_epochs 1e308"), r"epochs must be in .0, 1000000., got 1e\+308"),
