@@ -106,7 +106,7 @@ def explain(error: Exception) -> str | None:
             return text
         first = text.splitlines()[0] if text else type(error).__name__
         return f"{first}\n  raised at {frame.filename}:{frame.lineno}; --debug shows the traceback"
-    if "No space left on device" in text or "PytorchStreamWriter failed" in text:  # as safetensors and torch put it
+    if "No space left on device" in text:  # as safetensors puts it
         return _SYSTEM[errno.ENOSPC].format(where="")
     memory = _out_of_memory(error)
     return None if memory is None else (

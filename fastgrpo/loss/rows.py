@@ -176,7 +176,7 @@ def keep_rows(
     if objective.entropy_coef != 0:
         entropy_weights = objective.entropy_weights(mask, inputs.num_items_in_batch, dtype)
     advantages = layout.per_token(inputs.advantages, "advantages").to(dtype)
-    active = lengths = host_lengths = None
+    active = host_lengths = None
     if rows is not None:
         index = None if len(rows) == total else to_device(rows, targets)
         if coupled and (index is not None or inputs.mask is not None):
@@ -187,13 +187,7 @@ def keep_rows(
         index = active.nonzero()[:, 0] if compact else torch.argsort(~active, stable=True)
         if compact and len(index) == total:
             index = None
-    if coupled:
-        lengths = layout.cu_seqlens.diff()
-        if active is not None and index is not None:
-            counts = torch.segment_reduce(active.float(), "sum", lengths=lengths, unsafe=True).long()
-            lengths = counts if compact else torch.cat([counts, total - counts.sum(0, keepdim=True)])
-        elif index is not None:
-            lengths = torch.searchsorted(index, layout.cu_seqlens).diff()
+    lengths = _kept_lengths(layout, index, active, compact) if coupled else None
     active = None if active is None or compact else active[index]
 
     def keep(value, stand_in=0):
@@ -221,6 +215,17 @@ def keep_rows(
     )
     check_kept(kept)
     return kept
+
+
+def _kept_lengths(layout, index, active, compact):
+    """Count the kept rows of each sequence, [S]; with the moved rows that are not active behind them, [S+1]."""
+    lengths = layout.cu_seqlens.diff()
+    if index is None:
+        return lengths
+    if active is None:
+        return torch.searchsorted(index, layout.cu_seqlens).diff()
+    counts = torch.segment_reduce(active.float(), "sum", lengths=lengths, unsafe=True).long()
+    return counts if compact else torch.cat([counts, len(active) - counts.sum(0, keepdim=True)])
 
 
 def _host_lengths(layout, rows, total):

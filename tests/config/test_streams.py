@@ -50,7 +50,10 @@ def test_a_command_that_has_no_streams_runs(monkeypatch):
 
 
 def test_a_guarded_stream_need_not_flush():
-    Guarded(SimpleNamespace(write=len), lambda: None).flush()
+    reports = []
+    guarded = Guarded(SimpleNamespace(write=len), lambda: reports.append("left"))
+    guarded.flush()
+    assert guarded.write("abc") == 3 and not reports  # it was neither dropped nor taken for one whose reader has left
 
 
 def test_it_is_known_whether_the_reader_has_left(pipe):
