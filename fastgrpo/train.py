@@ -42,7 +42,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     check_schedule(config.lr_scheduler_type)
     if path is not None:
         tokenizer = load_tokenizer(path, config.trust_remote_code)
-    elif not hasattr(task_module, "make_policy"):
+    elif not hasattr(task_module, "make_model"):
         raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
     task = task_module.build(config, tokenizer)
     train, test = task.train(), task.test()
@@ -72,6 +72,8 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
 
 def _make_policy(task_module, config, log):
     """Warm-start the task's own policy and return its folder. A resumed run has done so before."""
+    from fastgrpo.tasks import make_policy
+
     if log.checkpoint is not None:
         return log.dir / "warm-start"
     log.say("warm start: supervised training of the task's own small model")
@@ -81,7 +83,7 @@ def _make_policy(task_module, config, log):
             log.progress(steps, "SFT")
         log.advance(loss=loss)
 
-    path = task_module.make_policy(log.folder.claim("warm-start"), config, announce)
+    path = make_policy(task_module, log.folder.claim("warm-start"), config, announce)
     log.close_bar()
     return path
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fastgrpo.data.examples import Example
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.health import MAX_SKIPPED
@@ -16,7 +17,7 @@ MAX_TOKENS = 16384  # largest number of tokens of a micro-batch
 
 def sft(
     policy: Policy,
-    examples: Sequence[tuple[list[int], list[int]]],
+    examples: Sequence[Example],
     *,
     steps: int,
     batch_size: int,
@@ -29,7 +30,7 @@ def sft(
 
     Args:
         policy: The policy that is trained.
-        examples: (prompt ids, completion ids) pairs, the stop token included.
+        examples: What is learned, see `to_examples`.
         steps: How many updates.
         batch_size: Examples in each update, drawn in shuffled epochs.
         learning_rate: The learning rate at the start.
@@ -51,7 +52,7 @@ def sft(
         while len(queue) < batch_size:
             queue += rng.sample(range(len(examples)), len(examples))
         chosen, queue = queue[:batch_size], queue[batch_size:]
-        samples = [Sample(*examples[i], advantage=1.0) for i in chosen]
+        samples = [Sample(examples[i].prompt_ids, examples[i].completion_ids, advantage=1.0) for i in chosen]
         tokens = sum(len(sample.completion_ids) for sample in samples)
         losses = []
 

@@ -1,14 +1,18 @@
 """Built-in tasks: prompts and rewards. A task is a module here with `build(config, tokenizer) -> Task`.
 
-A task may also have `make_policy(path, config, announce) -> path`, which makes a small model of its own for runs
-without --model_name_or_path. In such a run `build` is called before there is a model, and its tokenizer is None.
+A task may also bring a small model of its own, for runs without --model_name_or_path. Then its module has
+`make_model(seed) -> (model, tokenizer)`, which makes it with random weights, and
+`warm_start(policy, tokenizer, config, announce)`, which teaches it enough for GRPO to begin. In such a run `build` is
+called before there is a model, and its tokenizer is None.
 """
 
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fastgrpo.data import Source
 
@@ -23,11 +27,14 @@ class Task:
         test: A function that reads the held-out rows. It returns None where there are none.
         reward_funcs: The task's reward functions. The first one decides the accuracy: a completion counts as right
             where it gives at least 1.
+        supervised: A function that makes rows with `prompt` and `completion` for supervised training; None where the
+            task has none.
     """
 
     train: Callable[[], Source]
     test: Callable[[], Sequence[dict] | None]
     reward_funcs: list[Callable]
+    supervised: Callable[[], Sequence[dict]] | None = None
 
 
 def find_task(name: str) -> ModuleType:
@@ -47,3 +54,25 @@ def find_task(name: str) -> ModuleType:
     if name not in tasks:
         raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:
+    """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers.
+
+    Args:
+        module: The task's module, with `make_model` and `warm_start`.
+        path: The folder to write the model to.
+        config: The settings of the run; its seed, dtype and device are used.
+        announce: A function that is called with the step, the number of steps and the loss.
+
+    Returns:
+        The folder again.
+    """
+    from fastgrpo.policy.load import load_policy
+    from fastgrpo.run.checkpoint import save_model
+
+    save_model(path, *module.make_model(config.seed))
+    policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
+    module.warm_start(policy, tokenizer, config, announce)
+    save_model(path, policy.module, tokenizer)
+    return path

@@ -10,21 +10,20 @@ level appear neither in the warm start nor in GRPO.
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
+from fastgrpo.data.examples import to_examples
 from fastgrpo.data.prompts import to_prompt
-from fastgrpo.policy.load import load_policy
+from fastgrpo.policy.characters import character_model
+from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.checkpoint import save_model
 from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task
 
@@ -130,30 +129,52 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
         names = ("below 40", "below 70", "any, with a carry")
         return Curriculum([Level(*level) for level in zip(names, sources, thresholds, strict=True)])
 
-    return Task(train, lambda: [to_row(*pair) for pair in held_out], [correctness])
+    return Task(train, lambda: [to_row(*pair) for pair in held_out], [correctness], lambda: examples(config.seed))
 
 
-def make_policy(path: Path, config: GRPOConfig, announce: Callable[[int, int, float], None]) -> Path:
-    """Warm-start a random 0.2M-parameter Llama, and save it with its tokenizer in the format of transformers.
+def examples(seed: int) -> list[dict[str, str]]:
+    """Draw written sums that show the form and how to add, but seldom a carry, and never a held-out pair.
 
     Args:
-        path: The folder to write the model to.
-        config: The settings of the run; its seed, dtype and device are used.
-        announce: A function that is called with the step, the number of steps and the loss.
+        seed: Seed of the draws.
 
     Returns:
-        The folder again.
+        Rows with `prompt` and `completion`.
     """
-    make_model(path, config.seed)
-    policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
-    rng = random.Random(config.seed)
+    rng = random.Random(seed)
     *_, carry, _ = pairs_by_level()
     plain = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 < 10]
-    examples = []
+    rows = []
     for _ in range(WARM_START_EXAMPLES):
         a, b = rng.choice(carry if rng.random() < CARRY_SHARE else plain)
-        prompt, completion = (tokenizer(text)["input_ids"] for text in (f"{a}+{b}=", written(a, b)))
-        examples.append((prompt, [*completion, tokenizer.eos_token_id]))
+        rows.append({"prompt": f"{a}+{b}=", "completion": written(a, b)})
+    return rows
+
+
+def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a 0.2M-parameter Llama over the characters of sums, with random weights.
+
+    Args:
+        seed: Seed of the weights.
+
+    Returns:
+        The model and its tokenizer.
+    """
+    return character_model(CHARACTERS, seed)
+
+
+def warm_start(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
+) -> None:
+    """Teach the form and some of the sums, until GRPO can learn the rest.
+
+    Args:
+        policy: The policy with random weights.
+        tokenizer: Its tokenizer.
+        config: The settings of the run; its seed is used.
+        announce: A function that is called with the step, the number of steps and the loss.
+    """
+    *_, carry, _ = pairs_by_level()
     probe = [to_prompt(to_row(*pair), tokenizer).ids for pair in carry[:CHECK_PROMPTS]]
     sums = [str(a + b) for a, b in carry[:CHECK_PROMPTS]]
     engine = RolloutEngine(policy, max_num_seqs=CHECK_PROMPTS)
@@ -166,40 +187,5 @@ def make_policy(path: Path, config: GRPOConfig, announce: Callable[[int, int, fl
         texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(probe, 1, greedy)]
         return sum(correctness(probe, texts, sums)) / len(sums) >= ENOUGH
 
-    sft(policy, examples, seed=config.seed, on_step=enough, **WARM_START)
-    save_model(path, policy.module, tokenizer)
-    return path
-
-
-def make_model(path: Path, seed: int) -> None:
-    """Save a character-level causal LM with random weights, and its tokenizer.
-
-    Args:
-        path: The folder to write.
-        seed: Seed of the weights.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    vocabulary = {token: i for i, token in enumerate(["<eos>", *CHARACTERS])}
-    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, eos_token="<eos>", pad_token="<eos>")
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=64,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=64,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=True,
-        )
-    )
-    save_model(path, model, tokenizer)
+    learned = [example for row in examples(config.seed) for example in to_examples(row, tokenizer)]
+    sft(policy, learned, seed=config.seed, on_step=enough, **WARM_START)

@@ -4,6 +4,7 @@ import pytest
 import tiny
 import torch
 
+from fastgrpo.data.examples import Example
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -11,7 +12,7 @@ from fastgrpo.step.supervised import sft
 
 
 def test_it_learns_the_completions_and_reports_their_likelihood():
-    examples = [([5, 6, i], [i, i + 1, 1]) for i in range(10, 18)]
+    examples = [Example([5, 6, i], [i, i + 1, 1]) for i in range(10, 18)]
     model = tiny.model("llama")
     losses = []
     sft(
@@ -20,9 +21,11 @@ def test_it_learns_the_completions_and_reports_their_likelihood():
     )  # fmt: skip
     assert len(losses) == 80 and losses[0] > 2 and losses[-1] < 0.05
     rollouts = RolloutEngine(model).generate(
-        [prompt for prompt, _ in examples], 1, SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(1,))
+        [example.prompt_ids for example in examples],
+        1,
+        SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(1,)),
     )
-    assert [rollout.ids for rollout in rollouts] == [completion for _, completion in examples]
+    assert [rollout.ids for rollout in rollouts] == [example.completion_ids for example in examples]
 
 
 def test_no_examples():
@@ -35,4 +38,4 @@ def test_updates_that_are_never_finite_end_it():
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
     with pytest.raises(ValueError, match="10 updates in a row were not finite"):
-        sft(Policy(model), [([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)
+        sft(Policy(model), [Example([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)

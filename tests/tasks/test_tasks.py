@@ -9,7 +9,7 @@ from paths import DATA
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.sources import Curriculum
-from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k
+from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy
 from fastgrpo.train import main
 
 SAMPLE = DATA / "gsm8k-64.jsonl"
@@ -37,16 +37,16 @@ def test_written_sums(a, b, text):
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(arithmetic, "sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
-    path = arithmetic.make_policy(tmp_path / "model", GRPOConfig(device="cpu"), lambda *_: None)
+    path = make_policy(arithmetic, tmp_path / "model", GRPOConfig(device="cpu"), lambda *_: None)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
-    prompts = {tokenizer.decode(prompt) for prompt, _ in seen}
+    prompts = {tokenizer.decode(example.prompt_ids) for example in seen}
     *_, held_out = arithmetic.pairs_by_level()
     assert len(prompts) > 1000
     assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
-    prompt, completion = seen[0]
-    a, b = (int(number) for number in tokenizer.decode(prompt)[:-1].split("+"))
+    prompt, completion = tokenizer.decode(seen[0].prompt_ids), seen[0].completion_ids
+    a, b = (int(number) for number in prompt[:-1].split("+"))
     assert tokenizer.decode(completion, skip_special_tokens=True) == arithmetic.written(a, b)
     assert completion[-1] == tokenizer.eos_token_id
 

@@ -34,11 +34,8 @@ def test_flags_reach_the_trainer(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_model_the_tasks_own_is_warm_started(tmp_path, monkeypatch, capsys):
-    def make_policy(path, config, announce):
-        announce(1, 2, 0.5)
-        return tiny.save(path)
-
-    monkeypatch.setattr(arithmetic, "make_policy", make_policy)
+    monkeypatch.setattr(arithmetic, "make_model", lambda seed: (tiny.model(vocab_size=258), tiny.tokenizer()))
+    monkeypatch.setattr(arithmetic, "warm_start", lambda policy, tokenizer, config, announce: announce(1, 2, 0.5))
     trainer = train.make_trainer(parse(["--output_dir", str(tmp_path / "run"), "--device", "cpu"]))
     trainer.log.close()
     assert trainer.model.config.vocab_size == 258 and trainer.log.dir == tmp_path / "run"

@@ -8,7 +8,7 @@ import pytest
 from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.log import RunLog
-from fastgrpo.tasks import arithmetic
+from fastgrpo.tasks import arithmetic, make_policy
 from fastgrpo.train import main, parse
 from fastgrpo.trainer import GRPOTrainer
 
@@ -34,7 +34,7 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
 
     config = parse(["--seed", "0", "--output_dir", str(tmp_path / "run")])
     log = RunLog(config)
-    path = arithmetic.make_policy(log.folder.claim("warm-start"), config, lambda *_: None)
+    path = make_policy(arithmetic, log.folder.claim("warm-start"), config, lambda *_: None)
     task = arithmetic.build(config, None)
     trainer = GRPOTrainer(str(path), correctness, config, task.train(), None, log=log)
     rewards = Rewards([arithmetic.correctness])

@@ -1,0 +1,60 @@
+"""Small language models whose tokens are characters. Tasks that bring a model of their own make it here."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+END = "<eos>"
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token for each character, and one that ends a completion.
+
+    Args:
+        characters: The characters, each once. Any other character becomes the end token.
+
+    Returns:
+        The tokenizer. Its end token has the id 0 and pads too; the characters follow in their order.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate([END, *characters])}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    tokens.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokens.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=END, pad_token=END)
+
+
+def character_model(
+    characters: str, seed: int, *, hidden_size: int = 64, layers: int = 3, heads: int = 4, positions: int = 64
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Make a Llama with random weights and a tied head over characters.
+
+    Args:
+        characters: The characters, each once.
+        seed: Seed of the weights.
+        hidden_size: Width of the hidden states; the inner width of the layers' MLP is four times this.
+        layers: How many layers.
+        heads: How many heads the attention has; they divide hidden_size.
+        positions: The most tokens of a prompt with its completion.
+
+    Returns:
+        The model on the CPU in fp32, and its tokenizer.
+    """
+    tokenizer = character_tokenizer(characters)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=4 * hidden_size,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            max_position_embeddings=positions,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=True,
+        )
+    )
+    return model, tokenizer
