@@ -4,16 +4,14 @@ One greedy completion of each prompt gives the accuracy. With --eval_num_generat
 prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
 import sys
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
+from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
 from fastgrpo.config.sections import (
@@ -29,10 +27,10 @@ from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
-from fastgrpo.rewards.call import Rewards, load_reward
+from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.tasks import find_task
+from fastgrpo.tasks import find_task, reward_functions
 
 
 @documented
@@ -87,7 +85,7 @@ def evaluate_models(argv: list[str]) -> None:
     quiet_libraries()
     # All tokenizers are loaded first, so that a misspelt model is refused before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
-    with _new_file(config.output) as file:
+    with new_file(config.output) as file:
         results = []
         for path, tokenizer in zip(config.models, tokenizers, strict=True):
             results.append(_evaluate_model(path, tokenizer, config))
@@ -108,8 +106,7 @@ def _evaluate_model(path, tokenizer, config):
         )
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
-    functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
-    rewards = Rewards(functions, on_error=config.reward_errors)
+    rewards = Rewards(reward_functions(task, config.reward_funcs), on_error=config.reward_errors)
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     draws = config.eval_num_generations
     policy, _ = load_policy(
@@ -132,30 +129,6 @@ def _evaluate_model(path, tokenizer, config):
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with tqdm(total=len(rows) * (1 + draws), desc=str(path), leave=False) as bar:
         return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws)
-
-
-@contextlib.contextmanager
-def _new_file(path):
-    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error."""
-    file = _open_new(path)
-    try:
-        with file:
-            yield file
-    finally:
-        if path is not None and not os.path.getsize(path):
-            os.remove(path)
-
-
-def _open_new(path):
-    """Open a new file, or the null device where path is None. Raises ValueError where the file exists."""
-    if path is None:
-        return open(os.devnull, "w")
-    try:
-        return open(path, "x", encoding="utf-8")
-    except FileExistsError:
-        raise ValueError(f"{path} exists already; choose another --output") from None
-    except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"{path} cannot be written: it is a folder, or its folder does not exist") from None
 
 
 def main(argv: list[str] | None = None) -> int:

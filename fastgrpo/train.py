@@ -28,34 +28,25 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         ValueError: Settings, files or packages do not fit together. Whatever can be checked before the warm start is
             checked before it.
     """
-    from fastgrpo.policy.load import choose_device, load_tokenizer
-    from fastgrpo.rewards.call import Rewards, load_reward
+    from fastgrpo.policy.load import load_tokenizer
+    from fastgrpo.rewards.call import Rewards
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
-    from fastgrpo.step.optim import check_schedule
-    from fastgrpo.tasks import find_task
+    from fastgrpo.tasks import open_task
     from fastgrpo.trainer import GRPOTrainer
 
-    task_module = find_task(config.task)
-    tokenizer, path = None, config.model_name_or_path
-    choose_device(config.device)
-    check_schedule(config.lr_scheduler_type)
-    if path is not None:
-        tokenizer = load_tokenizer(path, config.trust_remote_code)
-    elif not hasattr(task_module, "make_model"):
-        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
-    task = task_module.build(config, tokenizer)
-    train, test = task.train(), task.test()
-    functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
+    opened = open_task(config)
+    train, test, functions = opened.task.train(), opened.task.test(), opened.reward_funcs
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
+    path = config.model_name_or_path
     if path is not None:
-        trainer = GRPOTrainer(path, functions, config, train, test, tokenizer)
+        trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer)
     else:
         log = RunLog(config, inputs_of(config, functions))
         try:
-            path = _make_policy(task_module, config, log)
+            path = _make_policy(opened.module, config, log)
             tokenizer = load_tokenizer(path, config.trust_remote_code)
             trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log)
         except BaseException:

@@ -116,6 +116,17 @@ class RolloutConfig:
 
 @documented
 @dataclass(frozen=True)
+class UpdatesConfig:
+    """How often the completions of a step are learned from."""
+
+    updates_per_rollout: int = setting(
+        1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
+    )
+    num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
+
+
+@documented
+@dataclass(frozen=True)
 class OptimizerConfig:
     """How long the policy is trained, and how its weights move."""
 
@@ -164,10 +175,6 @@ class OptimizerConfig:
     adam_epsilon: float = setting(
         1e-8, "Number that AdamW adds to the root of the second moment.", within=Interval(above=0)
     )
-    updates_per_rollout: int = setting(
-        1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
-    )
-    num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
     max_tokens_per_microbatch: int = setting(
         16384,
         "Largest number of tokens of one forward and backward pass. Memory grows with it; the result does not "

@@ -189,8 +189,7 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     shares = {}
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):
         if name.endswith("format_reward"):
-            # The mark is a sum of tenths in fp64, so it is compared within rounding.
-            shares["format_rate"] = (column >= getattr(function, "full_mark", 1.0) - 1e-9).double()
+            shares["format_rate"] = full_mark(function)(column).double()
     lengths = [len(completion.rollout.ids) for completion in completions]
     columns["mean_length"] = torch.tensor(lengths, dtype=torch.float64)
     truncated = [completion.rollout.truncated for completion in completions]
@@ -198,6 +197,19 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     for name, column in (columns | shares).items():
         by_problem = column.view(-1, draws).nanmean(1).tolist()
         means.add(prefix + name, by_problem, share=name in shares)
+
+
+def full_mark(function: Callable) -> Callable[[float | torch.Tensor], bool | torch.Tensor]:
+    """Return the test whether a format reward is full: at least the function's `full_mark`, or 1.0 without one.
+
+    Args:
+        function: The reward function.
+
+    Returns:
+        A function of a reward, or of a tensor of rewards, that tells whether each is full.
+    """
+    mark = getattr(function, "full_mark", 1.0)
+    return lambda reward: reward >= mark - 1e-9  # the reward may be a sum of tenths, which rounds
 
 
 def _row(problem, draw, completion):

@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainingConfig
 
 _OURS = Path(__file__).resolve().parent.parent
 
 
 def inputs_of(
-    config: GRPOConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
+    config: TrainingConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
 ) -> dict[str, Path]:
     """Find the files and folders that a run reads.
 
@@ -26,6 +26,7 @@ def inputs_of(
         The paths that exist, by what an error calls them, such as "the model".
     """
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
+    found["the rows of train_file"] = getattr(config, "train_file", None)  # a setting of supervised training alone
     for number, function in enumerate(functions, 1):
         found[f"the file of reward function {number}"] = _source(function)
     for rows in data:

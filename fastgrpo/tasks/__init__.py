@@ -14,7 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
+from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer
+from fastgrpo.rewards.call import load_reward
+from fastgrpo.run.checkpoint import save_model
+from fastgrpo.step.optim import check_schedule
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,8 @@ class Task:
         test: A function that reads the held-out rows. It returns None where there are none.
         reward_funcs: The task's reward functions. The first one decides the accuracy: a completion counts as right
             where it gives at least 1.
-        supervised: A function that makes rows with `prompt` and `completion` for supervised training; None where the
-            task has none.
+        supervised: A function that makes the rows of supervised training, with `prompt` and `completion` or with
+            `messages`; None where the task has none.
     """
 
     train: Callable[[], Source]
@@ -56,6 +63,62 @@ def find_task(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A task that is ready for a command.
+
+    Attributes:
+        module: The task's module.
+        task: The task.
+        reward_funcs: The reward functions that the settings name, or else all of the task's own.
+        tokenizer: The tokenizer of --model_name_or_path; None where the task's own model is used.
+    """
+
+    module: ModuleType
+    task: Task
+    reward_funcs: list[Callable]
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def open_task(config: TrainingConfig) -> Opened:
+    """Find the task of a training run, and check what can be checked before a model is loaded or made.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The task with its reward functions and, where a model is named, its tokenizer.
+
+    Raises:
+        ValueError: There is no such task, device, schedule, tokenizer or reward function, or the task needs a model.
+    """
+    module, tokenizer = find_task(config.task), None
+    choose_device(config.device)
+    check_schedule(config.lr_scheduler_type)
+    if config.model_name_or_path is not None:
+        tokenizer = load_tokenizer(config.model_name_or_path, config.trust_remote_code)
+    elif not hasattr(module, "make_model"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    task = module.build(config, tokenizer)
+    return Opened(module, task, reward_functions(task, config.reward_funcs), tokenizer)
+
+
+def reward_functions(task: Task, names: Sequence[str]) -> list[Callable]:
+    """Find the reward functions that settings name.
+
+    Args:
+        task: The task.
+        names: The setting reward_funcs.
+
+    Returns:
+        The functions; all of the task's own where none is named.
+
+    Raises:
+        ValueError: There is no function of a name.
+    """
+    return [load_reward(name, task.reward_funcs) for name in names] or task.reward_funcs
+
+
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:
     """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers.
 
@@ -68,9 +131,6 @@ def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[
     Returns:
         The folder again.
     """
-    from fastgrpo.policy.load import load_policy
-    from fastgrpo.run.checkpoint import save_model
-
     save_model(path, *module.make_model(config.seed))
     policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
     module.warm_start(policy, tokenizer, config, announce)
