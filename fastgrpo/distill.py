@@ -19,7 +19,7 @@ from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.curves import table
-from fastgrpo.tasks import find_task, reward_functions
+from fastgrpo.tasks import find_task, needed_rewards
 
 CHUNK = 256  # prompts that are completed before what is kept of them is written
 
@@ -37,7 +37,7 @@ def distill(argv: list[str]) -> None:
     quiet_libraries()
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
-    rewards = Rewards(reward_functions(task, config.reward_funcs), on_error=config.reward_errors)
+    rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
     rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
     policy, _ = load_policy(
         config.model,

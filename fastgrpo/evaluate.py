@@ -30,7 +30,7 @@ from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.tasks import find_task, reward_functions
+from fastgrpo.tasks import find_task, needed_rewards
 
 
 @documented
@@ -106,7 +106,7 @@ def _evaluate_model(path, tokenizer, config):
         )
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
-    rewards = Rewards(reward_functions(task, config.reward_funcs), on_error=config.reward_errors)
+    rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     draws = config.eval_num_generations
     policy, _ = load_policy(

@@ -32,13 +32,11 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.rewards.call import Rewards
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
-    from fastgrpo.tasks import open_task
+    from fastgrpo.tasks import needed_rewards, open_task
     from fastgrpo.trainer import GRPOTrainer
 
     opened = open_task(config)
-    train, test, functions = opened.task.train(), opened.task.test(), opened.reward_funcs
-    if not functions:
-        raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
+    train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
     Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
     path = config.model_name_or_path
     if path is not None:

@@ -27,7 +27,7 @@ Kept are completions that are right, well-formed, ended by themselves, not repet
 @documented
 @dataclass(frozen=True)
 class SelectionConfig:
-    """Which completions are drawn and kept."""
+    """Which completions of a model are drawn, and which of them are kept for supervised training."""
 
     num_generations: int = setting(8, "Number of completions that are drawn for each prompt.", within=COUNT)
     temperature: float = setting(
@@ -47,6 +47,7 @@ class SelectionConfig:
         "Largest share of repeated runs of tokens that a kept completion may have.",
         within=Interval(at_least=0, at_most=1),
     )
+    output: str = setting("distilled.jsonl", "New file to write the kept completions to, one JSON object per line.")
 
 
 @documented
@@ -65,7 +66,6 @@ class DistillConfig(
     """The settings of the command. Settings that training has too mean the same there."""
 
     model: str = setting(REQUIRED, "Folder or hub id of the causal LM that completes the prompts.")
-    output: str = setting("distilled.jsonl", "New file to write the kept completions to, one JSON object per line.")
 
 
 def parse(argv: list[str]) -> DistillConfig:

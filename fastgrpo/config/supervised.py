@@ -30,7 +30,7 @@ class SFTConfig(
     ModelConfig,
     TrainingConfig,
 ):  # the fields come in the reverse of this order
-    """All settings of a supervised run.
+    """All settings of a supervised run: most of those of a GRPO run, and these.
 
     Raises:
         TypeError: A name is not a setting; the nearest one is named.

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from fastgrpo.config.fields import did_you_mean
 
 METRICS = {
-    "loss": "mean of the loss over the updates of a step. In supervised training it is the mean negative log-likelihood "
-    "of a token, nats. In GRPO it is near 0 on the first update of a rollout, where all ratios are 1 and the "
+    "loss": "mean of the loss over the updates of a step. In supervised training it is the negative log-likelihood of "
+    "a token, nats. In GRPO it is near 0 on the first update of a rollout, where all ratios are 1 and the "
     "advantages of a group add up to 0, although the gradient is not 0",
     "policy_loss": "the loss without its KL and entropy terms",
     "reward": "mean of the completions' total reward, the weighted sum over the reward functions",

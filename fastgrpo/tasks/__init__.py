@@ -119,6 +119,25 @@ def reward_functions(task: Task, names: Sequence[str]) -> list[Callable]:
     return [load_reward(name, task.reward_funcs) for name in names] or task.reward_funcs
 
 
+def needed_rewards(task: Task, config: Any) -> list[Callable]:
+    """Find the reward functions of a command that cannot do without.
+
+    Args:
+        task: The task.
+        config: The settings; task and reward_funcs are used.
+
+    Returns:
+        At least one function.
+
+    Raises:
+        ValueError: There is no function of a name, or none is named and the task has none of its own.
+    """
+    functions = reward_functions(task, config.reward_funcs)
+    if not functions:
+        raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
+    return functions
+
+
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:
     """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers.
 
