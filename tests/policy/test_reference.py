@@ -55,7 +55,7 @@ def test_a_copy_stays_when_the_policy_moves(kind):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    for got, want in zip(reference.score(samples_of(), Scoring(1.0, 10_000))[0], expected, strict=True):
+    for got, want in zip(reference.score(samples_of(), Scoring(1.0, 10_000)), expected, strict=True):
         assert torch.equal(got, want)
     assert not any(p.requires_grad for p in reference.policy.module.parameters())
     assert (
@@ -73,7 +73,7 @@ def test_sync_is_trls_formula(kind):
         torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-7)
     reference.sync(policy, 1.0)
     for got, want in zip(
-        reference.score(samples_of(), Scoring(1.0, 99))[0],
+        reference.score(samples_of(), Scoring(1.0, 99)),
         score(Policy.of(policy), samples_of(), Scoring(1.0, 99)),
         strict=True,
     ):
@@ -126,19 +126,19 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
     trainer = GRPOTrainer(wide(vocab_size=258), share_of_a, args, PROMPTS, processing_class=tiny.tokenizer())
     reference, samples = trainer.reference, None
     exact = FrozenCopy(trainer.policy)
-    score_all = reference.score
+    measure = reference.measure
 
     def keep(scored, scoring):
         nonlocal samples
         samples = samples or scored
-        return score_all(scored, scoring)
+        return measure(scored, scoring)
 
-    reference.score = keep
+    reference.measure = keep
     trainer.train()
     errors = [row.get("ref/kl_error") for row in lines(tmp_path / "run" / "metrics.jsonl")]
     assert errors[0] > 0 and errors[1:] == [None]
     assert reference.exact is None
-    quantized, truth = (torch.cat(r.score(samples, Scoring(1.0, 10_000))[0]) for r in (reference, exact))
+    quantized, truth = (torch.cat(r.score(samples, Scoring(1.0, 10_000))) for r in (reference, exact))
     d = (quantized - truth).double()
     assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
 
@@ -149,8 +149,8 @@ def test_int8_errs_less_than_nf4():
     errors = {}
     for name in PACKAGES:
         reference = QuantizedCopy(Policy(wide()), name)
-        errors[name] = reference.score(samples_of(), Scoring(1.0, 10_000))[1]["ref/kl_error"]
-        assert reference.score(samples_of(), Scoring(1.0, 10_000))[1] == {}
+        errors[name] = reference.measure(samples_of(), Scoring(1.0, 10_000))["ref/kl_error"]
+        assert reference.measure(samples_of(), Scoring(1.0, 10_000)) == {}
     assert 0 < errors["int8"] < 0.1 * errors["nf4"]
 
 
