@@ -19,8 +19,7 @@ def _compute_dtype(tensor):
 def _linear(hidden, weight, bias, logit_softcap):
     dtype = _compute_dtype(hidden)
     logits = hidden.to(dtype) @ weight.to(dtype).T  # z = h W^T + b
-    if bias is not None:
-        logits = logits + bias.to(dtype)
+    logits = logits if bias is None else logits + bias.to(dtype)
     return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
@@ -244,9 +243,8 @@ def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, *, temperature: floa
         [N], in nats.
     """
     dtype = _compute_dtype(logits)
-    if isinstance(temperature, torch.Tensor):
-        temperature = temperature.to(dtype)[:, None]
-    log_p, log_q = (torch.log_softmax(z.to(dtype) / temperature, dim=-1) for z in (logits, ref_logits.detach()))
+    divisor = temperature.to(dtype)[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    log_p, log_q = (torch.log_softmax(z.to(dtype) / divisor, dim=-1) for z in (logits, ref_logits.detach()))
     return (log_p.exp() * (log_p - log_q)).sum(-1)  # KL = sum_v p_v (log p_v - log q_v)
 
 
@@ -284,9 +282,6 @@ def policy_loss(
 
         loss = sum_n w_n (I_n s_n + beta KL_n),   s_n the objective's surrogate
 
-    The KL of the full distributions cannot be computed from log-probs of tokens: it is not in here, and
-    `logits_grpo_loss` adds it.
-
     Sources: the clipped surrogate is PPO's (arXiv 1707.06347 eq. 7) as GRPO uses it (arXiv 2402.03300 eq. 3);
     sequence-level ratios are GSPO's (arXiv 2507.18071 eq. 7); the KL estimators are those of
     http://joschu.net/blog/kl-approx.html, and their product with the ratio is DeepSeek-V3.2's (arXiv 2512.02556).
@@ -294,7 +289,7 @@ def policy_loss(
     Args:
         logps: [N] log-probs under the policy.
         old_logps: [N] log-probs under the policy that drew the tokens, or None where the ratio is exactly 1.
-        ref_logps: [N] log-probs under the reference, or None where objective.beta is 0 or objective.kl is "full".
+        ref_logps: [N] log-probs under the reference, or None where beta is 0, or kl is "full": `full_kl` needs logits.
         advantages: [N].
         weights: [N], which carry the mask and the whole aggregation.
         objective: A fastgrpo.Objective, or anything with its attributes.
@@ -310,9 +305,7 @@ def policy_loss(
     if objective.importance_sampling_level == "sequence":  # the geometric mean of the sequence's ratios (GSPO)
         ratio = _per_sequence(log_ratio, lengths, torch.mean)
     ratio = ratio.exp()
-    importance = None
-    if sampler_logps is not None:
-        importance = importance_weights(old_logps, sampler_logps, objective, lengths)
+    importance = None if sampler_logps is None else importance_weights(old_logps, sampler_logps, objective, lengths)
     tokens = _Tokens(logps, log_ratio, ratio, advantages, importance, lengths)
     surrogate = _SURROGATES[objective.surrogate](tokens, objective)
     if importance is not None and objective.surrogate != "vespo":  # vespo has it inside of W

@@ -8,6 +8,7 @@ import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.reference import (
@@ -61,6 +62,36 @@ def test_a_copy_stays_when_the_policy_moves(kind):
     assert (
         reference.policy.module.lm_head.weight is reference.policy.module.base_model.embed_tokens.weight
     )  # tied stays tied
+
+
+def check_states(reference):
+    """States and head together give the log-probs of `score`, carry no gradient, and last after the pass."""
+    samples = samples_of()
+    batch = Batch.pack(samples, "cpu")
+    states, (weight, bias, softcap) = reference.states(batch)
+    assert not states.requires_grad and not weight.requires_grad and bias is None and softcap is None
+    assert torch.equal(weight, reference.policy.head.weight)
+    logps = (states @ weight.T / 0.9).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+    expected = torch.cat(reference.score(samples, Scoring(0.9, 10_000)))
+    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
+def test_states_of_a_copy(kind):
+    check_states(kind(Policy(tiny.model("smollm3-like"))))
+
+
+def test_states_with_adapters_off():
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    model = add_lora(tiny.model())
+    torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight"))
+    check_states(AdaptersOff(Policy(model)))
+
+
+def test_states_of_a_quantized_copy(quantization):
+    check_states(QuantizedCopy(Policy(wide()), quantization))
 
 
 @pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
@@ -141,6 +172,13 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
     quantized, truth = (torch.cat(r.score(samples, Scoring(1.0, 10_000))) for r in (reference, exact))
     d = (quantized - truth).double()
     assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
+
+
+def test_the_error_is_measured_with_the_full_kl_too(quantization, tmp_path):
+    trainer = make_trainer(tmp_path, beta=0.1, kl="full", ref_quantization=quantization)
+    trainer.train()
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["ref/kl_error"] > 0 and rows[0]["kl"] > 0 and "ref/kl_error" not in rows[1]
 
 
 def test_int8_errs_less_than_nf4():
