@@ -154,11 +154,9 @@ class GRPOUpdate:
             teaching = [samples[i] for i in all_kept]
             with self.updater.timer.stage("reference"):
                 metrics = self.reference.measure(teaching, self.scoring)
-                scored = [None] * len(teaching)
                 if not self.objective.full_kl:
-                    scored = self.reference.score(teaching, self.scoring)
-            for i, logps in zip(all_kept, scored, strict=True):
-                samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
+                    for i, logps in zip(all_kept, self.reference.score(teaching, self.scoring), strict=True):
+                        samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
         if later:
             with self.updater.timer.stage("forward"):
                 scored = score(self.policy, [samples[i] for i in later], self.scoring)
