@@ -32,7 +32,7 @@ METRICS = {
     "oversampling/aborted_tokens": "completion tokens of aborted groups, which were drawn and thrown away",
     "advantage/mean": "mean of the advantages",
     "advantage/abs_mean": "mean magnitude of the advantages",
-    "kl": "estimated KL divergence to the reference, nats per active token; absent at beta 0",
+    "kl": "KL divergence to the reference, nats per active token: estimated, or exact with kl=full; absent at beta 0",
     "ref/kl_error": "KL divergence (k3 estimate) from the exact reference to the quantized one that is used in its "
     "place, nats per token; measured in the first step, with --ref_quantization",
     "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",

@@ -103,7 +103,9 @@ def plan(
 
     vocabulary, hidden = model.get_output_embeddings().weight.shape
     chunk, logit = chunk_rows(vocabulary), FP32
-    if device.type == "cuda" and HAS_TRITON:
+    if config.objective.full_kl:  # logits of the policy and the reference, and as many to compute with
+        logit = 3 * FP32
+    elif device.type == "cuda" and HAS_TRITON:
         from fastgrpo.kernels.launch import CHUNK_ROWS
 
         chunk, logit = CHUNK_ROWS, dtype.itemsize

@@ -196,6 +196,7 @@ def names():
         "torch": torch,
         "fastgrpo": fastgrpo,
         "model": model,
+        "reference": Qwen2ForCausalLM(tiny.config(hidden_size=48)).float(),
         "input_ids": torch.randint(model.config.vocab_size, (S, LENGTH)),
         "mask": mask,
         "old_logps": -4 - torch.rand(S, LENGTH - 1),
@@ -211,7 +212,7 @@ def run(block, names):
 
 
 def test_five_lines_replace_head_and_loss(names):
-    before, after, _ = blocks(ROOT / "docs" / "loss.md")
+    before, after, *_ = blocks(ROOT / "docs" / "loss.md")
     assert before.strip().count("\n") == after.strip().count("\n") == 4
     expected = run(before, names)
     torch.testing.assert_close(run(after, names), expected)
@@ -219,8 +220,21 @@ def test_five_lines_replace_head_and_loss(names):
     assert names["out"].loss != 0
 
 
+def test_the_kl_of_the_full_distributions_is_that_of_torch(names):
+    block = blocks(ROOT / "docs" / "loss.md")[2]
+    names["hidden"] = names["model"].model(names["input_ids"]).last_hidden_state[:, :-1]
+    gradients = run(f"{block}out.loss.backward()", names)
+    assert any(gradient.any() for gradient in gradients.values())
+    ours, theirs = (
+        torch.distributions.Categorical(logits=names[name](names["input_ids"]).logits[:, :-1])
+        for name in ("model", "reference")
+    )
+    kl = torch.distributions.kl_divergence(ours, theirs)[names["mask"] == 1].mean()
+    torch.testing.assert_close(names["out"].metrics["kl"], kl)
+
+
 def test_packed_equals_padded(names):
-    _, after, packed = blocks(ROOT / "docs" / "loss.md")
+    _, after, _, packed = blocks(ROOT / "docs" / "loss.md")
     expected = run(after, names)
     padded = names["out"]
     hidden = names["model"].model(names["input_ids"]).last_hidden_state
