@@ -1,4 +1,5 @@
 # make train   install what is pinned, then run the embedded example to its end
+# make stages  the three stages of R1 on the embedded task: supervised start, GRPO, distillation
 # make test    the same environment, then the tests
 # make docs    write docs/settings.md anew from the settings in the code
 # PIP_ARGS=... is passed to pip; README.md has an example.
@@ -7,10 +8,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test docs test-slow soak bench bench-gpu bench-gpu-engine lint clean
+.PHONY: train stages test docs test-slow soak bench bench-gpu bench-gpu-engine lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
+
+# A supervised start, GRPO, and distillation into a fresh model, on the embedded task; then one table of the three.
+stages: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.stages $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)

@@ -20,7 +20,7 @@ from fastgrpo.config.supervised import SFTConfig
 STAGES = {"sft": SFTConfig, "train": GRPOConfig, "distill": DistillConfig, "distilled": SFTConfig}
 # What follows from the stage before, and where the runs lie.
 DECIDED = {
-    "sft": ("output_dir", "train_file"),
+    "sft": ("output_dir",),
     "train": ("output_dir", "model_name_or_path"),
     "distill": ("output", "model"),
     "distilled": ("output_dir", "train_file", "model_name_or_path"),

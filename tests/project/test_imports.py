@@ -21,7 +21,7 @@ FLOORS = (
     {"rollout", "rewards"},
     {"evaluation", "step"},
     {"trainer", "tasks"},
-    {"train", "evaluate", "chat", "doctor", "report", "__init__"},
+    {"train", "sft", "distill", "stages", "evaluate", "chat", "doctor", "report", "__init__"},
 )
 MODULES = sorted((ROOT / "fastgrpo").rglob("*.py"))
 
