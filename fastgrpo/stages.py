@@ -10,8 +10,10 @@ on from its last checkpoint when the command is given again, and a stage that is
 """
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.config.stages import STAGES, read_stages, to_flags
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.comparison import draw_stages, stage_table
+from fastgrpo.run.signals import StopSignals
+
+POLL_SECONDS = 0.1
 
 
 @documented
@@ -71,12 +76,27 @@ def _last(run):
 
 
 def _run(name, flags):
-    """Run a stage in a process of its own, and wait for its end."""
+    """Run a stage in a process of its own, and wait for its end. A signal is passed on, so that the stage saves."""
     command = [sys.executable, "-m", f"fastgrpo.{getattr(STAGES[name], 'command', name)}", *flags]
     print(f"\n{name}: python {' '.join(command[1:])}", flush=True)
-    code = subprocess.run(command).returncode
-    if code:
-        raise ValueError(f"the stage {name} ended with exit code {code}; give the same command again to go on")
+    with StopSignals() as stop:
+        # In a group of its own, so that Ctrl-C reaches it once, from here, and not from the terminal too.
+        process, told = subprocess.Popen(command, process_group=0), False
+        try:
+            while process.poll() is None:
+                if stop and not told:
+                    process.send_signal(signal.SIGINT if stop.received == signal.SIGINT else signal.SIGTERM)
+                    told = True
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            process.terminate()  # no stage goes on without the command
+            raise
+    if stop:
+        stop.leave()
+    if process.returncode:
+        raise ValueError(
+            f"the stage {name} ended with exit code {process.returncode}; give the same command again to go on"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,6 +107,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit code: 0; 2 for a mistake that the user can fix, or where a stage failed; 130 after SIGINT.
+
+    Raises:
+        SystemExit: With code 143 after SIGTERM, and with 141 where nobody reads the output any more.
     """
     return run_command(run_stages, argv)
 

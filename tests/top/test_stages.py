@@ -1,10 +1,15 @@
 """The command stages: the order of its processes, what each is given, and how it goes on."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 from mistakes import check
+from paths import ROOT
 
 from fastgrpo import stages
 
@@ -22,7 +27,7 @@ def commands(tmp_path, monkeypatch):
     """Stands in for the processes: notes each command line, and leaves what a finished stage leaves."""
     started = []
 
-    def run(command):
+    def run(command, process_group):
         started.append(command[2:])
         flags = dict(zip(command[3::2], command[4::2], strict=False))
         if "--output_dir" in flags:
@@ -32,9 +37,9 @@ def commands(tmp_path, monkeypatch):
             (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "eval/accuracy": 0.5}) + "\n")
         else:
             stages.Path(command[command.index("--output") + 1]).write_text("rows\n")
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(returncode=0, poll=lambda: 0)
 
-    monkeypatch.setattr(stages.subprocess, "run", run)
+    monkeypatch.setattr(stages.subprocess, "Popen", run)
     (tmp_path / "short.yaml").write_text(SHORT)
     return started
 
@@ -65,10 +70,26 @@ def test_each_stage_is_given_what_the_one_before_it_made(tmp_path, commands, cap
 
 
 def test_a_stage_that_fails_ends_the_command(tmp_path, commands, monkeypatch, capfd):
-    monkeypatch.setattr(stages.subprocess, "run", lambda command: SimpleNamespace(returncode=2))
+    failed = SimpleNamespace(returncode=2, poll=lambda: 2)
+    monkeypatch.setattr(stages.subprocess, "Popen", lambda command, process_group: failed)
     argv = ["--config", str(tmp_path / "short.yaml"), "--output_dir", str(tmp_path / "out")]
     check(stages.main, argv, "the stage sft ended with exit code 2; give the same command again", capfd)
     check(stages.main, ["--config", "none"], "no such file: none", capfd)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_passed_on_to_the_stage_which_saves(tmp_path, number, code):
+    """The stage is stopped in its first steps, leaves a checkpoint, and the command ends as the signal asks."""
+    (tmp_path / "long.yaml").write_text(SHORT.replace("max_steps: 2", "max_steps: 100000"))
+    command = [sys.executable, "-m", "fastgrpo.stages", "--config", str(tmp_path / "long.yaml")]
+    metrics = tmp_path / "out" / "sft" / "metrics.jsonl"
+    process = subprocess.Popen([*command, "--output_dir", str(tmp_path / "out")], stdout=subprocess.DEVNULL, cwd=ROOT)
+    while not (metrics.exists() and '"loss"' in metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait() == code
+    assert list((tmp_path / "out" / "sft").glob("checkpoint-*"))
 
 
 @pytest.mark.slow
