@@ -33,7 +33,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
     from fastgrpo.step.optim import check_schedule
-    from fastgrpo.tasks import find_task
+    from fastgrpo.tasks import find_task, panels_of
     from fastgrpo.trainer import GRPOTrainer
 
     task_module = find_task(config.task)
@@ -50,14 +50,15 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
+    panels = panels_of(task_module)
     if path is not None:
-        trainer = GRPOTrainer(path, functions, config, train, test, tokenizer)
+        trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, panels=panels)
     else:
         log = RunLog(config, inputs_of(config, functions))
         try:
             path = _make_policy(task_module, config, log)
             tokenizer = load_tokenizer(path, config.trust_remote_code)
-            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log)
+            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log, panels)
         except BaseException:
             log.close()
             raise

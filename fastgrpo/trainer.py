@@ -25,7 +25,7 @@ from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
-from fastgrpo.run.curves import conclude
+from fastgrpo.run.curves import PANELS, Panel, conclude
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
 from fastgrpo.run.inputs import inputs_of
@@ -56,6 +56,7 @@ class GRPOTrainer:
             max_eval_samples rows are read.
         processing_class: The tokenizer; None loads the model's.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
+        panels: What the picture of the run shows.
 
     Raises:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
@@ -70,6 +71,7 @@ class GRPOTrainer:
         eval_dataset: Iterable[dict] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         log: RunLog | None = None,
+        panels: Sequence[Panel] = PANELS,
     ):
         self.args = args = GRPOConfig() if args is None else args
         if not isinstance(args, GRPOConfig):
@@ -135,6 +137,7 @@ class GRPOTrainer:
         self.checkpoints = Checkpointer(args, self.log)
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
+        self.panels = panels
 
     @property
     def model(self) -> PreTrainedModel:
@@ -351,7 +354,8 @@ class GRPOTrainer:
         }
         if self.args.use_peft:
             save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
-        self.log.say("\n" + conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say))
+        left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
+        self.log.say("\n" + left)
         return summary
 
 

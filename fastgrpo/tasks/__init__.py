@@ -4,6 +4,8 @@ A task may also bring a small model of its own, for runs without --model_name_or
 `make_model(seed) -> (model, tokenizer)`, which makes it with random weights, and
 `warm_start(policy, tokenizer, config, announce)`, which teaches it enough for GRPO to begin. In such a run `build` is
 called before there is a model, and its tokenizer is None.
+
+A module's `PANELS`, where it has them, are what the picture of its runs shows.
 """
 
 import importlib
@@ -14,7 +16,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Source
+from fastgrpo.run.curves import PANELS, Panel
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,33 @@ def find_task(name: str) -> ModuleType:
     if name not in tasks:
         raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def refuse_data(task: str, config: PromptConfig) -> None:
+    """Refuse the settings of data sets in a task that makes its own data and would not read them.
+
+    Args:
+        task: The task's name.
+        config: The settings.
+
+    Raises:
+        ValueError: One of them is given.
+    """
+    for name in ("dataset_name", "dataset_config", "system_prompt"):
+        if getattr(config, name):
+            raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
+
+
+def panels_of(task: ModuleType) -> Sequence[Panel]:
+    """Return what the picture of a task's run shows.
+
+    Args:
+        task: The task's module.
+
+    Returns:
+        Its `PANELS`, or those of every run where it has none.
+    """
+    return getattr(task, "PANELS", PANELS)
 
 
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:

@@ -29,7 +29,7 @@ def test_moving_average():
 
 
 def test_the_panels_show_metrics_that_exist():
-    shown = [name for _, _, names in PANELS for name in names]
+    shown = [name for panel in PANELS for name in panel.metrics]
     assert set(shown) <= set(METRICS) and len(shown) == len(set(shown))
 
 
@@ -53,7 +53,7 @@ def test_the_curves_are_those_of_the_metrics(tmp_path, monkeypatch):
 
 
 def test_a_run_ends_with_its_summary_and_a_table_of_what_it_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, say: (run_dir / "curves.png").write_text("a picture"))
+    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, *_: (run_dir / "curves.png").write_text("a picture"))
     summary, run = {"accuracy_after": 0.5, "steps": 3, "accuracy_before": None}, RunFolder(tmp_path)
     text = conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary and (tmp_path / "curves.png").exists()

@@ -27,7 +27,7 @@ def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):
 @pytest.mark.parametrize("noted", [False, True])
 def test_the_picture_is_noted_where_the_run_noted_what_it_made(tmp_path, monkeypatch, noted):
     """A first note in a folder without any would tell that all else in it is no run's."""
-    monkeypatch.setattr(report, "draw_curves", lambda run: run / "curves.png")
+    monkeypatch.setattr(report, "draw_curves", lambda run, **_: run / "curves.png")
     run = RunFolder(tmp_path)
     (run.claim("metrics.jsonl") if noted else tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path)]) == 0
