@@ -9,8 +9,8 @@ preferred.
    P(a preferred to b) = p_a / (p_a + p_b).
 3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
 
-The true reward of a token is its true preference. The best that a policy can attain is `BEST`. The reward model errs in
-some contexts, where it likes another token best; GRPO then learns this token.
+The true reward of a token is its true preference. Always drawing the preferred token attains 0.522, the
+most there is. The reward model errs in some contexts, where it likes another token best; GRPO then learns this token.
 """
 
 import functools
@@ -40,7 +40,6 @@ COMPARISONS = {"batches": 200, "pairs": 64, "learning_rate": 1e-3}
 WIDTH = 64  # of the reward model: its embeddings and its hidden layer
 
 TRUE = torch.softmax(2 * torch.randn(5, 10, generator=torch.Generator().manual_seed(PREFERENCES_SEED)), 1)  # [5, 10]
-BEST = TRUE.max(1).values.mean().item()
 
 DRAWN = "eval/sampled/custom"
 PANELS = (
@@ -223,8 +222,10 @@ def warm_start(
         config: The settings of the run; its seed is used.
         announce: A function that is called with the step, the number of steps and the loss.
     """
-    read = functools.cache(lambda *row: to_examples(dict(zip(("prompt", "completion"), row, strict=True)), tokenizer))
-    learned = [example for row in draws(config.seed) for example in read(*row.values())]  # 50 of the rows differ
+    read = functools.cache(
+        lambda prompt, completion: to_examples({"prompt": prompt, "completion": completion}, tokenizer)
+    )
+    learned = [example for row in draws(config.seed) for example in read(**row)]  # 50 of the rows differ
 
     def on_step(step, loss):
         announce(step, WARM_START["steps"], loss)

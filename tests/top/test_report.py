@@ -6,7 +6,9 @@ import pytest
 
 from fastgrpo import report
 from fastgrpo.report import main
+from fastgrpo.run.curves import PANELS
 from fastgrpo.run.folder import MADE, RunFolder, made_in
+from fastgrpo.tasks import pizza
 
 
 def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
@@ -22,6 +24,18 @@ def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):
     (tmp_path / "curves.png").mkdir()
     assert main([str(tmp_path)]) == 2
     assert "curves.png is a folder where the picture belongs; move it away" in capsys.readouterr().err
+
+
+def test_the_picture_shows_what_the_task_names(tmp_path, monkeypatch):
+    """A run from Python may have any task; then, and without config.json, it is the usual picture."""
+    shown = []
+    monkeypatch.setattr(report, "draw_curves", lambda run, panels: shown.append(panels))
+    (tmp_path / "metrics.jsonl").touch()
+    assert main([str(tmp_path)]) == 0
+    for task in ("pizza", "arithmetic", "mine", None):
+        (tmp_path / "config.json").write_text(json.dumps({"task": task}))
+        assert main([str(tmp_path)]) == 0
+    assert shown == [PANELS, pizza.PANELS, PANELS, PANELS, PANELS]
 
 
 @pytest.mark.parametrize("noted", [False, True])
