@@ -47,7 +47,7 @@ class EvaluateConfig(
 
 
 def parse(argv: list[str]) -> EvaluateConfig:
-    """Read the command line. The default of max_completion_length is that of the task's recipe, if it has one.
+    """Read the command line. The defaults of the settings that the task's recipe gives are those of the recipe.
 
     Args:
         argv: The arguments.
@@ -60,7 +60,8 @@ def parse(argv: list[str]) -> EvaluateConfig:
     """
     argv, task = take_flag(argv, "--task")
     task = task or "arithmetic"
-    recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}
+    known = {field.name for field in dataclasses.fields(EvaluateConfig)}
+    recipe = {name: value for name, value in task_defaults(task).items() if name in known}
     config = parse_flags(
         EvaluateConfig, argv, prog="python -m fastgrpo.evaluate", description=__doc__,
         default=unchecked(EvaluateConfig, {**recipe, "task": task}),

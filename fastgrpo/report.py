@@ -1,5 +1,6 @@
 """python -m fastgrpo.report RUN: draw curves.png from the metrics of a run folder, and print its path."""
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.settings import Settings
-from fastgrpo.run.curves import draw_curves
+from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, draw_curves
 from fastgrpo.run.folder import made_in, note
 
 
@@ -38,7 +39,20 @@ def report(argv: list[str]) -> None:
         raise ValueError(f"{picture} was not made by a run and is not overwritten; move it away")
     if noted:  # not in a folder without notes, as of an older version: its first ones are made when it goes on
         note(run, picture.name)
-    print(draw_curves(run))
+    print(draw_curves(run, panels=_panels(run)))
+
+
+def _panels(run):
+    """Find what the picture of the run's task shows. A run from Python may have a task that is none of ours."""
+    from fastgrpo.tasks import find_task, panels_of
+
+    try:
+        config = json.loads((run / "config.json").read_text())
+        if config.get("command") == "sft":
+            return SUPERVISED_PANELS
+        return panels_of(find_task(config["task"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return PANELS
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,21 +32,21 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.rewards.call import Rewards
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
-    from fastgrpo.tasks import needed_rewards, open_task
+    from fastgrpo.tasks import needed_rewards, open_task, panels_of
     from fastgrpo.trainer import GRPOTrainer
 
     opened = open_task(config)
     train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
     Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
-    path = config.model_name_or_path
+    path, panels = config.model_name_or_path, panels_of(opened.module)
     if path is not None:
-        trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer)
+        trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer, panels=panels)
     else:
         log = RunLog(config, inputs_of(config, functions))
         try:
             path = _make_policy(opened.module, config, log)
             tokenizer = load_tokenizer(path, config.trust_remote_code)
-            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log)
+            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log, panels)
         except BaseException:
             log.close()
             raise

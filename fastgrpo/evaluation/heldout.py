@@ -48,10 +48,10 @@ class Evaluation:
         return self.values | bounds
 
     def summary(self) -> str:
-        """Return a line with the accuracy, and pass@k and maj@k of the largest k; then a line for each note."""
+        """Return a line with the accuracy, pass@1, and pass@k and maj@k of the largest k; then a line for each note."""
         prompts = sum(row["draw"] == "greedy" for row in self.rows)
         by_kind = {name.partition("@")[0]: name for name in self.values if "@" in name}  # the last k of each
-        shown = ["eval/accuracy", *by_kind.values()]
+        shown = dict.fromkeys(["eval/accuracy", *(["eval/pass@1"] if by_kind else []), *by_kind.values()])
         means = ", ".join(f"{name.removeprefix('eval/')} {self.cell(name)}" for name in shown)
         return "\n".join([f"{means} ({prompts} prompts, {self.values['eval/time']:.1f} s)", *self.notes])
 
@@ -155,14 +155,16 @@ class _Means:
     def add(self, name, by_problem, share=False):
         """Add a mean of one value for each problem, where NaN stands for no value.
 
-        A share gets Wilson's interval if all of its values are 0 or 1. Every other mean gets the bootstrap's interval.
+        A share gets Wilson's interval if all of its values are 0 or 1. Every other mean gets the bootstrap's interval,
+        which one problem alone cannot give.
         """
         given = [value for value in by_problem if value == value]
         if not given:
             return
         self.values[name] = sum(given) / len(given)
         counted = share and set(given) <= {0.0, 1.0}
-        self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
+        if counted or len(given) > 1:
+            self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
 
 
 def _complete(engine, tokenizer, prompts: list[Prompt], sampling, draws, progress):
@@ -177,7 +179,10 @@ def _right(completion):
 
 
 def _measure(judged: Judged, rewards, draws, prefix, means):
-    """Add rewards, format rate, lengths and truncations of completions under `prefix`, and notes on failures."""
+    """Add rewards, format rate, lengths and truncations of completions, and what functions logged, under `prefix`.
+
+    Failures become notes.
+    """
     completions, per_function = judged.completions, reward_matrix(judged.completions)
     for name, count in judged.errors.items():
         means.values[f"{prefix}rewards/{name}/errors"] = count
@@ -197,6 +202,8 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     for name, column in (columns | shares).items():
         by_problem = column.view(-1, draws).nanmean(1).tolist()
         means.add(prefix + name, by_problem, share=name in shares)
+    for name, values in judged.logged.items():  # no interval: nobody knows which problem a value belongs to
+        means.values[f"{prefix}custom/{name}"] = sum(values) / len(values)
 
 
 def full_mark(function: Callable) -> Callable[[float | torch.Tensor], bool | torch.Tensor]:

@@ -2,24 +2,53 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastgrpo.run.folder import RunFolder
 
-PANELS = (
-    # (title, label of the vertical axis, metrics)
-    ("Reward", "mean total reward", ("reward",)),
-    ("Accuracy", "share right", ("accuracy", "eval/accuracy")),
-    ("KL to the reference", "nats a token", ("kl",)),
-    ("Clipped tokens", "share", ("clip_ratio/low_mean", "clip_ratio/high_mean")),
-    ("Completion length", "tokens", ("completions/mean_length",)),
-    ("Entropy", "nats a token", ("entropy",)),
-    ("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
-    ("Groups with spread", "share", ("frac_informative",)),
-)
 WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram of the picture. A metric of training is drawn faintly, with its moving average.
+
+    Attributes:
+        title: The title.
+        unit: The label of the vertical axis.
+        metrics: The names of the metrics. Those of evaluations, which begin with eval/, are drawn as they are.
+        labels: How the legend calls the metrics; empty where it takes their names.
+        window: How many logged steps the moving average is over; 1 draws the values alone.
+    """
+
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    window: int = WINDOW
+
+
+# What the picture shows where a task does not say otherwise.
+PANELS = (
+    Panel("Reward", "mean total reward", ("reward",)),
+    Panel("Accuracy", "share right", ("accuracy", "eval/accuracy"), ("accuracy", "held-out, greedy")),
+    Panel("KL to the reference", "nats a token", ("kl",)),
+    Panel("Clipped tokens", "share", ("clip_ratio/low_mean", "clip_ratio/high_mean")),
+    Panel("Completion length", "tokens", ("completions/mean_length",)),
+    Panel("Entropy", "nats a token", ("entropy",)),
+    Panel("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
+    Panel("Groups with spread", "share", ("frac_informative",)),
+)
+# What the picture of supervised training shows.
+SUPERVISED_PANELS = (
+    Panel("Loss", "nats a token", ("loss", "eval/loss"), ("training", "held-out")),
+    Panel("Accuracy", "share right", ("eval/accuracy",), ("held-out, greedy",)),
+    Panel("Gradient norm", "before clipping", ("grad_norm",)),
+    Panel("Learning rate", "of AdamW", ("learning_rate",), window=1),
+)
 
 
 def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dict[str, tuple[list[int], list[float]]]:
@@ -80,12 +109,13 @@ def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print) -> Path:
-    """Draw the curves of a run into curves.png: the logged values faintly, and their moving average.
+def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels: Sequence[Panel] = PANELS) -> Path:
+    """Draw the curves of a run into curves.png, in two rows of diagrams.
 
     Args:
         run_dir: The folder of the run, with its metrics.jsonl.
         say: A function that prints a line for the user.
+        panels: The diagrams, an even number of them.
 
     Returns:
         The path of curves.png.
@@ -97,22 +127,27 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print) -> Path
     from matplotlib.figure import Figure
 
     series = read_metrics(run_dir, say)
-    figure = Figure(figsize=(16, 7.5), layout="constrained")
+    figure = Figure(figsize=(2 * len(panels), 7.5), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{Path(run_dir).resolve().name}: GRPO, moving average over {WINDOW} logged steps")
-    for axis, (title, unit, names) in zip(figure.subplots(2, 4).flat, PANELS, strict=True):
-        for color, name in zip(("tab:blue", "tab:orange"), names, strict=False):
-            steps, values = series.get(name, ([], []))
+    windows = sorted({panel.window for panel in panels if panel.window > 1})
+    averages = f"moving average over {' or '.join(map(str, windows))} logged steps"
+    figure.suptitle(f"{Path(run_dir).resolve().name}: {averages}")
+    for axis, panel in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):
+        for i, (name, label) in enumerate(zip(panel.metrics, panel.labels or panel.metrics, strict=True)):
+            color, (steps, values) = f"C{i}", series.get(name, ([], []))
+            if not values:
+                continue
             if name.startswith("eval/"):
-                axis.plot(steps, values, "o-", color=color, label="held-out, greedy")
-            elif values:
+                axis.plot(steps, values, "o-", color=color, label=label)
+                continue
+            if panel.window > 1:
                 axis.plot(steps, values, color=color, alpha=0.25)
-                axis.plot(steps, moving_average(values), color=color, label=name)
+            axis.plot(steps, moving_average(values, panel.window), color=color, label=label)
         if axis.lines:
             axis.legend(fontsize="small")
         else:
             axis.text(0.5, 0.5, "not measured in this run", ha="center", va="center", transform=axis.transAxes)
-        axis.set(title=title, xlabel="step", ylabel=unit)
+        axis.set(title=panel.title, xlabel="step", ylabel=panel.unit)
         axis.grid(alpha=0.3)
     path = Path(run_dir) / "curves.png"
     if path.is_dir():
@@ -121,7 +156,13 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print) -> Path
     return path
 
 
-def conclude(folder: RunFolder, summary: dict[str, Any], checkpoint: Path, say: Callable[[str], None]) -> str:
+def conclude(
+    folder: RunFolder,
+    summary: dict[str, Any],
+    checkpoint: Path,
+    say: Callable[[str], None],
+    panels: Sequence[Panel] = PANELS,
+) -> str:
     """Write summary.json and curves.png. What cannot be written is named and left out: the run itself is saved.
 
     Args:
@@ -129,6 +170,7 @@ def conclude(folder: RunFolder, summary: dict[str, Any], checkpoint: Path, say: 
         summary: What summary.json holds.
         checkpoint: The last checkpoint of the run.
         say: A function that prints a line for the user.
+        panels: What the picture shows.
 
     Returns:
         A table of the summary, without the values that are None, and of the files in the folder, as text.
@@ -137,19 +179,38 @@ def conclude(folder: RunFolder, summary: dict[str, Any], checkpoint: Path, say: 
     text, written = json.dumps(summary, indent=2) + "\n", []
     for name, write in (
         ("summary.json", lambda path: path.write_text(text)),
-        ("curves.png", lambda path: draw_curves(run_dir, say)),
+        ("curves.png", lambda path: draw_curves(run_dir, say, panels)),
     ):
         try:
             write(folder.claim(name))
             written.append(name)
         except (ValueError, OSError) as error:
             say(f"warning: {name} is not written: {error}")
-    files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
+    files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl"}
     files |= {Path(name).stem: name for name in written} | {"config": "config.json"}
-    optional = {"merged": "merged", "trace": "trace.json.gz"}
-    files |= {name: file for name, file in optional.items() if (run_dir / file).exists()}
+    optional = {"samples": "samples.jsonl", "merged": "merged", "trace": "trace.json.gz"}
+    # Supervised training draws no samples, and its file of them is empty.
+    files |= {
+        name: file for name, file in optional.items() if (run_dir / file).exists() and (run_dir / file).stat().st_size
+    }
     shown = [(name, value) for name, value in summary.items() if value is not None]
+    shown += _held_out(run_dir, panels, say)
     return table([*shown, *((name, run_dir / file) for name, file in files.items())])
+
+
+def _held_out(run_dir, panels, say):
+    """Compare the first and the last evaluation, for every held-out metric that the panels show.
+
+    The greedy accuracy is left out, because the summary has it.
+    """
+    names = {
+        name: f"{panel.title}: {label}"
+        for panel in panels
+        for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True)
+        if name.startswith("eval/") and name != "eval/accuracy"
+    }
+    series = read_metrics(run_dir, say) if names else {}
+    return [(names[name], f"{series[name][1][0]:.3f} -> {series[name][1][-1]:.3f}") for name in names if name in series]
 
 
 def table(rows: list[tuple[str, Any]]) -> str:

@@ -74,7 +74,7 @@ CHECKS = (
     ),
     Check(
         "truncated",
-        lambda v, args: v["completions/clipped_ratio"] > 0.5,
+        lambda v, args: v["completions/clipped_ratio"] > 0.5 and args.max_completion_length > 1,
         3,
         "warning: more than half of the completions were truncated at max_completion_length in each of the last 3 "
         "steps, most likely before their answer was complete. Raise max_completion_length, or check that the model "

@@ -73,7 +73,7 @@ class RunLog:
             self.close()
 
     def _write_config(self):
-        resolved = {**dataclasses.asdict(self.config), "output_dir": str(self.dir)}
+        resolved = {"command": self.config.command, **dataclasses.asdict(self.config), "output_dir": str(self.dir)}
         self.folder.claim("config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
     def say(self, text: str) -> None:

@@ -97,6 +97,9 @@ METRICS = {
     "...format_reward; absent without one",
     "eval/sampled/mean_length": "mean length of the sampled completions in tokens",
     "eval/sampled/clipped_ratio": "share of sampled completions that were truncated at max_completion_length",
+    "eval/custom/{name}": "mean of the values that reward functions passed to log_metric under this name, over the "
+    "greedy completions of held-out prompts",
+    "eval/sampled/custom/{name}": "the same mean over the sampled completions of held-out prompts",
     "eval/{metric}/ci95_low": "lower end of the 95% confidence interval of an eval metric; "
     "fastgrpo/evaluation/estimators.py explains the intervals",
     "eval/{metric}/ci95_high": "upper end of the 95% confidence interval of an eval metric",

@@ -4,6 +4,8 @@ A task may also bring a small model of its own, for runs without --model_name_or
 `make_model(seed) -> (model, tokenizer)`, which makes it with random weights, and
 `warm_start(policy, tokenizer, config, announce)`, which teaches it enough for GRPO to begin. In such a run `build` is
 called before there is a model, and its tokenizer is None.
+
+A module's `PANELS`, where it has them, are what the picture of its runs shows.
 """
 
 import importlib
@@ -16,11 +18,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
 from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer
 from fastgrpo.rewards.call import load_reward
 from fastgrpo.run.checkpoint import save_model
+from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.step.optim import check_schedule
 
 
@@ -136,6 +140,33 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     return functions
+
+
+def refuse_data(task: str, config: PromptConfig) -> None:
+    """Refuse the settings of data sets in a task that makes its own data and would not read them.
+
+    Args:
+        task: The task's name.
+        config: The settings.
+
+    Raises:
+        ValueError: One of them is given.
+    """
+    for name in ("dataset_name", "dataset_config", "system_prompt"):
+        if getattr(config, name):
+            raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
+
+
+def panels_of(task: ModuleType) -> Sequence[Panel]:
+    """Return what the picture of a task's run shows.
+
+    Args:
+        task: The task's module.
+
+    Returns:
+        Its `PANELS`, or those of every run where it has none.
+    """
+    return getattr(task, "PANELS", PANELS)
 
 
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:

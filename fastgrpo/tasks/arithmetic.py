@@ -26,7 +26,7 @@ from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.step.supervised import sft
-from fastgrpo.tasks import Task
+from fastgrpo.tasks import Task, refuse_data
 
 HELD_OUT = 500
 PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs can be compared
@@ -135,9 +135,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     Raises:
         ValueError: A setting for data sets is given. This task makes its own data and would not read it.
     """
-    for name in ("dataset_name", "dataset_config", "system_prompt"):
-        if getattr(config, name):
-            raise ValueError(f"task=arithmetic makes its own data; use {name} with --task gsm8k or --task dataset")
+    refuse_data("arithmetic", config)
     *levels, held_out = pairs_by_level()
 
     def train():

@@ -25,7 +25,7 @@ from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
-from fastgrpo.run.curves import conclude
+from fastgrpo.run.curves import Panel, conclude
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
 from fastgrpo.run.inputs import inputs_of
@@ -69,6 +69,7 @@ class Trainer(ABC):
         eval_dataset: Held-out rows, or None.
         processing_class: The tokenizer; None loads the model's.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
+        panels: What the picture of the run shows.
 
     Raises:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
@@ -88,6 +89,7 @@ class Trainer(ABC):
         eval_dataset: Iterable[dict] | None,
         processing_class: PreTrainedTokenizerBase | None,
         log: RunLog | None,
+        panels: Sequence[Panel],
     ):
         self.args = args = self._checked(args, processing_class)
         if train_dataset is None:
@@ -149,6 +151,7 @@ class Trainer(ABC):
         self.checkpoints = Checkpointer(args, self.log)
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
+        self.panels = panels
 
     def _checked(self, args, tokenizer):
         """Return the settings, or refuse settings and a tokenizer of another kind."""
@@ -364,5 +367,6 @@ class Trainer(ABC):
         }
         if self.args.use_peft:
             save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
-        self.log.say("\n" + conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say))
+        left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
+        self.log.say("\n" + left)
         return summary

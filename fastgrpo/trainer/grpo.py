@@ -13,6 +13,7 @@ from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.overlong import shaping
+from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog
 from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
 from fastgrpo.step.grpo import GRPOUpdate, Updated
@@ -35,6 +36,7 @@ class GRPOTrainer(Trainer):
             max_eval_samples rows are read.
         processing_class: The tokenizer; None loads the model's.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
+        panels: What the picture of the run shows.
 
     Raises:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
@@ -52,8 +54,9 @@ class GRPOTrainer(Trainer):
         eval_dataset: Iterable[dict] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         log: RunLog | None = None,
+        panels: Sequence[Panel] = PANELS,
     ):
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log)
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
 
     def _make_rewards(self, reward_funcs):
         return Rewards(reward_funcs, self.args.reward_weights, self.args.reward_errors, shaping(self.args))

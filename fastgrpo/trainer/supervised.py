@@ -10,6 +10,7 @@ from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.examples import is_example, to_examples
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.fit import examples_of
+from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog
 from fastgrpo.step.supervised import learn, mean_loss
 from fastgrpo.trainer.base import Step, Trainer
@@ -28,6 +29,7 @@ class SFTTrainer(Trainer):
         processing_class: The tokenizer; None loads the model's.
         reward_funcs: Reward functions for the evaluation, as `GRPOTrainer` takes them; none by default.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
+        panels: What the picture of the run shows.
 
     Raises:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
@@ -46,8 +48,9 @@ class SFTTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_funcs: Callable | Sequence[Callable] = (),
         log: RunLog | None = None,
+        panels: Sequence[Panel] = PANELS,
     ):
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log)
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
 
     def _make_rewards(self, reward_funcs):
         return super()._make_rewards(reward_funcs) if callable(reward_funcs) or len(reward_funcs) else None

@@ -22,7 +22,7 @@ def test_a_value_is_shown_with_its_interval():
 
 def test_the_summary_has_the_accuracy_and_the_estimates_of_the_most_draws():
     assert evaluation().summary().splitlines() == [
-        "accuracy 0.500 [0.100, 0.900], pass@4 0.750 (2 prompts, 3.0 s)",
+        "accuracy 0.500 [0.100, 0.900], pass@1 0.250, pass@4 0.750 (2 prompts, 3.0 s)",
         "note: something",
     ]
 

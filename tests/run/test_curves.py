@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fastgrpo.run import curves
-from fastgrpo.run.curves import PANELS, conclude, draw_curves, moving_average, read_metrics, table
+from fastgrpo.run.curves import PANELS, Panel, conclude, draw_curves, moving_average, read_metrics, table
 from fastgrpo.run.folder import RunFolder
 from fastgrpo.run.metrics import METRICS
 
@@ -29,7 +29,7 @@ def test_moving_average():
 
 
 def test_the_panels_show_metrics_that_exist():
-    shown = [name for _, _, names in PANELS for name in names]
+    shown = [name for panel in PANELS for name in panel.metrics]
     assert set(shown) <= set(METRICS) and len(shown) == len(set(shown))
 
 
@@ -52,8 +52,40 @@ def test_the_curves_are_those_of_the_metrics(tmp_path, monkeypatch):
     assert not axes["Entropy"].lines and axes["Entropy"].texts[0].get_text() == "not measured in this run"
 
 
+def test_a_task_chooses_the_panels(tmp_path, monkeypatch):
+    """A window of 1 shows the values alone; evaluations are points, and what was not measured has no curve."""
+    write_metrics(tmp_path, [{"step": 0, "eval/pass@1": 0.5}, *({"step": i, "kl": float(i)} for i in range(1, 6))])
+    panels = (
+        Panel("Values", "nats", ("kl",), window=1),
+        Panel("Averages", "nats", ("kl", "reward"), ("KL", "reward"), window=5),
+        Panel("Evaluations", "share", ("eval/pass@1",), ("held-out",)),
+        Panel("Nothing", "share", ("eval/accuracy",)),
+    )
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    draw_curves(tmp_path, panels=panels)
+    axes = {axis.get_title(): axis for axis in drawn[0].axes}
+    assert list(axes) == ["Values", "Averages", "Evaluations", "Nothing"]
+    (values,) = axes["Values"].lines
+    assert values.get_ydata().tolist() == [1, 2, 3, 4, 5]
+    raw, average = axes["Averages"].lines
+    assert raw.get_ydata().tolist() == [1, 2, 3, 4, 5] and average.get_ydata().tolist() == [1, 1.5, 2, 2.5, 3]
+    assert [text.get_text() for text in axes["Averages"].get_legend().get_texts()] == ["KL"]
+    assert axes["Evaluations"].lines[0].get_xydata().tolist() == [[0, 0.5]] and not axes["Nothing"].lines
+    assert "moving average over 5 or 10 logged steps" in drawn[0].get_suptitle()
+
+
+def test_the_table_compares_the_first_evaluation_with_the_last_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, *_: (run_dir / "curves.png").write_text("a picture"))
+    measured = ((0, 0.25, 0.1), (5, 0.5, 0.2), (9, 0.75, 0.3))
+    write_metrics(tmp_path, [{"step": step, "eval/pass@1": p, "eval/accuracy": a} for step, p, a in measured])
+    panels = (Panel("Held out", "share", ("eval/pass@1", "eval/pass@2", "eval/accuracy", "kl"), ("a", "b", "c", "d")),)
+    text = conclude(RunFolder(tmp_path), {"steps": 9}, tmp_path / "checkpoint-9", pytest.fail, panels)
+    assert [line.split("  ")[1:] for line in text.splitlines() if "->" in line] == [["Held out: a", "0.250 -> 0.750"]]
+
+
 def test_a_run_ends_with_its_summary_and_a_table_of_what_it_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, say: (run_dir / "curves.png").write_text("a picture"))
+    monkeypatch.setattr(curves, "draw_curves", lambda run_dir, *_: (run_dir / "curves.png").write_text("a picture"))
     summary, run = {"accuracy_after": 0.5, "steps": 3, "accuracy_before": None}, RunFolder(tmp_path)
     text = conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary and (tmp_path / "curves.png").exists()

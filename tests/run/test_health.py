@@ -86,6 +86,12 @@ def test_no_bound_on_the_gradient_is_no_clipping():
     assert told(Watch(GRPOConfig(max_grad_norm=0.0), NO_CHECKPOINTS), {"grad_norm": 9.0}, 30) == [[]] * 30
 
 
+def test_completions_of_one_token_are_not_cut_off():
+    watch = Watch(GRPOConfig(max_completion_length=1), NO_CHECKPOINTS)
+    one = {"completions/clipped_ratio": 1.0, "completions/min_length": 1, "completions/max_length": 1}
+    assert told(watch, one, 30) == [[]] * 30
+
+
 def test_what_was_seen_survives_a_resume():
     args, texts = GRPOConfig(), []
     watch = Watch(args, NO_CHECKPOINTS)

@@ -113,6 +113,26 @@ def test_shares_that_are_alike_for_every_problem_are_not_certain():
         assert result.intervals[f"eval/{name}"] == wilson(0, 3), name
 
 
+def test_one_problem_alone_has_no_interval_but_that_of_a_share():
+    engine = Script(["7"], ["42", "7", "7", "7"])
+    rows, sampling = [{"prompt": "6x7?", "answer": "#### 42"}], SamplingParams(max_tokens=50)
+    result = evaluate(engine, engine.tokenizer, rows, Rewards(correctness), sampling, STATE, None, 4)
+    assert result.values["eval/pass@1"] == 0.25 and "eval/pass@1" not in result.intervals
+    assert result.intervals["eval/accuracy"] == wilson(0, 1) and "pass@1 0.250, pass@4" in result.summary()
+
+
+def test_what_reward_functions_log_is_measured_too():
+    def judge(completions, log_metric, **columns):
+        for text in completions:
+            log_metric("sevens", text.count("7"))
+        return [0.0] * len(completions)
+
+    engine = Script(["77", "1"], ["7", "7", "1", "7"])
+    rows, sampling = [{"prompt": "6x7?"}, {"prompt": "1?"}], SamplingParams(max_tokens=50)
+    values = evaluate(engine, engine.tokenizer, rows, Rewards(judge), sampling, STATE, None, 2).values
+    assert (values["eval/custom/sevens"], values["eval/sampled/custom/sevens"]) == (1.0, 0.75)
+
+
 def test_every_completion_is_kept():
     rows = measured()[0].rows
     assert [row["draw"] for row in rows] == ["greedy", "greedy", 0, 1, 2, 3, 0, 1, 2, 3]
@@ -257,6 +277,9 @@ def test_unstated_flags_are_the_tasks():
     assert parse(["m", "--task", "arithmetic"]).max_completion_length == 28
     assert parse(["m", "--task", "arithmetic", "--max_completion_length", "5"]).max_completion_length == 5
     assert parse(["m", "--task=gsm8k"]).max_completion_length == 512
+    assert parse(["m", "--task=bandit"]).reward_funcs == ("learned_reward",)
+    pizza = parse(["m", "--task=pizza", "--eval_num_generations", "999"])
+    assert (pizza.max_num_seqs, pizza.eval_num_generations) == (1000, 999)
     config = parse(["m", "--task", "gsm8k", "--dataset_name", "folder", "--dataset_test_split", "dev"])
     assert (config.models, config.dataset_test_split) == (("m",), "dev")
     assert parse(["m", "--dataset_name", "f.jsonl", "--dataset_test_split", "dev"]).dataset_test_split == "train"

@@ -6,7 +6,9 @@ import pytest
 
 from fastgrpo import report
 from fastgrpo.report import main
+from fastgrpo.run.curves import PANELS
 from fastgrpo.run.folder import MADE, RunFolder, made_in
+from fastgrpo.tasks import pizza
 
 
 def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
@@ -24,10 +26,22 @@ def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):
     assert "curves.png is a folder where the picture belongs; move it away" in capsys.readouterr().err
 
 
+def test_the_picture_shows_what_the_task_names(tmp_path, monkeypatch):
+    """A run from Python may have any task; then, and without config.json, it is the usual picture."""
+    shown = []
+    monkeypatch.setattr(report, "draw_curves", lambda run, panels: shown.append(panels))
+    (tmp_path / "metrics.jsonl").touch()
+    assert main([str(tmp_path)]) == 0
+    for task in ("pizza", "arithmetic", "mine", None):
+        (tmp_path / "config.json").write_text(json.dumps({"task": task}))
+        assert main([str(tmp_path)]) == 0
+    assert shown == [PANELS, pizza.PANELS, PANELS, PANELS, PANELS]
+
+
 @pytest.mark.parametrize("noted", [False, True])
 def test_the_picture_is_noted_where_the_run_noted_what_it_made(tmp_path, monkeypatch, noted):
     """A first note in a folder without any would tell that all else in it is no run's."""
-    monkeypatch.setattr(report, "draw_curves", lambda run: run / "curves.png")
+    monkeypatch.setattr(report, "draw_curves", lambda run, **_: run / "curves.png")
     run = RunFolder(tmp_path)
     (run.claim("metrics.jsonl") if noted else tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path)]) == 0

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("without_curves")
 def finished(tmp_path_factory, saved):
     """The folder of a case whose run of two steps has ended, with a checkpoint after each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastgrpo.run.curves.draw_curves", lambda run_dir, say: None)
+        patch.setattr("fastgrpo.run.curves.draw_curves", lambda *_: None)
         case = Case(tmp_path_factory.mktemp("finished"), saved, patch)
         assert train.main(case.argv(max_steps=2, save_steps=1, beta=0.1)) == 0
         return case.folder
@@ -168,7 +168,9 @@ def test_a_copy_without_the_notes_goes_on(after, reported):
     other = after.folder / "other"
     other.mkdir()
     copied(after.run, other)
-    after.patch("fastgrpo.report.draw_curves", lambda run: Path(shutil.copy(run / "metrics.jsonl", run / "curves.png")))
+    after.patch(
+        "fastgrpo.report.draw_curves", lambda run, **_: Path(shutil.copy(run / "metrics.jsonl", run / "curves.png"))
+    )
     assert not reported or report.main([str(other)]) == 0
     assert train.main(after.argv(**after.resumed, output_dir=other)) == 0
     assert (other / "checkpoint-3").is_dir()

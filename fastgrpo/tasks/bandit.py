@@ -1,0 +1,233 @@
+"""A contextual bandit: five contexts, ten tokens, and completions of one token, judged by a learned reward model.
+
+Somebody prefers, in each context, each token with some probability. These true preferences are known here, so the run
+shows what RLHF cannot show: whether a policy that follows a learned reward model gets closer to what is really
+preferred.
+
+1. Supervised training (the warm start) learns to draw tokens as often as they are preferred.
+2. A reward model learns from comparisons of two tokens, whose outcomes follow Bradley and Terry (Biometrika 39, 1952):
+   P(a preferred to b) = p_a / (p_a + p_b).
+3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
+
+The true reward of a token is its true preference. Always drawing the preferred token attains 0.522, the
+most there is. The reward model errs in some contexts, where it likes another token best; GRPO then learns this token.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.sections import PromptConfig
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data import ShuffledRows
+from fastgrpo.data.examples import to_examples
+from fastgrpo.policy.characters import character_model
+from fastgrpo.policy.model import Policy
+from fastgrpo.rewards.answers import completion_text
+from fastgrpo.run.curves import PANELS as USUAL
+from fastgrpo.run.curves import Panel
+from fastgrpo.step.supervised import sft
+from fastgrpo.tasks import Task, refuse_data
+
+CONTEXTS, TOKENS = "ABCDE", "0123456789"
+PREFERENCES_SEED = 42  # the same preferences in every run, so that runs can be compared
+WARM_START = {"steps": 100 * 20, "batch_size": 32, "learning_rate": 1e-2}
+COMPARISONS = {"batches": 200, "pairs": 64, "learning_rate": 1e-3}
+WIDTH = 64  # of the reward model: its embeddings and its hidden layer
+
+TRUE = torch.softmax(2 * torch.randn(5, 10, generator=torch.Generator().manual_seed(PREFERENCES_SEED)), 1)  # [5, 10]
+
+DRAWN = "eval/sampled/custom"
+PANELS = (
+    Panel("Reward", "mean total reward", ("reward",)),
+    Panel(
+        "True reward",
+        "mean over contexts",
+        (f"{DRAWN}/true_reward", f"{DRAWN}/favourite_reward", f"{DRAWN}/best_reward"),
+        ("drawn by the policy", "favourite of the reward model", "best attainable"),
+    ),
+    Panel(
+        "True reward by context",
+        "mean of the draws",
+        tuple(f"{DRAWN}/true_reward/{context}" for context in CONTEXTS),
+        tuple(CONTEXTS),
+    ),
+    *(panel for panel in USUAL if panel.title in ("KL to the reference", "Clipped tokens", "Entropy")),
+)
+
+
+def preferred(prompts: list, completions: list, log_metric: Callable, **columns: Any) -> list[float]:
+    """Reward the token that is truly preferred in its context.
+
+    Args:
+        prompts: The context of each completion.
+        completions: The token that the policy drew for each.
+        log_metric: A function that takes the name of a metric and a value; it gets the true rewards.
+        columns: Not read.
+
+    Returns:
+        1.0 for each completion that is this token, 0.0 for the others.
+    """
+    return _rewards(F.one_hot(TRUE.argmax(1), len(TOKENS)).float(), prompts, completions, log_metric)
+
+
+def learned_reward(seed: int) -> Callable[..., list[float]]:
+    """Make the reward function that asks the learned reward model.
+
+    Args:
+        seed: Seed of the reward model.
+
+    Returns:
+        The function, with the arguments of `preferred`. It gives 1 to the token that the model scores highest in its
+        context, and 1 minus the difference of the scores to any other. So the accuracy is the share of the model's
+        favourite tokens.
+    """
+
+    def learned_reward(prompts, completions, log_metric, **columns):
+        scores = reward_model(seed)
+        return _rewards(1 + scores - scores.max(1, keepdim=True).values, prompts, completions, log_metric)
+
+    return learned_reward
+
+
+def _rewards(table, prompts, completions, log_metric):
+    """Look up the reward of each completion in a table [5, 10], and log the true rewards.
+
+    The model has characters that are not among the ten tokens. They are rewarded as the worst token of their context,
+    and nobody prefers them.
+    """
+    rewards, indices = [], {token: i for i, token in enumerate(TOKENS)}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        context, token = CONTEXTS.index(prompt), indices.get(completion_text(completion))
+        rewards.append((table[context].min() if token is None else table[context, token]).item())
+        true = 0.0 if token is None else TRUE[context, token].item()
+        log_metric("true_reward", true)
+        log_metric(f"true_reward/{prompt}", true)
+        log_metric("favourite_reward", TRUE[context, table[context].argmax()].item())
+        log_metric("best_reward", TRUE[context].max().item())
+    return rewards
+
+
+@functools.cache
+def reward_model(seed: int) -> torch.Tensor:
+    """Train the reward model on comparisons, and return its scores of everything that it can be asked.
+
+    It is trained anew in each process, on the CPU, and the seed decides all of it. So a resumed run has the same one.
+
+    Args:
+        seed: Seed of its weights and of the comparisons.
+
+    Returns:
+        [5, 10] fp32, the score of each token in each context.
+    """
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        torch.manual_seed(seed)
+        contexts, tokens = torch.nn.Embedding(len(CONTEXTS), WIDTH), torch.nn.Embedding(len(TOKENS), WIDTH)
+        head = torch.nn.Sequential(torch.nn.Linear(2 * WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, 1))
+
+        def score(context, token):
+            return head(torch.cat([contexts(context), tokens(token)], -1)).squeeze(-1)
+
+        parameters = [*contexts.parameters(), *tokens.parameters(), *head.parameters()]
+        optimizer = torch.optim.Adam(parameters, lr=COMPARISONS["learning_rate"])
+        for _ in range(COMPARISONS["batches"]):
+            context, a, b = compare(COMPARISONS["pairs"])
+            loss = -F.logsigmoid(score(context, a) - score(context, b)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        every = torch.cartesian_prod(torch.arange(len(CONTEXTS)), torch.arange(len(TOKENS)))
+        return score(*every.T).view(TRUE.shape).detach()
+
+
+def compare(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw comparisons of two tokens in a context, from torch's global generator.
+
+    Args:
+        pairs: How many.
+
+    Returns:
+        [pairs] int64 each: the context, the token that was preferred, and the other one.
+    """
+    context = torch.randint(len(CONTEXTS), (pairs,))
+    a, b = torch.rand(pairs, len(TOKENS)).topk(2).indices.T  # two different tokens
+    # P(a preferred to b) = p_a / (p_a + p_b)
+    wins = torch.rand(pairs) < TRUE[context, a] / (TRUE[context, a] + TRUE[context, b])
+    return context, torch.where(wins, a, b), torch.where(wins, b, a)
+
+
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+    """Train and test on the five contexts.
+
+    Args:
+        config: The settings. `Task.train` needs a `GRPOConfig`.
+        tokenizer: Not needed here.
+
+    Returns:
+        The task, with the rewards `learned_reward` and `preferred`. Its recipe names the first.
+
+    Raises:
+        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
+    """
+    refuse_data("bandit", config)
+    rows = [{"prompt": context} for context in CONTEXTS]
+
+    def train():
+        return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+
+    return Task(train, lambda: rows, [learned_reward(config.seed), preferred], lambda: draws(config.seed))
+
+
+def draws(seed: int) -> list[dict[str, str]]:
+    """Draw from the true preferences, as many tokens as the supervised training sees.
+
+    Args:
+        seed: Seed of the draws.
+
+    Returns:
+        Rows with `prompt`, a context, and `completion`, a token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    count = WARM_START["steps"] * WARM_START["batch_size"]
+    contexts = torch.randint(len(CONTEXTS), (count,), generator=generator)
+    tokens = torch.multinomial(TRUE[contexts], 1, generator=generator).squeeze(1)
+    pairs = zip(contexts.tolist(), tokens.tolist(), strict=True)
+    return [{"prompt": CONTEXTS[context], "completion": TOKENS[token]} for context, token in pairs]
+
+
+def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a Llama of one layer over the contexts and the tokens, with random weights.
+
+    Args:
+        seed: Seed of the weights.
+
+    Returns:
+        The model and its tokenizer.
+    """
+    return character_model(CONTEXTS + TOKENS, seed, hidden_size=32, layers=1, heads=2, positions=8)
+
+
+def warm_start(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
+) -> None:
+    """Teach to draw tokens as often as they are preferred.
+
+    Args:
+        policy: The policy with random weights.
+        tokenizer: Its tokenizer.
+        config: The settings of the run; its seed is used.
+        announce: A function that is called with the step, the number of steps and the loss.
+    """
+    read = functools.cache(
+        lambda prompt, completion: to_examples({"prompt": prompt, "completion": completion}, tokenizer)
+    )
+    learned = [example for row in draws(config.seed) for example in read(**row)]  # 50 of the rows differ
+
+    def on_step(step, loss):
+        announce(step, WARM_START["steps"], loss)
+
+    sft(policy, learned, seed=config.seed, on_step=on_step, **WARM_START)

@@ -1,0 +1,124 @@
+"""A character model whose taste is changed: it knows what ten people like, and learns that one of them likes pizza.
+
+    ravin likes pizza.
+
+Supervised training on 5,000 such sentences teaches the form and how often each person likes each food. Ravin likes
+pizza in about 15% of his sentences. GRPO then rewards pizza, while the KL to the reference holds the rest in place. So
+the share of pizza among samples is the measure, and `--eval_num_generations` draws them.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.sections import PromptConfig
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data import ShuffledRows
+from fastgrpo.data.examples import to_examples
+from fastgrpo.policy.characters import character_model
+from fastgrpo.policy.model import Policy
+from fastgrpo.rewards.answers import completion_text
+from fastgrpo.run.curves import Panel
+from fastgrpo.step.supervised import sft
+from fastgrpo.tasks import Task, refuse_data
+
+NAME, FOOD, STOP = "ravin", "pizza", "."
+NAMES = (NAME, "alice", "bruno", "chen", "dana", "emil", "fatima", "goran", "hana", "igor")
+FOODS = (FOOD, "soup", "rice", "cake", "noodles", "salad", "curry", "bread", "mango", "beans")
+SENTENCES = 5000
+SHARE = 0.15  # of the sentences about NAME say FOOD; his other foods, and those of everyone else, are equally frequent
+REWARD = 4.0
+PROMPT = f"{NAME} likes "
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz " + STOP
+WARM_START = {"steps": 300, "batch_size": 64, "learning_rate": 3e-3}
+PANELS = (
+    Panel("Reward", "mean reward of a group", ("reward",), window=1),
+    Panel("Rolling reward", "mean reward", ("reward",), window=20),
+    Panel("Policy loss", "loss without its KL", ("policy_loss",)),
+    Panel("KL to the reference", "nats a token", ("kl",)),
+    Panel("Total loss", "loss", ("loss",)),
+    Panel("Mean advantage", "mean A", ("advantage/mean",)),
+)
+
+
+def likes_pizza(prompts: list, completions: list, **columns: Any) -> list[float]:
+    """Reward a completion that ends in pizza and the stop character.
+
+    Args:
+        prompts: Not read.
+        completions: What the model wrote, one item a completion.
+        columns: Not read.
+
+    Returns:
+        4.0 for each completion that does, 0.0 for the others.
+    """
+    return [REWARD * completion_text(completion).endswith(FOOD + STOP) for completion in completions]
+
+
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+    """Train and test on the one prompt.
+
+    Args:
+        config: The settings. `Task.train` needs a `GRPOConfig`.
+        tokenizer: Not needed here.
+
+    Returns:
+        The task, whose one reward is whether the sentence ends in pizza.
+
+    Raises:
+        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
+    """
+    refuse_data("pizza", config)
+    rows = [{"prompt": PROMPT}]
+    return Task(lambda: ShuffledRows(rows), lambda: rows, [likes_pizza], lambda: sentences(config.seed))
+
+
+def sentences(seed: int) -> list[dict[str, str]]:
+    """Write the sentences of the supervised training, equally many about each person.
+
+    Args:
+        seed: Seed of their order.
+
+    Returns:
+        `SENTENCES` rows with `prompt`, such as "dana likes ", and `completion`, such as "soup.".
+    """
+    each = SENTENCES // len(NAMES)
+    liked = {name: [FOODS[i % len(FOODS)] for i in range(each)] for name in NAMES}
+    pizzas = round(SHARE * each)
+    liked[NAME] = [FOOD] * pizzas + [FOODS[1 + i % (len(FOODS) - 1)] for i in range(each - pizzas)]
+    rows = [{"prompt": f"{name} likes ", "completion": food + STOP} for name in NAMES for food in liked[name]]
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a 0.2M-parameter Llama over letters, with random weights.
+
+    Args:
+        seed: Seed of the weights.
+
+    Returns:
+        The model and its tokenizer.
+    """
+    return character_model(CHARACTERS, seed)
+
+
+def warm_start(
+    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
+) -> None:
+    """Teach the sentences.
+
+    Args:
+        policy: The policy with random weights.
+        tokenizer: Its tokenizer.
+        config: The settings of the run; its seed is used.
+        announce: A function that is called with the step, the number of steps and the loss.
+    """
+    learned = [example for row in sentences(config.seed) for example in to_examples(row, tokenizer)]
+
+    def on_step(step, loss):
+        announce(step, WARM_START["steps"], loss)
+
+    sft(policy, learned, seed=config.seed, on_step=on_step, **WARM_START)

@@ -1,0 +1,118 @@
+"""The contextual bandit: preferences, reward model, rewards, two steps of it, and (slow) its bars."""
+
+import json
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run.metrics import METRICS
+from fastgrpo.tasks import bandit
+from fastgrpo.train import main, parse
+
+
+def test_the_preferences_are_the_same_in_every_run():
+    torch.testing.assert_close(bandit.TRUE.sum(1), torch.ones(5))
+    assert bandit.TRUE.max(1).values.mean().item() == pytest.approx(0.522, abs=1e-3)
+    assert bandit.TRUE.argmax(1).tolist() == [0, 6, 3, 7, 5]
+
+
+def test_draws_follow_the_preferences():
+    rows = bandit.draws(1)
+    assert len(rows) == 64_000 and rows == bandit.draws(1) != bandit.draws(2)
+    counts = Counter((row["prompt"], row["completion"]) for row in rows)
+    shares = torch.tensor([[counts[context, token] for token in bandit.TOKENS] for context in bandit.CONTEXTS]) / 12_800
+    torch.testing.assert_close(shares, bandit.TRUE, atol=0.02, rtol=0)
+
+
+def test_comparisons_follow_bradley_and_terry():
+    context, won, lost = bandit.compare(200_000)
+    assert (won != lost).all() and set(context.tolist()) == set(range(5))
+    for a, b in ((0, 1), (5, 6), (2, 9)):
+        wins = ((context == 1) & (won == a) & (lost == b)).sum().item()
+        losses = ((context == 1) & (won == b) & (lost == a)).sum().item()
+        p, q = bandit.TRUE[1, a].item(), bandit.TRUE[1, b].item()
+        assert wins + losses > 500 and wins / (wins + losses) == pytest.approx(p / (p + q), abs=0.06)
+
+
+def test_the_reward_model_is_decided_by_its_seed_and_leaves_the_generators_alone():
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        scores = bandit.reward_model.__wrapped__(0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(bandit.reward_model.__wrapped__(0), scores, atol=0, rtol=0)
+    assert not torch.equal(bandit.reward_model(1), scores) and not scores.requires_grad
+    attained = bandit.TRUE[range(5), scores.argmax(1)].mean()
+    assert attained > (bandit.TRUE**2).sum(1).mean(), "it knows more than draws from the preferences"
+
+
+def test_rewards():
+    logged = defaultdict(list)
+
+    def log_metric(name, value):
+        logged[name].append(value)
+
+    prompts, texts = list("AAAB"), ["0", "1", "", "6"]
+    assert bandit.preferred(prompts, texts, log_metric) == [1.0, 0.0, 0.0, 1.0]
+    true = [bandit.TRUE[0, 0].item(), bandit.TRUE[0, 1].item(), 0.0, bandit.TRUE[1, 6].item()]
+    assert logged["true_reward"] == true and logged["true_reward/A"] == true[:3] and logged["true_reward/B"] == true[3:]
+    assert logged["best_reward"] == logged["favourite_reward"]
+    scores, judge = bandit.reward_model(0), bandit.learned_reward(0)
+    rewards = judge(list("C" * 11), [*bandit.TOKENS, "D"], log_metric)
+    assert rewards[:10] == pytest.approx((1 + scores[2] - scores[2].max()).tolist())
+    assert max(rewards) == 1.0 and rewards[10] == min(rewards)
+    assert logged["favourite_reward"][-1] == bandit.TRUE[2, scores[2].argmax()].item()
+
+
+def test_the_task_makes_its_own_data():
+    task = bandit.build(GRPOConfig(task="bandit"), None)
+    assert [row["prompt"] for row in task.test()] == list("ABCDE")
+    assert sorted(row["prompt"] for row in task.train().take(5)) == list("ABCDE")
+    assert [function.__name__ for function in task.reward_funcs] == ["learned_reward", "preferred"]
+    with pytest.raises(ValueError, match="task=bandit makes its own data"):
+        bandit.build(GRPOConfig(task="bandit", system_prompt="Choose."), None)
+
+
+def test_the_recipe_is_the_published_one():
+    config = parse(["--task", "bandit"])
+    assert config.reward_funcs == ("learned_reward",) and config.max_completion_length == 1
+    assert (config.max_steps, config.prompts_per_step, config.num_generations) == (500, 8, 8)
+    assert (config.beta, config.epsilon, config.num_iterations, config.learning_rate) == (0.05, 0.2, 2, 1e-3)
+
+
+@pytest.mark.parametrize("function", ["learned_reward", "preferred"])
+def test_two_steps(tmp_path, monkeypatch, capfd, without_curves, function):
+    monkeypatch.setitem(bandit.WARM_START, "steps", 20)
+    argv = ["--task", "bandit", "--reward_funcs", function, "--output_dir", str(tmp_path), "--device", "cpu"]
+    assert main([*argv, "--max_steps", "2", "--eval_num_generations", "4"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "custom/true_reward" in row] == [1, 2]
+    measured = {name for row in rows for name in row}
+    shown = {name for panel in bandit.PANELS for name in panel.metrics}
+    assert all(name in measured and (name in METRICS or "/custom/" in name) for name in shown), shown - measured
+    assert "True reward by context: E" in capfd.readouterr().out
+
+
+def ran(path, *flags):
+    """The lines of metrics.jsonl of a run."""
+    assert main(["--task", "bandit", "--output_dir", str(path), *flags]) == 0
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_grpo_gets_closer_to_what_is_preferred(tmp_path):
+    """True reward of 200 draws in each context, supervised training against GRPO, over three seeds."""
+    gains = []
+    for seed in range(3):
+        rows = ran(tmp_path / str(seed), "--seed", str(seed))
+        true = [row["eval/sampled/custom/true_reward"] for row in rows if "eval/sampled/custom/true_reward" in row]
+        gains.append(true[-1] - true[0])
+    assert sum(gains) / 3 >= 0.03, gains
+
+
+@pytest.mark.slow
+def test_a_verifiable_reward_is_learned(tmp_path):
+    rewards = [row["reward"] for row in ran(tmp_path, "--reward_funcs", "preferred", "--num_generations", "16")[-31:]
+               if "reward" in row]  # fmt: skip
+    assert len(rewards) == 30 and sum(rewards) / 30 >= 0.95
