@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.sweep import runs_of, take_sweep
 
 if TYPE_CHECKING:
     from fastgrpo.trainer import GRPOTrainer
@@ -28,22 +29,15 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         ValueError: Settings, files or packages do not fit together. Whatever can be checked before the warm start is
             checked before it.
     """
-    from fastgrpo.policy.load import choose_device, load_tokenizer
+    from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.rewards.call import Rewards, load_reward
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
-    from fastgrpo.step.optim import check_schedule
-    from fastgrpo.tasks import find_task
     from fastgrpo.trainer import GRPOTrainer
 
-    task_module = find_task(config.task)
-    tokenizer, path = None, config.model_name_or_path
-    choose_device(config.device)
-    check_schedule(config.lr_scheduler_type)
-    if path is not None:
-        tokenizer = load_tokenizer(path, config.trust_remote_code)
-    elif not hasattr(task_module, "make_model"):
-        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    task_module = _task_module(config)
+    path = config.model_name_or_path
+    tokenizer = None if path is None else load_tokenizer(path, config.trust_remote_code)
     task = task_module.build(config, tokenizer)
     train, test = task.train(), task.test()
     functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
@@ -70,6 +64,20 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     return trainer
 
 
+def _task_module(config):
+    """Find the task's module. Refuses settings that cannot be used whatever the model and the data are."""
+    from fastgrpo.policy.load import choose_device
+    from fastgrpo.step.optim import check_schedule
+    from fastgrpo.tasks import find_task
+
+    module = find_task(config.task)
+    choose_device(config.device)
+    check_schedule(config.lr_scheduler_type)
+    if config.model_name_or_path is None and not hasattr(module, "make_model"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    return module
+
+
 def _make_policy(task_module, config, log):
     """Warm-start the task's own policy and return its folder. A resumed run has done so before."""
     from fastgrpo.tasks import make_policy
@@ -89,14 +97,22 @@ def _make_policy(task_module, config, log):
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says.
+    """Train as the command line says: one run, or with --sweep or --sweep_seeds several.
 
     Args:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag is not allowed, or what it names cannot be used.
+        ValueError: A flag is not allowed, what it names cannot be used, or runs of a sweep failed.
     """
+    argv, sweep = take_sweep(argv)
+    if sweep is not None:
+        from fastgrpo.run.sweep import run_sweep
+
+        runs = runs_of(argv, sweep)
+        for run in runs:
+            _task_module(run.config)  # a mistake here should not wait for the run's turn
+        return run_sweep(sweep, runs)
     config = parse(argv)
     quiet_libraries()
     make_trainer(config).train()
