@@ -17,7 +17,7 @@ def test_a_run_for_each_combination_and_seed():
     assert {r.config.max_steps for r in found} == {3}
     assert found[1].setting == "num_generations=2,learning_rate=1e-4"
     assert found[1].name == "num_generations=2,learning_rate=1e-4,seed=7"
-    assert found[1].argv == tuple("--max_steps 3 --num_generations 2 --learning_rate 1e-4 --seed 7".split())
+    assert found[1].argv == ("--max_steps", "3", "--num_generations", "2", "--learning_rate", "1e-4", "--seed", "7")
 
 
 def test_seeds_or_settings_alone():
@@ -32,7 +32,7 @@ def test_without_its_flags_there_is_no_sweep():
 
 def test_lists_and_paths():
     """The values of a list go in one by one, and a folder is not named with slashes."""
-    first, second = runs("--sweep model_name_or_path=/a/b,c --task gsm8k")
+    first, _ = runs("--sweep model_name_or_path=/a/b,c --task gsm8k")
     assert first.config.model_name_or_path == "/a/b" and first.name == "model_name_or_path=-a-b,seed=42"
     (one, two) = runs_of(*take_sweep(["--sweep", "lora_target_modules=q_proj k_proj,v_proj", "--use_peft", "True"]))
     assert one.config.lora_target_modules == ("q_proj", "k_proj") and two.config.lora_target_modules == ("v_proj",)
