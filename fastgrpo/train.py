@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.sweep import runs_of, take_sweep
 
 if TYPE_CHECKING:
     from fastgrpo.trainer import GRPOTrainer
@@ -78,14 +79,23 @@ def _make_policy(task_module, config, log):
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says.
+    """Train as the command line says: one run, or with --sweep or --sweep_seeds several.
 
     Args:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag is not allowed, or what it names cannot be used.
+        ValueError: A flag is not allowed, what it names cannot be used, or runs of a sweep failed.
     """
+    argv, sweep = take_sweep(argv)
+    if sweep is not None:
+        from fastgrpo.run.sweep import run_sweep
+        from fastgrpo.tasks import check_task
+
+        runs = runs_of(argv, sweep)
+        for run in runs:
+            check_task(run.config)  # a mistake here should not wait for the run's turn
+        return run_sweep(sweep, runs)
     config = parse(argv)
     quiet_libraries()
     make_trainer(config).train()

@@ -14,6 +14,11 @@ FILES = """
 
 A flag overrides the YAML file of --config FILE, which has a line `setting: value` for each setting. The file overrides
 the recipe that the task ships. --config NAME takes a recipe that comes with the package."""
+SWEEPS = """
+
+--sweep NAME=VALUE,VALUE makes a run for each value of a setting, and may be given several times: then there is a run
+for each combination. --sweep_seeds SEED,SEED makes each of them with each seed, and --sweep_jobs N makes N runs at a
+time."""
 Record = TypeVar("Record", bound=Settings)
 Config = TypeVar("Config", bound=TrainingConfig)
 
@@ -135,7 +140,7 @@ def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
         record,
         argv,
         prog=f"python -m fastgrpo.{record.command}",
-        description=KINDS[record.command] + FILES,
+        description=KINDS[record.command] + FILES + (SWEEPS if record is GRPOConfig else ""),
         default=defaults,
     )
 
@@ -148,21 +153,40 @@ def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
         name: The flag, with its hyphens.
 
     Returns:
-        The arguments without `name VALUE` or `name=VALUE`, and the value, which is None where the flag is not there.
+        The arguments without `name VALUE` or `name=VALUE`, and the last value, which is None where the flag is not
+        there.
 
     Raises:
         ValueError: The flag stands at the end, without a value.
     """
-    rest, value, wanted = [], None, False
+    rest, values = take_flags(argv, name)
+    return rest, values[-1] if values else None
+
+
+def take_flags(argv: list[str], name: str) -> tuple[list[str], list[str]]:
+    """Take every use of a flag with one value out of the arguments.
+
+    Args:
+        argv: The arguments.
+        name: The flag, with its hyphens.
+
+    Returns:
+        The arguments without `name VALUE` or `name=VALUE`, and the values in their order.
+
+    Raises:
+        ValueError: The flag stands at the end, without a value.
+    """
+    rest, values, wanted = [], [], False
     for argument in argv:
         if wanted:
-            value, wanted = argument, False
+            values.append(argument)
+            wanted = False
         elif argument == name:
             wanted = True
         elif argument.startswith(name + "="):
-            value = argument.partition("=")[2]
+            values.append(argument.partition("=")[2])
         else:
             rest.append(argument)
     if wanted:
         raise ValueError(f"{name} needs a value")
-    return rest, value
+    return rest, values

@@ -84,8 +84,28 @@ class Opened:
     tokenizer: PreTrainedTokenizerBase | None
 
 
+def check_task(config: TrainingConfig) -> ModuleType:
+    """Find the module of a run's task, and refuse settings that cannot be used whatever the model and the data are.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: There is no such task, device or schedule, or the task needs a model.
+    """
+    module = find_task(config.task)
+    choose_device(config.device)
+    check_schedule(config.lr_scheduler_type)
+    if config.model_name_or_path is None and not hasattr(module, "make_model"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    return module
+
+
 def open_task(config: TrainingConfig) -> Opened:
-    """Find the task of a training run, and check what can be checked before a model is loaded or made.
+    """Build the task of a training run, and check what can be checked before a model is loaded or made.
 
     Args:
         config: The settings of the run.
@@ -94,15 +114,10 @@ def open_task(config: TrainingConfig) -> Opened:
         The task with its reward functions and, where a model is named, its tokenizer.
 
     Raises:
-        ValueError: There is no such task, device, schedule, tokenizer or reward function, or the task needs a model.
+        ValueError: There is no such tokenizer or reward function, or for the reasons of `check_task`.
     """
-    module, tokenizer = find_task(config.task), None
-    choose_device(config.device)
-    check_schedule(config.lr_scheduler_type)
-    if config.model_name_or_path is not None:
-        tokenizer = load_tokenizer(config.model_name_or_path, config.trust_remote_code)
-    elif not hasattr(module, "make_model"):
-        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    module, path = check_task(config), config.model_name_or_path
+    tokenizer = None if path is None else load_tokenizer(path, config.trust_remote_code)
     task = module.build(config, tokenizer)
     return Opened(module, task, reward_functions(task, config.reward_funcs), tokenizer)
 

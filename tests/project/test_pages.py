@@ -16,6 +16,7 @@ from benchmarks import report
 from fastgrpo import chat, distill, doctor, evaluate, sft, stages, train
 from fastgrpo.config import recipe
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.sweep import FLAGS, runs_of, take_sweep
 from fastgrpo.run.metrics import METRICS
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -78,7 +79,8 @@ def test_a_recipe_is_told_in_300_words(page):
 def test_commands_parse(page):
     """Of training, by its own parser; of the others, every flag is one that --help shows."""
     for argv in commands(page, "train"):
-        train.parse([word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in argv])
+        argv, sweep = take_sweep([word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in argv])
+        assert train.parse(argv) if sweep is None else runs_of(argv, sweep)
     for argv in commands(page, "doctor"):
         train.parse(["--model_name_or_path" if word == "--model" else word for word in argv])
 
@@ -103,7 +105,7 @@ def test_flags_of_other_commands_exist(command, capsys):
 def test_flags_in_the_text_exist(capsys):
     """In code spans that begin with a flag."""
     known = {f"--{field.name}" for field in dataclasses.fields(GRPOConfig)}
-    known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {"--config", "--debug", "--model"}
+    known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {"--config", "--debug", "--model", *FLAGS}
     for page in PAGES:
         for span in re.findall(r"`(--[^`\n]+)`", page.read_text()):
             assert set(re.findall(r"--\w+", span)) <= known, (page.name, span)

@@ -126,7 +126,7 @@ def test_data_sets_of_ones_own(tmp_path):
 
 def test_unknown_task():
     assert find_task("gsm8k") is gsm8k
-    with pytest.raises(ValueError, match="arithmetic, bandit, dataset, gsm8k, pizza, got 'answers'"):
+    with pytest.raises(ValueError, match="arithmetic, bandit, countdown, dataset, gsm8k, pizza, got 'answers'"):
         find_task("answers")
 
 
