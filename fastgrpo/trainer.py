@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Completion, Stateful, TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.data.sources import Source, as_source
-from fastgrpo.evaluation.heldout import evaluate
+from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
@@ -45,7 +44,7 @@ class GRPOTrainer:
     """Trains a causal LM by GRPO, under TRL's names.
 
     Args:
-        model: A folder or hub id, or a transformers causal LM, which is trained in place.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
         reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
             `Rewards`.
         args: The settings; None for the defaults.
@@ -315,7 +314,7 @@ class GRPOTrainer:
             min_p=0.0,
             seed=self.args.seed,
         )
-        with tqdm(total=len(self.eval_rows) * (1 + draws), desc="evaluate", leave=False) as bar:
+        with progress_bar("evaluate") as bar:
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
             )
@@ -325,13 +324,14 @@ class GRPOTrainer:
         return result.values
 
     def _evaluate_if_due(self):
-        """Evaluate once at the start, at the end, and every eval_steps steps.
+        """Evaluate at the start (with eval_on_start), at the end, and every eval_steps steps, once each.
 
         A run that was stopped just before an evaluation makes it after it is resumed.
         """
         state, every = self.state, self.args.eval_steps
         step = state.global_step
-        due = step in (0, state.max_steps) or (every and step % every == 0)
+        due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
+        due = due or step == state.max_steps
         if due and state.evaluated_at != step:
             values = self.evaluate()
             state.evaluated_at = step

@@ -66,8 +66,8 @@ def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
 
     Args:
         row: A dict with `question` and `answer`.
-        system_prompt: What the model is asked to do. None is `SYSTEM_PROMPT` with the `WORKED` problem after it; another
-            text may ask for another form, so the worked problem is left out.
+        system_prompt: What the model is asked to do. None is `SYSTEM_PROMPT` with the `WORKED` problem after it; with
+            another text, which may ask for another form, the worked problem is left out.
         conversational: Whether the prompt is a list of messages, for a chat template, rather than plain text.
 
     Returns:

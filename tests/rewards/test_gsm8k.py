@@ -167,7 +167,21 @@ def totals(texts, answers, lengths, limit):
 def test_silence_never_pays():
     """At any length up to the limit, no text scores less than an empty one, and a well-formed wrong one scores more."""
     rng = random.Random(0)
-    pieces = ["<think>", "</think>", "<answer>", "</answer>", "42", "41", " ", "\n", "so", "#### 7", "\\boxed{", "}", "é"]
+    pieces = [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "42",
+        "41",
+        " ",
+        "\n",
+        "so",
+        "#### 7",
+        "\\boxed{",
+        "}",
+        "é",
+    ]
     for _ in range(300):
         limit = rng.randint(1, 80)
         said = "".join(rng.choices(pieces[4:], k=rng.randint(1, 6)))

@@ -61,8 +61,7 @@ def test_gsm8k_prompts_follow_the_tokenizer():
     plain = gsm8k.build(config, tiny.tokenizer())
     question, answer = gsm8k.WORKED
     assert plain.train().take(1)[0]["prompt"] == (
-        f"{gsm8k.SYSTEM_PROMPT}\n\nProblem: {question}\nSolution: {answer}\n\n"
-        f"Problem: {row['question']}\nSolution: "
+        f"{gsm8k.SYSTEM_PROMPT}\n\nProblem: {question}\nSolution: {answer}\n\nProblem: {row['question']}\nSolution: "
     )
     assert [function.__name__ for function in plain.reward_funcs] == ["correctness", "format_reward", "length_reward"]
     assert plain.test() is None
