@@ -164,6 +164,13 @@ def totals(texts, answers, lengths, limit):
     return [sum(column) for column in zip(*columns, strict=True)]
 
 
+def test_the_rewards_add_up_as_the_page_says():
+    """docs/training.md has these rows."""
+    texts = ["<think>6 x 7 = 42</think><answer>42</answer>", "42", *["<think>?</think><answer>7</answer>"] * 2]
+    texts, lengths = [*texts, "<think>?", "?", ""], [9, 9, 9, 100, 100, 100, 0]
+    assert totals(texts, ["#### 42"] * 7, lengths, 100) == pytest.approx([1.5, 1, 0.5, 0.4, 0, -0.1, -0.1])
+
+
 def test_silence_never_pays():
     """At any length up to the limit, no text scores less than an empty one, and a well-formed wrong one scores more."""
     rng = random.Random(0)
