@@ -9,12 +9,11 @@ import json
 import sys
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
 from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
 from fastgrpo.config.sections import (
+    EVAL_SAMPLES,
     CompletionConfig,
     EngineConfig,
     EvaluationConfig,
@@ -25,7 +24,7 @@ from fastgrpo.config.sections import (
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import comparison, evaluate
+from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
@@ -40,7 +39,10 @@ class EvaluateConfig(
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings that training has too mean the same there."""
 
-    models: tuple[str, ...] = setting(REQUIRED, "Folders or hub ids of causal LMs, which are compared in one table.")
+    models: tuple[str, ...] = setting(
+        REQUIRED, "Folders, hub ids or GGUF files of causal LMs, which are compared in one table."
+    )
+    max_eval_samples: int | None = setting(None, EVAL_SAMPLES, within=Interval(at_least=1))  # training takes 500
     output: str | None = setting(
         None, "New file to write every completion to, one JSON object per line. None writes no file."
     )
@@ -128,7 +130,7 @@ def _evaluate_model(path, tokenizer, config):
     )
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    with tqdm(total=len(rows) * (1 + draws), desc=str(path), leave=False) as bar:
+    with progress_bar(str(path)) as bar:
         return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws)
 
 

@@ -19,7 +19,7 @@ def inputs_of(
     Args:
         config: The settings of the run.
         functions: The reward functions.
-        model: A folder, a hub id, or a transformers model, which knows where it was loaded from.
+        model: A folder, a hub id, a GGUF file, or a transformers model, which knows where it was loaded from.
         data: Rows of each data set. A datasets.Dataset among them names its files.
 
     Returns:

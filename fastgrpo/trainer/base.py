@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.records import Stateful, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
-from fastgrpo.evaluation.heldout import evaluate
+from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
@@ -62,7 +61,7 @@ class Trainer(ABC):
     """Trains a causal LM step by step, evaluates and saves it. A subclass says what one step is.
 
     Args:
-        model: A folder or hub id, or a transformers causal LM, which is trained in place.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
         reward_funcs: A reward function or a list of them, see `Rewards`.
         args: The settings; None for the defaults.
         train_dataset: Training rows, or a `Source` of them.
@@ -331,7 +330,7 @@ class Trainer(ABC):
             min_p=0.0,
             seed=self.args.seed,
         )
-        with tqdm(total=len(self.eval_rows) * (1 + draws), desc="evaluate", leave=False) as bar:
+        with progress_bar("evaluate") as bar:
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
             )
@@ -341,13 +340,14 @@ class Trainer(ABC):
         return result.values
 
     def _evaluate_if_due(self):
-        """Evaluate once at the start, at the end, and every eval_steps steps.
+        """Evaluate at the start (with eval_on_start), at the end, and every eval_steps steps, once each.
 
         A run that was stopped just before an evaluation makes it after it is resumed.
         """
         state, every = self.state, self.args.eval_steps
         step = state.global_step
-        due = step in (0, state.max_steps) or (every and step % every == 0)
+        due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
+        due = due or step == state.max_steps
         if due and state.evaluated_at != step:
             values = self.evaluate()
             state.evaluated_at = step

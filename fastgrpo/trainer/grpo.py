@@ -25,7 +25,7 @@ class GRPOTrainer(Trainer):
     """Trains a causal LM by GRPO, under TRL's names.
 
     Args:
-        model: A folder or hub id, or a transformers causal LM, which is trained in place.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
         reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
             `Rewards`.
         args: The settings; None for the defaults.

@@ -20,7 +20,7 @@ class SFTTrainer(Trainer):
     """Trains a causal LM on the completions of rows, under TRL's names.
 
     Args:
-        model: A folder or hub id, or a transformers causal LM, which is trained in place.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
         args: The settings; None for the defaults.
         train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them. All rows are
             checked here.

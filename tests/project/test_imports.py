@@ -20,7 +20,7 @@ FLOORS = (
     {"run"},
     {"rollout", "rewards"},
     {"evaluation", "step"},
-    {"trainer", "tasks"},
+    {"trainer", "tasks", "recipes"},
     {"train", "sft", "distill", "stages", "evaluate", "chat", "doctor", "report", "__init__"},
 )
 MODULES = sorted((ROOT / "fastgrpo").rglob("*.py"))
