@@ -54,6 +54,10 @@ TOGETHER = {
         "the reference and the losses against the formulas of TRL and of Liger",
         ["kernels/reference.py", "fastgrpo/loss/losses.py"],
     ),
+    "tests/trainer/test_*.py": (
+        "each trainer is tested with the loop that all of them share",
+        ["fastgrpo/trainer/base.py"],
+    ),
     "tests/config/test_settings.py": (
         "the settings are declared over several files and used as one record",
         [f"fastgrpo/config/{name}.py" for name in ("objective", "sections", "training")],
