@@ -51,8 +51,8 @@ class PromptConfig:
 
     task: str = setting(
         "arithmetic",
-        "Where prompts and rewards come from: arithmetic (the embedded example, which needs no files), gsm8k, or "
-        "dataset (any rows with a `prompt` column; --reward_funcs names the rewards).",
+        "Where prompts and rewards come from: arithmetic (the embedded example), pizza or bandit, which need no "
+        "files; gsm8k; or dataset (any rows with a `prompt` column; --reward_funcs names the rewards).",
     )
     dataset_name: str | None = setting(
         None,
