@@ -37,6 +37,7 @@ setup(
             "matplotlib>=3.9,<4",
             "tensorboard>=2.17,<3",
         ],
+        "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2", "transformers>=5.17,<6"],
         "lora": ["peft>=0.19,<1"],
         "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
         "flash": ["flash-attn>=2.7,<3"],
@@ -58,6 +59,8 @@ setup(
             "docstring-parser>=0.16,<1",
             "math-verify>=0.8,<1",
             "peft>=0.19,<1",
+            "gguf>=0.17,<1",
+            "accelerate>=1.10,<2",
         ],
     },
 )

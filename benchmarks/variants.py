@@ -89,7 +89,7 @@ def fastgrpo_chunks(chunk_rows: int) -> Head:
         else:
             needs, vocabulary = (True, True, False), Vocabulary.of(weight, None)
             loss, _ = chunked.LinearGRPO.apply(
-                hidden, weight, None, kept, OBJECTIVE, chunk_rows, needs, False, vocabulary, None
+                hidden, weight, None, kept, OBJECTIVE, chunk_rows, needs, False, vocabulary, None, None
             )
         return gradients_of(loss, batch)
 

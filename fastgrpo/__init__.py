@@ -26,6 +26,8 @@ _HOME = {
     "logits_grpo_loss": "loss",
     "GRPOConfig": "config.settings",
     "GRPOTrainer": "trainer",
+    "SFTConfig": "config.supervised",
+    "SFTTrainer": "trainer",
     "RolloutEngine": "rollout.engine",
     "SamplingParams": "rollout.sampling",
 }

@@ -32,7 +32,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     """The settings of the command. Sampling settings have vLLM's names."""
 
-    model: str = setting(REQUIRED, "A folder or hub id of a causal LM.")
+    model: str = setting(REQUIRED, "A folder, hub id or GGUF file of a causal LM.")
     prompt: str | None = setting(
         None, "Prompt to answer. The command ends after the answer. None reads prompts until the input ends."
     )

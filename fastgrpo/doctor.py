@@ -29,6 +29,7 @@ OPTIONAL = (
     ("flash-attn", "flash-attn's kernels (without it: PyTorch's own FlashAttention)"),
     ("liger-kernel", "fused norms, rotary embedding and SwiGLU"),
     ("peft", "--use_peft"),
+    ("gguf", "GGUF files (accelerate is needed too)"),
     ("torchao", "--ref_quantization int8"),
     ("bitsandbytes", "--ref_quantization nf4"),
     ("tensorboard", "--report_to tensorboard"),

@@ -4,19 +4,16 @@ One greedy completion of each prompt gives the accuracy. With --eval_num_generat
 prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
 import sys
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
-from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
+from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
 from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
 from fastgrpo.config.sections import (
+    EVAL_SAMPLES,
     CompletionConfig,
     EngineConfig,
     EvaluationConfig,
@@ -27,12 +24,12 @@ from fastgrpo.config.sections import (
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import comparison, evaluate
+from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
-from fastgrpo.rewards.call import Rewards, load_reward
+from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.tasks import find_task
+from fastgrpo.tasks import find_task, needed_rewards
 
 
 @documented
@@ -42,7 +39,10 @@ class EvaluateConfig(
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings that training has too mean the same there."""
 
-    models: tuple[str, ...] = setting(REQUIRED, "Folders or hub ids of causal LMs, which are compared in one table.")
+    models: tuple[str, ...] = setting(
+        REQUIRED, "Folders, hub ids or GGUF files of causal LMs, which are compared in one table."
+    )
+    max_eval_samples: int | None = setting(None, EVAL_SAMPLES, within=Interval(at_least=1))  # training takes 500
     output: str | None = setting(
         None, "New file to write every completion to, one JSON object per line. None writes no file."
     )
@@ -88,7 +88,7 @@ def evaluate_models(argv: list[str]) -> None:
     quiet_libraries()
     # All tokenizers are loaded first, so that a misspelt model is refused before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
-    with _new_file(config.output) as file:
+    with new_file(config.output) as file:
         results = []
         for path, tokenizer in zip(config.models, tokenizers, strict=True):
             results.append(_evaluate_model(path, tokenizer, config))
@@ -109,8 +109,7 @@ def _evaluate_model(path, tokenizer, config):
         )
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
-    functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
-    rewards = Rewards(functions, on_error=config.reward_errors)
+    rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     draws = config.eval_num_generations
     policy, _ = load_policy(
@@ -131,32 +130,8 @@ def _evaluate_model(path, tokenizer, config):
     )
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    with tqdm(total=len(rows) * (1 + draws), desc=str(path), leave=False) as bar:
+    with progress_bar(str(path)) as bar:
         return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws)
-
-
-@contextlib.contextmanager
-def _new_file(path):
-    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error."""
-    file = _open_new(path)
-    try:
-        with file:
-            yield file
-    finally:
-        if path is not None and not os.path.getsize(path):
-            os.remove(path)
-
-
-def _open_new(path):
-    """Open a new file, or the null device where path is None. Raises ValueError where the file exists."""
-    if path is None:
-        return open(os.devnull, "w")
-    try:
-        return open(path, "x", encoding="utf-8")
-    except FileExistsError:
-        raise ValueError(f"{path} exists already; choose another --output") from None
-    except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"{path} cannot be written: it is a folder, or its folder does not exist") from None
 
 
 def main(argv: list[str] | None = None) -> int:

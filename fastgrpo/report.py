@@ -8,7 +8,7 @@ from pathlib import Path
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.settings import Settings
-from fastgrpo.run.curves import PANELS, draw_curves
+from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, draw_curves
 from fastgrpo.run.folder import made_in, note
 
 
@@ -47,8 +47,10 @@ def _panels(run):
     from fastgrpo.tasks import find_task, panels_of
 
     try:
-        task = json.loads((run / "config.json").read_text())["task"]
-        return panels_of(find_task(task))
+        config = json.loads((run / "config.json").read_text())
+        if config.get("command") == "sft":
+            return SUPERVISED_PANELS
+        return panels_of(find_task(config["task"]))
     except (OSError, ValueError, KeyError, TypeError):
         return PANELS
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.sweep import runs_of, take_sweep
 
 if TYPE_CHECKING:
     from fastgrpo.trainer import GRPOTrainer
@@ -28,35 +29,23 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         ValueError: Settings, files or packages do not fit together. Whatever can be checked before the warm start is
             checked before it.
     """
-    from fastgrpo.policy.load import choose_device, load_tokenizer
-    from fastgrpo.rewards.call import Rewards, load_reward
+    from fastgrpo.policy.load import load_tokenizer
+    from fastgrpo.rewards.call import Rewards
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
-    from fastgrpo.step.optim import check_schedule
-    from fastgrpo.tasks import find_task, panels_of
+    from fastgrpo.tasks import needed_rewards, open_task, panels_of
     from fastgrpo.trainer import GRPOTrainer
 
-    task_module = find_task(config.task)
-    tokenizer, path = None, config.model_name_or_path
-    choose_device(config.device)
-    check_schedule(config.lr_scheduler_type)
-    if path is not None:
-        tokenizer = load_tokenizer(path, config.trust_remote_code)
-    elif not hasattr(task_module, "make_model"):
-        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
-    task = task_module.build(config, tokenizer)
-    train, test = task.train(), task.test()
-    functions = [load_reward(spec, task.reward_funcs) for spec in config.reward_funcs] or task.reward_funcs
-    if not functions:
-        raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
+    opened = open_task(config)
+    train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
     Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
-    panels = panels_of(task_module)
+    path, panels = config.model_name_or_path, panels_of(opened.module)
     if path is not None:
-        trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, panels=panels)
+        trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer, panels=panels)
     else:
         log = RunLog(config, inputs_of(config, functions))
         try:
-            path = _make_policy(task_module, config, log)
+            path = _make_policy(opened.module, config, log)
             tokenizer = load_tokenizer(path, config.trust_remote_code)
             trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log, panels)
         except BaseException:
@@ -90,14 +79,23 @@ def _make_policy(task_module, config, log):
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says.
+    """Train as the command line says: one run, or with --sweep or --sweep_seeds several.
 
     Args:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag is not allowed, or what it names cannot be used.
+        ValueError: A flag is not allowed, what it names cannot be used, or runs of a sweep failed.
     """
+    argv, sweep = take_sweep(argv)
+    if sweep is not None:
+        from fastgrpo.run.sweep import run_sweep
+        from fastgrpo.tasks import check_task
+
+        runs = runs_of(argv, sweep)
+        for run in runs:
+            check_task(run.config)  # a mistake here should not wait for the run's turn
+        return run_sweep(sweep, runs)
     config = parse(argv)
     quiet_libraries()
     make_trainer(config).train()

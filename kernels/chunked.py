@@ -8,13 +8,15 @@ Shapes: N rows (one a token), M <= N kept rows, V vocabulary, D hidden, S sequen
 A GRPO gradient is separable by row: g is known as soon as logp is, so dz is formed in place of the logits, in the
 forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
 nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
-and dW. A weight whose rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values
-(softmax.py) and of dH; dW and dbias stay with their shard.
+and dW. The KL of the full distributions (full_kl.py) takes one product more, of the reference's states with its head,
+and adds its own part to dz. A weight whose rows are sharded over processes (vocabulary-parallel) adds all-reduces of
+per-row values (softmax.py) and of dH; dW and dbias stay with their shard.
 """
 
 import torch
 
 from fastgrpo.kernels.first_order import first_order
+from fastgrpo.kernels.full_kl import ReferenceHead, full_kl, full_kl_gradient_
 from fastgrpo.kernels.objectives import policy_loss_fwd
 from fastgrpo.kernels.policy_rows import cut, policy_parts
 from fastgrpo.kernels.products import compute_dtype, no_autocast
@@ -199,12 +201,13 @@ class LinearGRPO(torch.autograd.Function):
     """Returns the fused loss, a scalar, and a dict of [M] values: log-probs, metrics, and on request the entropy.
 
     Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
-    ctx.needs_input_grad stays True under no_grad.
+    ctx.needs_input_grad stays True under no_grad. `reference` is there where the objective has the KL of the full
+    distributions.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, objective, size, needs, return_entropy, vocabulary: Vocabulary,
-                softcap):  # fmt: skip
+                softcap, reference: ReferenceHead | None):  # fmt: skip
         ctx.set_materialize_grads(False)
         dtype = compute_dtype(hidden)
         return_entropy = return_entropy or rows.entropy_weights is not None
@@ -232,17 +235,25 @@ class LinearGRPO(torch.autograd.Function):
                 bonus = cut(rows.entropy_weights, part)  # - sum_n e_n H_n
                 if bonus is not None:
                     part_loss = part_loss - bonus * entropy
+                if reference is not None:
+                    ref_z = _logits(reference.hidden[where].to(dtype), reference.weight, reference.bias, t, softcap)[0]
+                    kl, log_ratio = full_kl(z, ref_z)
+                    kl_weights = objective.beta * rows.weights[part]
+                    part_loss, metrics["kl"] = part_loss + kl_weights * kl, kl  # + w beta KL
                 loss += part_loss.sum(dtype=torch.float64)
                 outputs.append({"logps": logps, **({"entropy": entropy} if return_entropy else {}), **metrics})
                 if any(needs):
                     slope = None if bonus is None else -bonus / t
+                    dkl = None if reference is None else full_kl_gradient_(z, log_ratio, kl, kl_weights / t)
                     dz = logit_gradient_(z, targets, vocabulary, g / t, entropy, slope)
+                    if dkl is not None:
+                        dz += dkl
                     if bend is not None:
                         dz *= bend
                     if not keep_dz:
                         grads.add(dz, h, where)
                         dz = None
-                del z, bend
+                z = bend = ref_z = log_ratio = dkl = None  # free them before the next chunk's are allocated
         if keep_dz:
             ctx.save_for_backward(hidden, weight, bias, rows.index, dz)
         elif grads is not None:
@@ -255,7 +266,7 @@ class LinearGRPO(torch.autograd.Function):
     @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 10
+            return (None,) * 11
         sums = ctx.saved_tensors
         if ctx.keep_dz:
             hidden, weight, bias, index, dz = sums
@@ -264,4 +275,4 @@ class LinearGRPO(torch.autograd.Function):
                 products = _Gradients(hidden, weight, bias, ctx.needs, ctx.vocabulary)
                 products.add(dz, hidden[where].to(dz.dtype), where)
             sums = products.sums
-        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 7
+        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 8

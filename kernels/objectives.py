@@ -155,7 +155,7 @@ def policy_loss_fwd(
     policy = scale * surrogate.value  # w I s
     g, g_ratio = scale * surrogate.by_logp, scale * surrogate.by_log_ratio
     kl = torch.zeros_like(logps)
-    if objective.beta != 0:
+    if objective.beta != 0 and not objective.full_kl:  # the full one is not a function of the log-probs: full_kl.py
         kl, dkl = KL_ESTIMATORS[objective.kl](rows.ref_logps - logps)
         if objective.use_bias_correction_kl:  # r KL, with gradient through both (arXiv 2512.02556)
             kl, dkl = kl * ratio, dkl * ratio

@@ -19,8 +19,7 @@ def _compute_dtype(tensor):
 def _linear(hidden, weight, bias, logit_softcap):
     dtype = _compute_dtype(hidden)
     logits = hidden.to(dtype) @ weight.to(dtype).T  # z = h W^T + b
-    if bias is not None:
-        logits = logits + bias.to(dtype)
+    logits = logits if bias is None else logits + bias.to(dtype)
     return logits if logit_softcap is None else logit_softcap * torch.tanh(logits / logit_softcap)
 
 
@@ -230,6 +229,25 @@ _KL = {  # estimators from d = ref - logp: http://joschu.net/blog/kl-approx.html
 }
 
 
+def full_kl(logits: torch.Tensor, ref_logits: torch.Tensor, *, temperature: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """Compute the KL of the full distributions, with gradient to the policy's logits alone.
+
+        KL = sum_v p_v (log p_v - log q_v),   p of the policy, q of the reference
+
+    Args:
+        logits: [N, V] floating point, the policy's.
+        ref_logits: [N, V] floating point, the reference's.
+        temperature: A float, or [N].
+
+    Returns:
+        [N], in nats.
+    """
+    dtype = _compute_dtype(logits)
+    divisor = temperature.to(dtype)[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    log_p, log_q = (torch.log_softmax(z.to(dtype) / divisor, dim=-1) for z in (logits, ref_logits.detach()))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)  # KL = sum_v p_v (log p_v - log q_v)
+
+
 def importance_weights(
     old_logps: torch.Tensor, sampler_logps: torch.Tensor, objective: Any, lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -271,7 +289,7 @@ def policy_loss(
     Args:
         logps: [N] log-probs under the policy.
         old_logps: [N] log-probs under the policy that drew the tokens, or None where the ratio is exactly 1.
-        ref_logps: [N] log-probs under the reference, or None where objective.beta is 0.
+        ref_logps: [N] log-probs under the reference, or None where beta is 0, or kl is "full": `full_kl` needs logits.
         advantages: [N].
         weights: [N], which carry the mask and the whole aggregation.
         objective: A fastgrpo.Objective, or anything with its attributes.
@@ -287,15 +305,13 @@ def policy_loss(
     if objective.importance_sampling_level == "sequence":  # the geometric mean of the sequence's ratios (GSPO)
         ratio = _per_sequence(log_ratio, lengths, torch.mean)
     ratio = ratio.exp()
-    importance = None
-    if sampler_logps is not None:
-        importance = importance_weights(old_logps, sampler_logps, objective, lengths)
+    importance = None if sampler_logps is None else importance_weights(old_logps, sampler_logps, objective, lengths)
     tokens = _Tokens(logps, log_ratio, ratio, advantages, importance, lengths)
     surrogate = _SURROGATES[objective.surrogate](tokens, objective)
     if importance is not None and objective.surrogate != "vespo":  # vespo has it inside of W
         surrogate = importance * surrogate
     kl = torch.zeros_like(logps)
-    if objective.beta != 0:
+    if objective.beta != 0 and objective.kl in _KL:
         kl = _KL[objective.kl](ref_logps - logps)
         if objective.use_bias_correction_kl:  # arXiv 2512.02556
             kl = kl * ratio
@@ -317,8 +333,9 @@ def logits_grpo_loss(
     old_logps: torch.Tensor | None = None, ref_logps: torch.Tensor | None = None,
     sampler_logps: torch.Tensor | None = None, lengths: torch.Tensor | None = None,
     entropy_weights: torch.Tensor | None = None, temperature: float | torch.Tensor = 1.0,
+    ref_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
-    """Compute the loss from logits: `policy_loss` of `logits_logprob`, less the entropy bonus.
+    """Compute the loss from logits: `policy_loss` of `logits_logprob`, with the full KL, less the entropy bonus.
 
         loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n entropy_weights_n H_n
 
@@ -334,6 +351,7 @@ def logits_grpo_loss(
         lengths: [S] or None.
         entropy_weights: [N], the coefficient included, or None for no bonus.
         temperature: A float, or [N].
+        ref_logits: [N, V] the reference's, where objective.kl is "full"; else None.
 
     Returns:
         The loss, a scalar; the log-probs [N]; and the metrics of `policy_loss`, with the mean `entropy` where there is
@@ -341,6 +359,10 @@ def logits_grpo_loss(
     """
     logps, entropy = logits_logprob(logits, targets, temperature=temperature, return_entropy=True)
     loss, metrics = policy_loss(logps, old_logps, ref_logps, advantages, weights, objective, lengths, sampler_logps)
+    if ref_logits is not None:
+        kl = full_kl(logits, ref_logits, temperature=temperature)
+        loss = loss + (weights * objective.beta * kl).sum()
+        metrics["kl"] = kl.detach().mean()
     if entropy_weights is not None:
         loss = loss - (entropy_weights * entropy).sum()
         metrics["entropy"] = entropy.detach().mean()
@@ -350,7 +372,8 @@ def logits_grpo_loss(
 def linear_grpo_loss(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, advantages: torch.Tensor, weights: torch.Tensor,
     objective: Any, *, bias: torch.Tensor | None = None, logit_softcap: float | None = None,
-    **per_row: torch.Tensor | float | None,
+    ref_hidden: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
+    ref_bias: torch.Tensor | None = None, **per_row: torch.Tensor | float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """Compute the loss of a language-model head: its logits, then `logits_grpo_loss`.
 
@@ -362,11 +385,16 @@ def linear_grpo_loss(
         weights: [N].
         objective: As in `policy_loss`.
         bias: [V] or None.
-        logit_softcap: As in `linear_logprob`.
+        logit_softcap: As in `linear_logprob`; the reference's logits have the same one.
+        ref_hidden: [N, R] the reference's hidden states, where objective.kl is "full"; else None.
+        ref_weight: [V, R] the reference's head, or None.
+        ref_bias: [V] or None.
         per_row: Keyword arguments of `logits_grpo_loss`.
 
     Returns:
         As `logits_grpo_loss`.
     """
     logits = _linear(hidden, weight, bias, logit_softcap)
+    if ref_hidden is not None:
+        per_row["ref_logits"] = _linear(ref_hidden, ref_weight, ref_bias, logit_softcap)
     return logits_grpo_loss(logits, targets, advantages, weights, objective, **per_row)

@@ -13,10 +13,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
@@ -213,3 +213,37 @@ def _message(box):
 
 def _is_rule(line):
     return not line.strip("-")
+
+
+@contextlib.contextmanager
+def new_file(path: str | None) -> Iterator[TextIO]:
+    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error.
+
+    Args:
+        path: The path that --output names; None opens the null device.
+
+    Yields:
+        The file, open for writing.
+
+    Raises:
+        ValueError: There is such a file, or it cannot be written.
+    """
+    file = _open_new(path)
+    try:
+        with file:
+            yield file
+    finally:
+        if path is not None and not os.path.getsize(path):
+            os.remove(path)
+
+
+def _open_new(path):
+    """Open a new file, or the null device where path is None. Raises ValueError where the file exists."""
+    if path is None:
+        return open(os.devnull, "w")
+    try:
+        return open(path, "x", encoding="utf-8")
+    except FileExistsError:
+        raise ValueError(f"{path} exists already; choose another --output") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"{path} cannot be written: it is a folder, or its folder does not exist") from None

@@ -11,7 +11,7 @@ from fastgrpo.loss.advantage import AGGREGATIONS, BASELINES, SCALES
 from fastgrpo.loss.objective import (
     IMPORTANCE_SAMPLING_LEVELS,
     IMPORTANCE_SAMPLING_MODES,
-    KL_ESTIMATORS,
+    KL_KINDS,
     LOSS_TYPES,
     POSITIVE,
     RANGES,
@@ -169,8 +169,9 @@ class ReferenceConfig:
     )
     kl: str = setting(
         "k3",
-        "Estimator of the KL divergence from the reference.",
-        choices=KL_ESTIMATORS,
+        "KL divergence from the reference: k1, k2, k3 and abs estimate it from the tokens that were drawn, full sums "
+        "over the whole vocabulary.",
+        choices=KL_KINDS,
         active=WITH_REFERENCE,
     )
     use_bias_correction_kl: bool = setting(

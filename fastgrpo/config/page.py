@@ -4,8 +4,10 @@ import dataclasses
 import inspect
 import re
 
+from fastgrpo.config.distillation import SelectionConfig
 from fastgrpo.config.fields import RESUME, setting_of
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.supervised import SFTConfig
 
 INTRODUCTION = """# Settings
 
@@ -15,8 +17,9 @@ A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command 
 (`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out
 (`--gradient_checkpointing False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag overrides the
 file of `--config FILE`, the file overrides the recipe that the task ships in `fastgrpo/recipes/`, and the recipe
-overrides the default below. `python -m fastgrpo.evaluate --help` and `python -m fastgrpo.chat --help` show which of
-these settings the other commands take.
+overrides the default below. These are the settings of `python -m fastgrpo.train`; the last tables have what
+`python -m fastgrpo.sft` and `python -m fastgrpo.distill` have beside them. `--help` shows which of these settings a
+command takes.
 
 A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
 checkpoint may change the setting:
@@ -25,6 +28,8 @@ HEADER = (
     "| flag | default | meaning | allowed | has an effect only where | on resume |\n"
     "|------|---------|---------|---------|-------------------------|-----------|"
 )
+
+TITLES = {SFTConfig: "Supervised training", SelectionConfig: "Distillation"}
 
 
 def page() -> str:
@@ -38,12 +43,12 @@ def page() -> str:
 
 
 def sections() -> list[type]:
-    """Find the sections of `GRPOConfig`.
+    """Find the sections of `GRPOConfig`, and what supervised training and distillation add to them.
 
     Returns:
         The classes that have settings of their own, in the order of the fields.
     """
-    return [cls for cls in reversed(GRPOConfig.__mro__) if _own(cls)]
+    return [*(cls for cls in reversed(GRPOConfig.__mro__) if _own(cls)), SFTConfig, SelectionConfig]
 
 
 def _own(cls):
@@ -53,7 +58,9 @@ def _own(cls):
 
 
 def _table(section):
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
+    words = (
+        TITLES.get(section) or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
+    )
     rows = "\n".join(_row(field) for field in _own(section))
     return f"## {words}\n\n{section.__doc__.splitlines()[0]}\n\n{HEADER}\n{rows}"
 

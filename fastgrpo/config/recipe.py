@@ -6,28 +6,34 @@ from typing import Any, TypeVar
 
 from fastgrpo.config.command import parse_flags
 from fastgrpo.config.fields import typed
-from fastgrpo.config.settings import GRPOConfig, Settings, check_name
+from fastgrpo.config.settings import GRPOConfig, Settings, TrainingConfig, check_name
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-TRAINING = """Train a policy by GRPO.
+KINDS = {"train": "Train a policy by GRPO.", "sft": "Train a policy on the completions of rows."}
+FILES = """
 
 A flag overrides the YAML file of --config FILE, which has a line `setting: value` for each setting. The file overrides
-the recipe that the task ships."""
+the recipe that the task ships. --config NAME takes a recipe that comes with the package."""
+SWEEPS = """
+
+--sweep NAME=VALUE,VALUE makes a run for each value of a setting, and may be given several times: then there is a run
+for each combination. --sweep_seeds SEED,SEED makes each of them with each seed, and --sweep_jobs N makes N runs at a
+time."""
 Record = TypeVar("Record", bound=Settings)
+Config = TypeVar("Config", bound=TrainingConfig)
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a file of settings.
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file with a line `name: value` for each of some names. What the names mean is not looked at.
 
     Args:
-        path: A YAML file with a line `setting: value` for each of some settings of `GRPOConfig`.
+        path: The file.
 
     Returns:
-        The settings by name, each of its field's type.
+        The values by name.
 
     Raises:
-        ValueError: There is no such file, it is not YAML, it gives a setting twice, or a name is not a setting (the
-            nearest one is named).
+        ValueError: There is no such file, it is not YAML, it gives a name twice, or it holds something else.
     """
     from fastgrpo.config.plain_yaml import read_yaml
 
@@ -41,10 +47,40 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     settings = {} if settings is None else settings
     if not isinstance(settings, dict):
         raise ValueError(f"{path} must hold lines of `setting: value`, got a {type(settings).__name__}")
-    types = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
+    return settings
+
+
+def load_yaml(path: str | Path, record: type[Settings] = GRPOConfig) -> dict[str, Any]:
+    """Read a file of settings.
+
+    Args:
+        path: A YAML file with a line `setting: value` for each of some settings of `record`.
+        record: The class of the settings.
+
+    Returns:
+        The settings by name, each of its field's type.
+
+    Raises:
+        ValueError: The file cannot be read, see `read_settings`, or a name is not a setting (the nearest one is named).
+    """
+    settings = read_settings(path)
+    types = {field.name: field.type for field in dataclasses.fields(record)}
     for name in settings:
-        check_name(name, GRPOConfig, str(path), ValueError)
+        check_name(name, record, str(path), ValueError)
     return {name: typed(f"{path}: {name}", value, types[name]) for name, value in settings.items()}
+
+
+def recipe_file(name: str) -> Path:
+    """Return the file that --config names: a path, or the name of a recipe that comes with the package.
+
+    Args:
+        name: What --config was given.
+
+    Returns:
+        The path of the file, which need not exist.
+    """
+    shipped = RECIPES / f"{name}.yaml"
+    return shipped if shipped.exists() and not Path(name).exists() else Path(name)
 
 
 def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
@@ -67,24 +103,27 @@ def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
     return config
 
 
-def task_defaults(task: str) -> dict[str, Any]:
+def task_defaults(task: str, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
     """Return the settings that a task recommends.
 
     Args:
         task: The task's name.
+        record: The class of the settings.
 
     Returns:
-        The settings of recipes/TASK.yaml by name; empty where the task ships none.
+        The settings of recipes/TASK.yaml by name, or of recipes/TASK-sft.yaml for supervised training; empty where the
+        task ships none.
     """
-    path = RECIPES / f"{task}.yaml"
-    return load_yaml(path) if path.exists() else {}
+    path = RECIPES / (f"{task}.yaml" if record is GRPOConfig else f"{task}-{record.command}.yaml")
+    return load_yaml(path, record) if path.exists() else {}
 
 
-def parse(argv: list[str]) -> GRPOConfig:
-    """Read the command line of training. A flag overrides --config FILE, and the file overrides the task's recipe.
+def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
+    """Read the command line of a training. A flag overrides --config FILE, and the file overrides the task's recipe.
 
     Args:
         argv: The arguments.
+        record: The class of the settings.
 
     Returns:
         The settings.
@@ -93,11 +132,17 @@ def parse(argv: list[str]) -> GRPOConfig:
         ValueError: A setting that is not allowed, or a flag that does not exist (the nearest one is named).
     """
     argv, config_file = take_flag(argv, "--config")
-    from_file = load_yaml(config_file) if config_file else {}
+    from_file = load_yaml(recipe_file(config_file), record) if config_file else {}
     argv, task = take_flag(argv, "--task")
     task = task or from_file.get("task", "arithmetic")
-    defaults = unchecked(GRPOConfig, {**task_defaults(task), **from_file, "task": task})
-    return parse_flags(GRPOConfig, argv, prog="python -m fastgrpo.train", description=TRAINING, default=defaults)
+    defaults = unchecked(record, {**task_defaults(task, record), **from_file, "task": task})
+    return parse_flags(
+        record,
+        argv,
+        prog=f"python -m fastgrpo.{record.command}",
+        description=KINDS[record.command] + FILES + (SWEEPS if record is GRPOConfig else ""),
+        default=defaults,
+    )
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
@@ -108,21 +153,40 @@ def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
         name: The flag, with its hyphens.
 
     Returns:
-        The arguments without `name VALUE` or `name=VALUE`, and the value, which is None where the flag is not there.
+        The arguments without `name VALUE` or `name=VALUE`, and the last value, which is None where the flag is not
+        there.
 
     Raises:
         ValueError: The flag stands at the end, without a value.
     """
-    rest, value, wanted = [], None, False
+    rest, values = take_flags(argv, name)
+    return rest, values[-1] if values else None
+
+
+def take_flags(argv: list[str], name: str) -> tuple[list[str], list[str]]:
+    """Take every use of a flag with one value out of the arguments.
+
+    Args:
+        argv: The arguments.
+        name: The flag, with its hyphens.
+
+    Returns:
+        The arguments without `name VALUE` or `name=VALUE`, and the values in their order.
+
+    Raises:
+        ValueError: The flag stands at the end, without a value.
+    """
+    rest, values, wanted = [], [], False
     for argument in argv:
         if wanted:
-            value, wanted = argument, False
+            values.append(argument)
+            wanted = False
         elif argument == name:
             wanted = True
         elif argument.startswith(name + "="):
-            value = argument.partition("=")[2]
+            values.append(argument.partition("=")[2])
         else:
             rest.append(argument)
     if wanted:
         raise ValueError(f"{name} needs a value")
-    return rest, value
+    return rest, values

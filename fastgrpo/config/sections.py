@@ -12,6 +12,9 @@ TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
 MEMORY_UTILIZATION = Interval(above=0, at_most=1)
 REWARD_ERRORS = ("raise", "skip")
+EVAL_SAMPLES = (
+    "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."
+)
 # The providers of decode attention, in the order in which auto tries them on a GPU.
 ROLLOUT_ATTENTION = ("triton", "flash_attn", "varlen", "sdpa", "products")
 # The name of each rollout backend, and the class that it stands for: `fastgrpo.rollout.make_backend` imports it.
@@ -51,8 +54,9 @@ class PromptConfig:
 
     task: str = setting(
         "arithmetic",
-        "Where prompts and rewards come from: arithmetic (the embedded example), pizza or bandit, which need no "
-        "files; gsm8k; or dataset (any rows with a `prompt` column; --reward_funcs names the rewards).",
+        "Where prompts and rewards come from: arithmetic (the embedded example), countdown, pizza or bandit, which "
+        "need no files; gsm8k; sums (sums and differences in GSM8K's template); or dataset (any rows with a `prompt` "
+        "column; --reward_funcs names the rewards).",
     )
     dataset_name: str | None = setting(
         None,
@@ -153,8 +157,8 @@ class EvaluationConfig:
     """What is measured on held-out prompts."""
 
     max_eval_samples: int | None = setting(
-        None,
-        "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them.",
+        500,
+        EVAL_SAMPLES,
         within=Interval(at_least=1),
         resume="free",
     )

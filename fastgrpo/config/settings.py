@@ -7,8 +7,9 @@ in YAML files (`beta: 0.04`, `--config FILE`).
 
 import dataclasses
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from fastgrpo.config.fields import did_you_mean, documented, typed
 from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
@@ -21,7 +22,14 @@ from fastgrpo.config.sections import (
     RewardConfig,
     TokenFilterConfig,
 )
-from fastgrpo.config.training import ModelConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainingDataConfig
+from fastgrpo.config.training import (
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingDataConfig,
+    UpdatesConfig,
+)
 from fastgrpo.config.validation import validate
 from fastgrpo.loss.objective import Objective
 
@@ -50,12 +58,43 @@ class Settings:
         validate(self)
 
 
+class TrainingConfig(Settings):
+    """What a trainer asks of its settings, besides the settings themselves.
+
+    Attributes:
+        command: The command of the package that takes these settings. A resumed run needs the same one.
+    """
+
+    command: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def rows_per_step(self) -> int:
+        """Rows of the training data that one step takes."""
+
+    @property
+    @abstractmethod
+    def updates_per_step(self) -> int:
+        """Updates of the weights that one step makes."""
+
+    @property
+    def keeps_first_weights(self) -> bool:
+        """Whether a resumed run needs the very weights that the run began with."""
+        return self.use_peft
+
+    @property
+    def run_name(self) -> str:
+        """What the folder of a run is called in runs/, before its number."""
+        return self.task
+
+
 @documented
 @dataclass(frozen=True)
 class GRPOConfig(
     RunConfig,
     EvaluationConfig,
     OptimizerConfig,
+    UpdatesConfig,
     ReferenceConfig,
     ObjectiveConfig,
     AdvantageConfig,
@@ -68,14 +107,16 @@ class GRPOConfig(
     PromptConfig,
     LoadingConfig,
     ModelConfig,
-    Settings,
+    TrainingConfig,
 ):  # the fields come in the reverse of this order: the model first
-    """All settings of a training run.
+    """All settings of a GRPO run.
 
     Raises:
         TypeError: A name is not a setting; the nearest one is named.
         ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
     """
+
+    command = "train"
 
     def __post_init__(self):
         super().__post_init__()
@@ -93,6 +134,21 @@ class GRPOConfig(
             `count` times oversampling_factor, rounded up.
         """
         return math.ceil(round(self.oversampling_factor * count, 6))  # 1.1 * 10 is a little more than 11
+
+    @property
+    def rows_per_step(self) -> int:
+        """Prompts that one step trains on."""
+        return self.prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates of the weights that one step makes."""
+        return self.num_iterations * self.updates_per_rollout
+
+    @property
+    def keeps_first_weights(self) -> bool:
+        """Whether a resumed run needs the very weights that the run began with, as a reference or below adapters."""
+        return self.use_peft or (self.beta > 0 and not self.sync_ref_model)
 
     @property
     def objective(self) -> Objective:

@@ -28,7 +28,8 @@ class ModelConfig:
     """Which policy is trained, and which of its weights."""
 
     model_name_or_path: str | None = setting(
-        None, "Folder or hub id of the causal LM to train. None is the task's own small model, where it has one."
+        None,
+        "Folder, hub id or GGUF file of the causal LM to train. None is the task's own small model, where it has one.",
     )
     use_liger_kernel: bool | None = setting(
         None,
@@ -116,6 +117,17 @@ class RolloutConfig:
 
 @documented
 @dataclass(frozen=True)
+class UpdatesConfig:
+    """How often the completions of a step are learned from."""
+
+    updates_per_rollout: int = setting(
+        1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
+    )
+    num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
+
+
+@documented
+@dataclass(frozen=True)
 class OptimizerConfig:
     """How long the policy is trained, and how its weights move."""
 
@@ -164,10 +176,6 @@ class OptimizerConfig:
     adam_epsilon: float = setting(
         1e-8, "Number that AdamW adds to the root of the second moment.", within=Interval(above=0)
     )
-    updates_per_rollout: int = setting(
-        1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
-    )
-    num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
     max_tokens_per_microbatch: int = setting(
         16384,
         "Largest number of tokens of one forward and backward pass. Memory grows with it; the result does not "
@@ -199,11 +207,12 @@ class RunConfig:
     )
     eval_steps: int | None = setting(
         None,
-        "Number of steps between two evaluations on held-out prompts. The start and the end of a run are evaluated in "
-        "any case, and None evaluates only there.",
+        "Number of steps between two evaluations on held-out prompts. The start of a run is evaluated unless "
+        "eval_on_start is False, the end in any case, and None evaluates only there.",
         within=COUNT,
         resume="free",
     )
+    eval_on_start: bool = setting(True, "Evaluate on held-out prompts before the first step.", resume="free")
     save_steps: int = setting(
         500,
         "Number of steps between two checkpoints. One is also saved after the last step, and on SIGINT and SIGTERM.",

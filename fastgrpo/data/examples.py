@@ -29,6 +29,18 @@ class Example:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
+def is_example(row: dict) -> bool:
+    """Tell whether a row has something to learn, beyond a prompt.
+
+    Args:
+        row: A row.
+
+    Returns:
+        Whether it has a `completion` or `messages`.
+    """
+    return "completion" in row or "messages" in row
+
+
 def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """Tokenize a row for supervised training.
 

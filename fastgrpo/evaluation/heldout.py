@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.prompts import to_completion
@@ -70,6 +71,22 @@ class Evaluation:
         return f"{self.values[name]:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
+def progress_bar(name: str) -> tqdm:
+    """Make the progress bar of an evaluation; its `update` is what `evaluate` takes as `progress`.
+
+    It shows the time that is left, as if every completion went on to its limit: most end earlier, so the end comes
+    sooner. The rate is that of the whole evaluation so far, because prompts are read faster than completions are drawn.
+
+    Args:
+        name: The text in front of the bar.
+
+    Returns:
+        The bar, which is full at 1.
+    """
+    shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    return tqdm(total=1.0, desc=name, leave=False, smoothing=0, bar_format=shape)
+
+
 def evaluate(
     engine: RolloutBackend,
     tokenizer: PreTrainedTokenizerBase,
@@ -77,7 +94,7 @@ def evaluate(
     rewards: Rewards,
     sampling: SamplingParams,
     trainer_state: TrainerState,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[float], object] | None = None,
     num_generations: int = 0,
 ) -> Evaluation:
     """Complete each held-out row once greedily and several times by sampling, and judge all completions.
@@ -89,7 +106,8 @@ def evaluate(
         rewards: The reward functions; the first one is the accuracy.
         sampling: How to draw; its max_tokens and stop_token_ids hold for the greedy completions too.
         trainer_state: How far the run is, which is passed to the reward functions.
-        progress: A function that is called with the number of completions that just finished, or None.
+        progress: A function that is called with the share of the work that was just done, or None. The shares add up to
+            1; the greedy completion of a prompt and each of its draws count the same.
         num_generations: How many completions are sampled for each prompt, in addition to the greedy one. It may be 0.
 
     Returns:
@@ -105,7 +123,9 @@ def evaluate(
     means = _Means()
 
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:
-        result = rewards(_complete(engine, tokenizer, prompts, sampling, draws, progress), trainer_state)
+        share = draws / (1 + num_generations)
+        told = None if progress is None else lambda done: progress(done * share)
+        result = rewards(_complete(engine, tokenizer, prompts, sampling, draws, told), trainer_state)
         _measure(result, rewards, draws, prefix, means)
         return result.completions
 
@@ -194,8 +214,7 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     shares = {}
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):
         if name.endswith("format_reward"):
-            # The mark is a sum of tenths in fp64, so it is compared within rounding.
-            shares["format_rate"] = (column >= getattr(function, "full_mark", 1.0) - 1e-9).double()
+            shares["format_rate"] = full_mark(function)(column).double()
     lengths = [len(completion.rollout.ids) for completion in completions]
     columns["mean_length"] = torch.tensor(lengths, dtype=torch.float64)
     truncated = [completion.rollout.truncated for completion in completions]
@@ -205,6 +224,19 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
         means.add(prefix + name, by_problem, share=name in shares)
     for name, values in judged.logged.items():  # no interval: nobody knows which problem a value belongs to
         means.values[f"{prefix}custom/{name}"] = sum(values) / len(values)
+
+
+def full_mark(function: Callable) -> Callable[[float | torch.Tensor], bool | torch.Tensor]:
+    """Return the test whether a format reward is full: at least the function's `full_mark`, or 1.0 without one.
+
+    Args:
+        function: The reward function.
+
+    Returns:
+        A function of a reward, or of a tensor of rewards, that tells whether each is full.
+    """
+    mark = getattr(function, "full_mark", 1.0)
+    return lambda reward: reward >= mark - 1e-9  # the reward may be a sum of tenths, which rounds
 
 
 def _row(problem, draw, completion):

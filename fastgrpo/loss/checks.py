@@ -68,28 +68,31 @@ def check_token_ids(targets: torch.Tensor, like: torch.Tensor, name: str) -> Non
         raise ValueError(f"targets must be {tuple(like.shape[:-1])} like {name}, got {tuple(targets.shape)}")
 
 
-def choose_backend(backend: str, **tensors: torch.Tensor) -> str:
+def choose_backend(backend: str, full_kl: bool = False, **tensors: torch.Tensor) -> str:
     """Choose the code path of a loss.
 
     Args:
         backend: "auto", "chunked" or "triton".
+        full_kl: Whether the loss has the KL of the full distributions, which the chunked path alone computes.
         tensors: The inputs that the kernels would read, by the names that errors call them.
 
     Returns:
         "chunked" or "triton".
 
     Raises:
-        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors.
+        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors or has no such KL.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
         one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        fits = HAS_TRITON and one_dtype and all(_fits(tensor) for tensor in tensors.values())
+        fits = HAS_TRITON and not full_kl and one_dtype and all(_fits(tensor) for tensor in tensors.values())
         backend = "triton" if fits else "chunked"
         if not torch.compiler.is_compiling():
-            _log_choice(backend)
+            _log_choice(backend, ", the only one that computes kl='full'" if full_kl else "")
     elif backend == "triton":
+        if full_kl:
+            raise ValueError("backend='triton' does not compute kl='full'; use backend='auto' or backend='chunked'")
         if not HAS_TRITON:
             raise ValueError("backend='triton' needs Triton (pip install triton, Linux); use backend='chunked'")
         dtypes = {t.dtype for t in tensors.values()}
@@ -142,8 +145,8 @@ def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
 
 
 @cache
-def _log_choice(backend):
-    logger.info("backend='auto' runs the %s path", backend)
+def _log_choice(backend, why):
+    logger.info("backend='auto' runs the %s path%s", backend, why)
 
 
 def _fits(tensor):

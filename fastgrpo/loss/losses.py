@@ -11,6 +11,7 @@ every objective. The losses are computed in these files:
 | grpo_loss        | reference.py: policy_loss              | policy_loss.py    | objectives.py             |
 | logits_grpo_loss | reference.py: logits_grpo_loss         | logits_grpo.py    | chunked_logits.py         |
 | linear_grpo_loss | reference.py: linear_grpo_loss         | linear_grpo.py    | chunked.py                |
+| its kl="full"    | reference.py: full_kl                  | none              | full_kl.py                |
 
 The weights w_n and their formulas stand at the end of objective.py. tests/loss/ compares the losses with reference.py
 on a CPU, and tests/kernels/interpreted/ does so for the Triton kernels. benchmarks/bench_loss.py times linear_grpo_loss
@@ -37,6 +38,7 @@ from fastgrpo.loss.checks import (
     choose_backend,
     compacts,
 )
+from fastgrpo.loss.full_kl import reference_head, refuse_full_kl
 from fastgrpo.loss.inputs import TokenInputs
 from fastgrpo.loss.objective import Objective
 from fastgrpo.loss.output import GRPOLossOutput, loss_output
@@ -56,7 +58,8 @@ def linear_grpo_loss(
     cu_seqlens: Tensor | Sequence[int] | None = None, rows: Tensor | None = None, old_logps: Tensor | None = None,
     ref_logps: Tensor | None = None, sampler_logps: Tensor | None = None, token_weights: Tensor | None = None,
     num_items_in_batch: int | Tensor | None = None, temperature: float | Tensor = 1.0, bias: Tensor | None = None,
-    logit_softcap: float | None = None, return_entropy: bool = False, compact: str | None = None,
+    logit_softcap: float | None = None, return_entropy: bool = False, ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, compact: str | None = None,
     process_group: "ProcessGroup | None" = None, backend: str = "auto", objective: Objective | None = None,
     **knobs: Any,
 ) -> GRPOLossOutput:  # fmt: skip
@@ -77,7 +80,7 @@ def linear_grpo_loss(
             device.
         old_logps: Log-probs under the policy that drew the tokens. None on the first update of a rollout, where they
             equal the current ones and the ratio is 1.
-        ref_logps: Log-probs under the reference, needed where beta is not 0.
+        ref_logps: Log-probs under the reference, needed where beta is not 0 and kl is not "full".
         sampler_logps: Log-probs that the sampler (vLLM, SGLang, ...) reported, NaN where it reported none. The
             surrogate is multiplied by exp(old - sampler) as `importance_sampling_mode` and its bounds say. None applies
             no such weights.
@@ -88,13 +91,18 @@ def linear_grpo_loss(
         bias: [V] or None.
         logit_softcap: As in `linear_logprob`.
         return_entropy: Whether to add the mean `entropy` over active rows, in nats, to the metrics.
+        ref_hidden: [B, T, R] or [N, R], the reference's hidden states at the same tokens; R may differ from D. Where
+            beta is not 0 and kl is "full", it takes the place of ref_logps, with ref_weight.
+        ref_weight: [V, R], the reference's head. Its logits have the temperature and the soft-cap of the policy's.
+        ref_bias: [V], the bias of the reference's head, or None.
         compact: An argument for trainers of your own; the engine here passes `rows` instead. The triton backend reads
             it where `rows` is not given. None computes the rows without gradient too, with hidden states of 0, because
             only the device knows which rows these are; a sequence-level objective of more than one chunk then takes a
             forward pass first. "sync" waits until the host knows these rows, and leaves them out.
         process_group: An argument for trainers of your own; the engine here does not pass it. It holds the ranks over
             which the rows of weight and bias are sharded, as in `linear_logprob`.
-        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
+        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked, and chunked for kl="full"), "chunked" or
+            "triton".
         objective: The objective, in place of `knobs`.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
@@ -103,14 +111,18 @@ def linear_grpo_loss(
 
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; something by which the loss is not
-            differentiated requires grad; beta is not 0 and there are no ref_logps; both objective and knobs are given;
-            or `Objective` refuses a knob. On the CPU also: an active row has a target outside [0, V), or a number that
-            is not finite where it must be; rows or cu_seqlens do not rise; or the mask is negative or NaN.
+            differentiated requires grad; beta is not 0 and what the KL needs of the reference is missing; kl is "full"
+            with backend "triton" or a process_group; both objective and knobs are given; or `Objective` refuses a knob.
+            On the CPU also: an active row has a target outside [0, V), or a number that is not finite where it must be;
+            rows or cu_seqlens do not rise; or the mask is negative or NaN.
     """
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
-    hidden, weight = cast_for_autocast(backend, hidden, weight)
-    backend = choose_backend(backend, hidden=hidden, weight=weight)
+    reference = reference_head(
+        objective, hidden, weight, ref_logps, ref_hidden, ref_weight, ref_bias, process_group
+    )  # fmt: skip
+    hidden, weight = cast_for_autocast("chunked" if objective.full_kl else backend, hidden, weight)
+    backend = choose_backend(backend, objective.full_kl, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature)  # fmt: skip
@@ -126,7 +138,7 @@ def linear_grpo_loss(
     else:
         loss, outputs = chunked.LinearGRPO.apply(
             flat, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needed(hidden, weight, bias),
-            return_entropy, vocabulary, logit_softcap,
+            return_entropy, vocabulary, logit_softcap, reference,
         )  # fmt: skip
     return loss_output(loss, outputs, kept, targets)
 
@@ -172,11 +184,12 @@ def logits_grpo_loss(
         As `linear_grpo_loss`.
 
     Raises:
-        ValueError: As `linear_grpo_loss`.
+        ValueError: As `linear_grpo_loss`, and for kl="full", which needs the reference's hidden states and head.
     """
     check_tensor(logits, "logits", "floating point")
     backend = choose_backend(backend, logits=logits)
     objective = Objective.of(objective, knobs)
+    refuse_full_kl(objective, "logits")
     check_token_ids(targets, logits, "logits")
     if not logits.shape[-1]:
         raise ValueError(f"logits must hold at least one token of the vocabulary, got shape {tuple(logits.shape)}")
@@ -226,11 +239,13 @@ def grpo_loss(
         As `linear_grpo_loss`.
 
     Raises:
-        ValueError: As `linear_grpo_loss`, and for an entropy bonus, which needs logits.
+        ValueError: As `linear_grpo_loss`, for an entropy bonus, which needs logits, and for kl="full", which needs the
+            reference's hidden states and head.
     """
     check_tensor(logps, "logps", "floating point")
     backend = choose_backend(backend, logps=logps)
     objective = Objective.of(objective, knobs)
+    refuse_full_kl(objective, "log-probs")
     if objective.entropy_coef != 0:
         raise ValueError(
             f"entropy_coef={objective.entropy_coef} needs the logits: use linear_grpo_loss or logits_grpo_loss, or "

@@ -41,7 +41,7 @@ LOSS_TYPES = {
     "vespo": ("vespo", "step_tokens"),
 }
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+KL_KINDS = ("k1", "k2", "k3", "abs", "full")  # estimators from the drawn tokens, and the sum over the vocabulary
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
@@ -85,7 +85,8 @@ class Objective:
             ratio itself (5.0 in arXiv 2510.13786) and must be given.
         delta: Upper bound on the unclipped ratio (two-sided clip, arXiv 2505.07291 eq. 2), or None.
         beta: Coefficient of the KL to the reference. 0 needs no reference.
-        kl: Estimator of the KL from d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1, "abs" is |d|.
+        kl: KL of a token. Its estimators, from d = ref_logp - logp: "k1" is -d, "k2" is d^2/2, "k3" is e^d - d - 1,
+            "abs" is |d|. "full" is the KL of the full distributions, sum_v pi_v (log pi_v - log ref_v).
         max_completion_length: The constant length that dr_grpo divides by, in tokens.
         use_bias_correction_kl: Multiply the KL by the ratio, with gradient through both (arXiv 2512.02556).
         entropy_coef: Coefficient of the mean entropy over the tokens of the step, which is subtracted from the loss.
@@ -126,7 +127,7 @@ class Objective:
         for name, choices in (
             ("loss_type", LOSS_TYPES),
             ("importance_sampling_level", IMPORTANCE_SAMPLING_LEVELS),
-            ("kl", KL_ESTIMATORS),
+            ("kl", KL_KINDS),
             ("importance_sampling_mode", IMPORTANCE_SAMPLING_MODES),
         ):
             if getattr(self, name) not in tuple(choices):
@@ -165,6 +166,11 @@ class Objective:
             raise ValueError(
                 f"delta bounds the ratio of losses with clipping, and {self.loss_type} has none; pass delta=None"
             )
+        if self.use_bias_correction_kl and self.kl == "full":
+            raise ValueError(
+                "use_bias_correction_kl corrects an estimate from drawn tokens, and kl='full' is no estimate: it sums "
+                "over the whole vocabulary; leave one of them out"
+            )
 
     def check_sampler(self) -> None:
         """Refuse an importance_sampling_mode that the surrogate cannot use with a sampler's log-probs.
@@ -178,6 +184,11 @@ class Objective:
                 "importance_sampling_mode must be 'token_truncate' or 'token_mask' with sampler_logps, got "
                 f"{self.importance_sampling_mode!r}"
             )
+
+    @property
+    def full_kl(self) -> bool:
+        """Whether the loss has the KL of the full distributions, and so reads the reference's states and head."""
+        return self.beta != 0 and self.kl == "full"
 
     @classmethod
     def of(cls, objective: "Objective | None", knobs: dict[str, Any]) -> "Objective":

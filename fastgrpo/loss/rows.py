@@ -238,7 +238,7 @@ def _host_lengths(layout, rows, total):
 
 def _check(layout, objective, inputs, coupled):
     """Raise a ValueError where the objective needs an input that is missing."""
-    if objective.beta != 0 and inputs.ref_logps is None:
+    if objective.beta != 0 and not objective.full_kl and inputs.ref_logps is None:
         raise ValueError(f"beta={objective.beta} needs ref_logps; pass them, or beta=0")
     mode = objective.importance_sampling_mode
     if inputs.sampler_logps is not None:

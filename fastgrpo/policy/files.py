@@ -17,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from fastgrpo.config.command import explain
+from fastgrpo.policy.gguf import SUFFIX, find_gguf, source_of
 
 # Sizes of a model. transformers would divide by some of them, or build a model without layers.
 SIZES = (
@@ -39,7 +40,7 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
     Errors that `explain` can explain (no memory, no permission, a full disk, a missing package) pass as they are.
 
     Args:
-        path: The folder or hub id that is loaded.
+        path: The folder, hub id or GGUF file that is loaded.
         what: What is loaded of it, for the message.
 
     Returns:
@@ -49,7 +50,8 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
         ValueError: There is no such folder, or it cannot be loaded.
     """
     path = str(path)
-    if not path or ((path.startswith((".", "/", "~")) or path.count("/") > 1) and not os.path.isdir(path)):
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if not path or (is_path and not os.path.isdir(path) and not path.lower().endswith(SUFFIX)):
         raise ValueError(f"no such model folder: {path or '(an empty name)'}")
     try:
         yield
@@ -59,7 +61,9 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
         refuse_code(path, error)
         if type(error).__name__.startswith("StrictDataclass"):  # of huggingface_hub: a field of the config
             raise ValueError(f"{path}/config.json: {_reason(error.__cause__ or error)}; correct the field") from error
-        remedy = "the files may be damaged or incomplete" if os.path.isdir(path) else "name a folder or a hub id"
+        remedy = "the files may be damaged or incomplete" if os.path.exists(path) else "name a folder or a hub id"
+        if "GGUF model with architecture" in str(error):
+            remedy = "use the model's folder with .safetensors files"
         raise ValueError(f"the {what} of {path!r} cannot be loaded ({remedy}): {_reason(error)}") from error
 
 
@@ -93,7 +97,7 @@ def read_json(path: str | Path, file: str, local_files_only: bool = False) -> di
     """Read a JSON file of a model.
 
     Args:
-        path: The folder or hub id.
+        path: The folder or hub id, or a GGUF file, beside which the file may lie.
         file: The name of the file in it.
         local_files_only: Whether to look for the file of a hub id in the hub's cache alone.
 
@@ -103,9 +107,10 @@ def read_json(path: str | Path, file: str, local_files_only: bool = False) -> di
     Raises:
         ValueError: The file is not JSON, or holds no object.
     """
+    folder, _ = source_of(path)
     with loading(path, file):
         found = cached_file(
-            path,
+            folder,
             file,
             local_files_only=local_files_only,
             _raise_exceptions_for_gated_repo=False,
@@ -122,12 +127,13 @@ def check_tokenizer_files(path: str | Path) -> None:
     """Refuse a tokenizer whose files have a field that cannot be used; transformers reads config.json for it too.
 
     Args:
-        path: The folder or hub id.
+        path: The folder, hub id or GGUF file. A GGUF file holds what config.json does.
 
     Raises:
         ValueError: A file is damaged, or a field is not allowed; both are named.
     """
-    _check_config(f"{path}/config.json", read_json(path, "config.json"))
+    if find_gguf(path) is None:
+        _check_config(f"{path}/config.json", read_json(path, "config.json"))
     template = read_json(path, "tokenizer_config.json").get("chat_template")
     if not isinstance(template, (str, list, dict, type(None))):
         raise ValueError(f"{path}/tokenizer_config.json: chat_template must be text, got {template!r}; correct it")
@@ -137,7 +143,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
     """Read the config of a model, in which no implementation of attention or experts is chosen.
 
     Args:
-        path: The folder or hub id. A folder with adapters alone gives the config of their base model.
+        path: The folder, hub id or GGUF file. A folder with adapters alone gives the config of their base model.
         trust_remote_code: Whether Python code that comes with the model may run.
         local_files_only: Whether to look for a hub id in the hub's cache alone.
 
@@ -147,14 +153,18 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
     Raises:
         ValueError: A file is damaged, or a field is not allowed; both are named.
     """
-    path = _base_of(path, local_files_only)
-    _check_config(f"{path}/config.json", read_json(path, "config.json", local_files_only))
+    if find_gguf(path) is None:
+        path = _base_of(path, local_files_only)
+        _check_config(f"{path}/config.json", read_json(path, "config.json", local_files_only))
     generation = read_json(path, "generation_config.json", local_files_only)
     check_end_ids(f"{path}/generation_config.json: eos_token_id", generation.get("eos_token_id"))
-    with loading(path, "config.json"):
+    source, gguf = source_of(path)
+    with loading(path, "config" if gguf else "config.json"):
         config = AutoConfig.from_pretrained(
-            path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+            source, trust_remote_code=trust_remote_code, local_files_only=local_files_only, **gguf
         )
+    if gguf:
+        _check_config(path, config.to_dict())
     _pin(config)
     return config
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from fastgrpo.data.examples import Example, to_examples
 from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows, as_rows
@@ -69,3 +70,34 @@ def check_rows(
     prompts = prompts_of(rows, tokenizer, policy, max_tokens)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), delay=2, leave=False):
         pass
+
+
+def examples_of(rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> list[Example]:
+    """Tokenize every row for supervised training, and check that the policy can hold each example.
+
+    Args:
+        rows: Rows with `prompt` and `completion`, or with `messages`.
+        tokenizer: The policy's tokenizer.
+        policy: The policy.
+
+    Returns:
+        The examples in the order of the rows.
+
+    Raises:
+        ValueError: For the reasons of `to_examples`, or an example is longer than the model's context or has a token
+            that the model does not know; the error names the place of the row.
+    """
+
+    def fitting(row):
+        examples = to_examples(row, tokenizer)
+        for example in examples:
+            policy.check_ids([*example.prompt_ids, *example.completion_ids], "the example")
+            if policy.context is not None and len(example) > policy.context:
+                raise ValueError(
+                    f"the example has {len(example)} tokens, which exceeds the model's context of {policy.context}; "
+                    "shorten it or leave it out"
+                )
+        return examples
+
+    checked = as_rows(rows, "data").each(fitting)
+    return [example for examples in tqdm(checked, "tokenize", len(rows), delay=2, leave=False) for example in examples]

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from fastgrpo.policy.attention import attention_of
 from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config
+from fastgrpo.policy.gguf import set_special_tokens, source_of, unpacked
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.own_attention import narrow_window, packing_obstacle
@@ -68,10 +69,10 @@ def load_policy(
     own_attention: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer from a folder or the hub.
+    """Load a causal LM and its tokenizer from a folder, the hub or a GGUF file.
 
     Args:
-        path: The folder or hub id.
+        path: The folder, hub id or GGUF file.
         dtype: See `choose_dtype`.
         device: See `choose_device`.
         gradient_checkpointing: See `prepare`.
@@ -98,7 +99,7 @@ def policy_and_tokenizer(
     """Load or take over the model that a trainer trains, on its device and in its precision.
 
     Args:
-        model: A folder or hub id, or a transformers causal LM, which is changed in place.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is changed in place.
         tokenizer: The tokenizer; None loads the model's.
         config: The `GRPOConfig`.
 
@@ -113,7 +114,7 @@ def policy_and_tokenizer(
     refuse_wrappers(model)
     if not isinstance(model, (str, Path, PreTrainedModel)):
         raise ValueError(
-            f"model is of type {type(model).__name__}; pass a folder, a hub id or a transformers causal LM"
+            f"model is of type {type(model).__name__}; pass a folder, a hub id, a GGUF file or a transformers causal LM"
         )
     if not isinstance(model, PreTrainedModel):
         return load_policy(
@@ -139,10 +140,10 @@ def policy_and_tokenizer(
 def load_model(
     path: str | Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a causal LM from a folder or the hub.
+    """Load a causal LM from a folder, the hub or a GGUF file.
 
     Args:
-        path: The folder or hub id.
+        path: The folder, hub id or GGUF file.
         dtype: See `choose_dtype`.
         device: See `choose_device`.
         trust_remote_code: Whether Python code that comes with the model may run.
@@ -155,16 +156,19 @@ def load_model(
     """
     device = choose_device(device)
     config = read_config(path, trust_remote_code)
+    source, gguf = source_of(path)
     with loading(path, "model"):
         model, report = AutoModelForCausalLM.from_pretrained(
-            path,
+            source,
             config=config,
             dtype=choose_dtype(dtype, device),
             trust_remote_code=trust_remote_code,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
+            **unpacked(gguf),
         )
     _check_weights(path, model, report)
+    model.config.name_or_path = str(path)  # transformers notes the folder of a GGUF file in place of the file
     return model.to(device)
 
 
@@ -193,10 +197,10 @@ def _any_layer(name):
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder or hub id.
+    """Load the tokenizer of a folder, hub id or GGUF file.
 
     Args:
-        path: The folder or hub id.
+        path: The folder, hub id or GGUF file.
         trust_remote_code: Whether Python code that comes with it may run.
 
     Returns:
@@ -206,8 +210,12 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         ValueError: It cannot be loaded.
     """
     check_tokenizer_files(path)
+    source, gguf = source_of(path)
     with loading(path, "tokenizer"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **gguf)
+    if gguf:
+        set_special_tokens(tokenizer)
+    return tokenizer
 
 
 def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

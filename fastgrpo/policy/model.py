@@ -172,9 +172,21 @@ class Policy:
         Returns:
             [M] fp32 log-probs, in nats.
         """
-        states = self.completion_states(batch)
+        return self.logps_of(self.completion_states(batch), batch.targets, temperature)
+
+    def logps_of(self, states: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Compute the log-probs of tokens from the states that predict them.
+
+        Args:
+            states: [M, D] in the policy's dtype, as `completion_states` returns them.
+            targets: [M] int64, the tokens.
+            temperature: The temperature of the softmax.
+
+        Returns:
+            [M] fp32 log-probs, in nats.
+        """
         weight, bias, softcap = self.head  # after the layers: where weights are sharded, the forward pass gathers them
-        return linear_logprob(states, weight, batch.targets, bias=bias, logit_softcap=softcap, temperature=temperature)
+        return linear_logprob(states, weight, targets, bias=bias, logit_softcap=softcap, temperature=temperature)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Compute the logits of the few states from which tokens are drawn.
@@ -209,14 +221,30 @@ class Policy:
             ValueError: The prompt is empty, leaves no room for `max_tokens` in the model's context, or has a token
                 without an embedding.
         """
+        self.check_ids(ids, name)
+        if self.context is not None and len(ids) + max_tokens > self.context:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it exceeds the model's context of "
+                f"{self.context}; shorten the prompt or lower {limit}"
+            )
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a prompt with its completion; None where the model's config sets no limit."""
+        return getattr(self.shape, "max_position_embeddings", None)
+
+    def check_ids(self, ids: list[int], name: str) -> None:
+        """Refuse token ids that the policy cannot read.
+
+        Args:
+            ids: Token ids.
+            name: What the error calls them.
+
+        Raises:
+            ValueError: There are none, or one has no embedding.
+        """
         if not ids:
             raise ValueError(f"{name} has no tokens")
-        context = getattr(self.shape, "max_position_embeddings", None)
-        if context is not None and len(ids) + max_tokens > context:
-            raise ValueError(
-                f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it exceeds the model's context of {context}; "
-                f"shorten the prompt or lower {limit}"
-            )
         embeddings = self.module.get_input_embeddings().weight.shape[0]
         if min(ids) < 0:
             raise ValueError(f"{name} has the token id {min(ids)}, which is negative; token ids count from 0")

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch, split_by_tokens
 from fastgrpo.policy.lora import adapters_off, has_adapters
-from fastgrpo.policy.model import Policy
+from fastgrpo.policy.model import Head, Policy
 from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.streaming import LayerStream
 
@@ -111,7 +111,7 @@ class Reference:
         """Make `policy` compute as the reference while the context manager is open."""
         yield
 
-    def score(self, samples: Sequence[Sample], scoring: Scoring) -> tuple[list[torch.Tensor], dict[str, float]]:
+    def score(self, samples: Sequence[Sample], scoring: Scoring) -> list[torch.Tensor]:
         """Compute the reference's log-probs of completions.
 
         Args:
@@ -119,10 +119,38 @@ class Reference:
             scoring: How they are scored.
 
         Returns:
-            The log-probs as the function `score` returns them, and metrics by name, most often none.
+            The log-probs as the function `score` returns them.
         """
         with self.ready():
-            return score(self.policy, samples, scoring), {}
+            return score(self.policy, samples, scoring)
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> tuple[torch.Tensor, Head]:
+        """Compute the hidden states that the KL of the full distributions takes, of one micro-batch.
+
+        Args:
+            batch: The packed micro-batch.
+
+        Returns:
+            [M, D], one state for each completion token, and the head, without gradient. Both are on the policy's device
+            and stay there as long as they are held, also the head of a copy in host memory.
+        """
+        with self.ready():
+            states = self.policy.completion_states(batch)
+            weight, bias, softcap = self.policy.head
+            return states, Head(weight.detach(), None if bias is None else bias.detach(), softcap)
+
+    def measure(self, samples: Sequence[Sample], scoring: Scoring) -> dict[str, float]:
+        """Measure how good the reference is, before it is used on samples.
+
+        Args:
+            samples: The completions with their prompts.
+            scoring: How they are scored.
+
+        Returns:
+            Metrics by name: none, where the reference is exact.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: nothing, because a resumed run makes the reference anew."""
@@ -209,7 +237,7 @@ class StreamedCopy(FrozenCopy):
 class QuantizedCopy(Reference):
     """A copy with quantized linear layers; embedding, norms and head keep their dtype.
 
-    The first `score` also measures `ref/kl_error` against the exact copy, which is streamed for it and then dropped.
+    The first `measure` takes `ref/kl_error` against the exact copy, which is streamed for it and then dropped.
 
     Args:
         policy: The policy.
@@ -221,23 +249,21 @@ class QuantizedCopy(Reference):
         super().__init__(Policy(module, policy.own_attention))
         self.exact = StreamedCopy(policy)
 
-    def score(self, samples: Sequence[Sample], scoring: Scoring) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Compute the copy's log-probs of completions; the first time, also how far they are from the exact ones.
+    def measure(self, samples: Sequence[Sample], scoring: Scoring) -> dict[str, float]:
+        """Measure, the first time, how far the copy's log-probs are from the exact ones.
 
         Args:
             samples: The completions with their prompts.
             scoring: How they are scored.
 
         Returns:
-            The log-probs, and the first time `ref/kl_error`: the mean k3 estimate of the KL from the exact reference.
+            The first time `ref/kl_error`, the mean k3 estimate of the KL from the exact reference; later nothing.
         """
-        logps, metrics = super().score(samples, scoring)
-        if self.exact is not None and samples:
-            exact, _ = self.exact.score(samples, scoring)
-            log_ratio = torch.cat(logps) - torch.cat(exact)
-            metrics = {"ref/kl_error": (log_ratio.expm1() - log_ratio).mean().item()}  # k3: e^d - d - 1
-            self.exact = None
-        return logps, metrics
+        if self.exact is None or not samples:
+            return {}
+        log_ratio = torch.cat(self.score(samples, scoring)) - torch.cat(self.exact.score(samples, scoring))
+        self.exact = None
+        return {"ref/kl_error": (log_ratio.expm1() - log_ratio).mean().item()}  # k3: e^d - d - 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether the copy has been compared with the exact one."""

@@ -1,5 +1,7 @@
 """The reward functions of GSM8K: a correct value, the requested format, and a completion that ends in time.
 
+Their sum cannot teach a model to say nothing: an empty completion gets `-LENGTH_PENALTY`, and no completion gets less.
+
 Each is called as TRL calls reward functions: ``reward(prompts, completions, completion_ids=..., trainer_state=...,
 **columns)``. Every argument but the trainer state has one item per completion, and so has the list that is returned.
 """
@@ -11,6 +13,7 @@ from fastgrpo.rewards.answers import answers_match, completion_text, read_number
 
 FORMAT_STEP = 0.1
 SOFT_LIMIT = 0.8  # length_reward begins to fall at this share of the completion limit
+LENGTH_PENALTY = FORMAT_STEP  # one tag outweighs it, so that a completion that is too long is still worth a try
 
 _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 
@@ -82,20 +85,21 @@ def _format_steps(text: str) -> int:
 def length_reward(
     prompts: list, completions: list, *, completion_ids: list[list[int]], trainer_state: Any, **columns: list
 ) -> list[float]:
-    """Punish a completion that comes near the limit at which it would be truncated.
+    """Punish a completion that comes near the limit at which it would be truncated, or that is empty.
 
-    The reward is 0.0 up to ``SOFT_LIMIT`` of the limit and falls linearly to -1.0 at the limit, so a short completion
-    never gets more than one of ordinary length (the soft overlong punishment of DAPO, arXiv 2503.14476, equation 13).
+    The reward is 0.0 up to ``SOFT_LIMIT`` of the limit and falls linearly to ``-LENGTH_PENALTY`` at the limit. This is
+    the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) on a smaller scale. A completion without text
+    gets ``-LENGTH_PENALTY`` too: otherwise silence would be the best answer to a problem that the model cannot solve.
 
     Args:
         prompts: Not used.
-        completions: Not used.
+        completions: Strings, or lists of messages.
         completion_ids: The token ids of each completion.
         trainer_state: Its attribute ``max_completion_length`` is the limit in tokens.
         columns: Not used.
 
     Returns:
-        One reward from -1.0 to 0.0 per completion.
+        One reward from ``-LENGTH_PENALTY`` to 0.0 per completion.
 
     Raises:
         ValueError: The trainer state has no positive limit.
@@ -104,10 +108,15 @@ def length_reward(
         >>> from types import SimpleNamespace
         >>> state = SimpleNamespace(max_completion_length=10)
         >>> length_reward(["?"] * 3, ["..."] * 3, completion_ids=[[0] * 8, [0] * 9, [0] * 10], trainer_state=state)
-        [0.0, -0.5, -1.0]
+        [0.0, -0.05, -0.1]
     """
     limit = getattr(trainer_state, "max_completion_length", None)
     if limit is None or limit <= 0:
         raise ValueError(f"length_reward needs a positive trainer_state.max_completion_length, not {limit!r}")
     soft_limit = SOFT_LIMIT * limit
-    return [min(0.0, max(-1.0, (soft_limit - len(ids)) / (limit - soft_limit))) for ids in completion_ids]
+    return [
+        LENGTH_PENALTY * min(0.0, max(-1.0, (soft_limit - len(ids)) / (limit - soft_limit)))
+        if completion_text(completion).strip()
+        else -LENGTH_PENALTY
+        for completion, ids in zip(completions, completion_ids, strict=True)
+    ]

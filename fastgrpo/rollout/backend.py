@@ -165,6 +165,10 @@ class RolloutBackend(ABC):
     def _stop(self, request):
         """Drop a request that runs. Returns how many tokens of its completions had been drawn."""
 
+    def work_left(self) -> int:
+        """Count the tokens that the unfinished requests take at most: of prompts to read and of completions to draw."""
+        return sum(len(request.prompt_ids) + sum(request.limits) for request in self.unfinished.values())
+
     def has_unfinished_requests(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self.unfinished)
@@ -194,7 +198,7 @@ class RolloutBackend(ABC):
         prompts: Sequence[Sequence[int]],
         num_generations: int = 1,
         sampling: SamplingParams | None = None,
-        progress: Callable[[int], object] | None = None,
+        progress: Callable[[float], object] | None = None,
     ) -> list[Rollout]:
         """Draw G completions of each prompt, to the end.
 
@@ -202,7 +206,8 @@ class RolloutBackend(ABC):
             prompts: B lists of token ids, none empty.
             num_generations: G.
             sampling: How to draw.
-            progress: A function that is called with the number of completions that just finished, or None.
+            progress: A function that is called with the share of the work that was just done, or None. The shares add
+                up to 1; `work_left` measures them.
 
         Returns:
             B * G rollouts; those of a prompt stand side by side.
@@ -216,11 +221,12 @@ class RolloutBackend(ABC):
         try:
             for i, prompt in enumerate(prompts):
                 self.add_request(prompt, num_generations, sampling, request_id=i)
+            work = left = self.work_left()
             while self.has_unfinished_requests():
-                for output in self.step():
-                    groups[output.request_id] = output.rollouts
-                    if progress is not None:
-                        progress(num_generations)
+                groups |= {output.request_id: output.rollouts for output in self.step()}
+                if progress is not None:
+                    progress((left - self.work_left()) / work)
+                    left = self.work_left()
         finally:
             for request_id in list(self.unfinished):
                 self.abort_request(request_id)

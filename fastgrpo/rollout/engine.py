@@ -162,6 +162,11 @@ class RolloutEngine(RolloutBackend):
         self._release()
         return drawn
 
+    def work_left(self) -> int:
+        """Count the tokens that are left at most: prompts of waiting requests, and what may yet be drawn."""
+        waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
+        return waiting + sum(running.end - self.steps for running in self.running if running)
+
     def _release(self):
         """Release the gathered weights once nothing is in flight."""
         if not self.unfinished:

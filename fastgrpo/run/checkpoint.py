@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run.folder import RunFolder
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -243,7 +243,7 @@ class Checkpointer:
         log: The log of the run, whose folder receives the checkpoints.
     """
 
-    def __init__(self, config: GRPOConfig, log: CheckpointLog) -> None:
+    def __init__(self, config: TrainingConfig, log: CheckpointLog) -> None:
         self.config, self.log = config, log
         self._good = log.checkpoint
         self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # step of the last save

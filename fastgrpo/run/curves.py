@@ -42,6 +42,13 @@ PANELS = (
     Panel("Advantage magnitude", "mean |A|", ("advantage/abs_mean",)),
     Panel("Groups with spread", "share", ("frac_informative",)),
 )
+# What the picture of supervised training shows.
+SUPERVISED_PANELS = (
+    Panel("Loss", "nats a token", ("loss", "eval/loss"), ("training", "held-out")),
+    Panel("Accuracy", "share right", ("eval/accuracy",), ("held-out, greedy",)),
+    Panel("Gradient norm", "before clipping", ("grad_norm",)),
+    Panel("Learning rate", "of AdamW", ("learning_rate",), window=1),
+)
 
 
 def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dict[str, tuple[list[int], list[float]]]:
@@ -124,7 +131,7 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
     FigureCanvasAgg(figure)
     windows = sorted({panel.window for panel in panels if panel.window > 1})
     averages = f"moving average over {' or '.join(map(str, windows))} logged steps"
-    figure.suptitle(f"{Path(run_dir).resolve().name}: GRPO, {averages}")
+    figure.suptitle(f"{Path(run_dir).resolve().name}: {averages}")
     for axis, panel in zip(figure.subplots(2, len(panels) // 2).flat, panels, strict=True):
         for i, (name, label) in enumerate(zip(panel.metrics, panel.labels or panel.metrics, strict=True)):
             color, (steps, values) = f"C{i}", series.get(name, ([], []))
@@ -179,10 +186,13 @@ def conclude(
             written.append(name)
         except (ValueError, OSError) as error:
             say(f"warning: {name} is not written: {error}")
-    files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl", "samples": "samples.jsonl"}
+    files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl"}
     files |= {Path(name).stem: name for name in written} | {"config": "config.json"}
-    optional = {"merged": "merged", "trace": "trace.json.gz"}
-    files |= {name: file for name, file in optional.items() if (run_dir / file).exists()}
+    optional = {"samples": "samples.jsonl", "merged": "merged", "trace": "trace.json.gz"}
+    # Supervised training draws no samples, and its file of them is empty.
+    files |= {
+        name: file for name, file in optional.items() if (run_dir / file).exists() and (run_dir / file).stat().st_size
+    }
     shown = [(name, value) for name, value in summary.items() if value is not None]
     shown += _held_out(run_dir, panels, say)
     return table([*shown, *((name, run_dir / file) for name, file in files.items())])

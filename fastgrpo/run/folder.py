@@ -19,7 +19,7 @@ MADE = ".made-by-runs"
 # Every name that a run gives to something in its folder. Nothing else is ever noted or deleted.
 NAMES = re.compile(
     r"config\.json|metrics\.jsonl|samples\.jsonl|curves\.png|summary\.json|trace\.json\.gz|merged|warm-start|tensorboard"
-    r"|wandb|(stale-|\.tmp-)?checkpoint-\d+\+*"
+    r"|wandb|sweep\.(csv|png)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
 _GONE = "deleted "  # begins the line of a name whose thing a run has deleted
 
@@ -187,7 +187,7 @@ def note(path: Path, *names: str, gone: bool = False) -> None:
 
 def claim_output_dir(
     output_dir: str | None,
-    task: str,
+    name: str,
     overwrite: bool = False,
     resume: bool = False,
     inputs: Mapping[str, Path] | None = None,
@@ -195,8 +195,8 @@ def claim_output_dir(
     """Create and lock the folder of a run.
 
     Args:
-        output_dir: The folder. None takes the next free runs/TASK-N.
-        task: The name of the task, which names the folder where `output_dir` is None.
+        output_dir: The folder. None takes the next free runs/NAME-N.
+        name: What the folder is called where `output_dir` is None.
         overwrite: Whether to delete what earlier runs made in the folder. Other files stay.
         resume: Whether a folder that is not empty is accepted as it is.
         inputs: What the run reads, by what it is called in the error, such as "the model".
@@ -210,7 +210,7 @@ def claim_output_dir(
     """
     try:
         if output_dir is None:
-            return RunFolder(_next_numbered(task))
+            return RunFolder(_next_numbered(name))
         path = Path(os.path.realpath(output_dir))
         if path.exists() and not path.is_dir():
             raise ValueError(f"output_dir {path} is a file; name a folder")
@@ -260,14 +260,14 @@ def _refuse_inputs(path, inputs):
             )
 
 
-def _next_numbered(task):
-    """Create the folder runs/TASK-N with the first number that is free, though others may start at the same moment."""
-    if not re.fullmatch(r"\w[\w.-]*", task):
-        raise ValueError(f"task {task!r} cannot name a folder; set output_dir")
+def _next_numbered(name):
+    """Create the folder runs/NAME-N with the first number that is free, though others may start at the same moment."""
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"task {name!r} cannot name a folder; set output_dir")
     RUNS.mkdir(exist_ok=True)
     while True:
-        taken = [re.fullmatch(rf"{re.escape(task)}-(\d+)", path.name) for path in RUNS.iterdir()]
-        path = RUNS / f"{task}-{max((int(match[1]) for match in taken if match), default=0) + 1}"
+        taken = [re.fullmatch(rf"{re.escape(name)}-(\d+)", path.name) for path in RUNS.iterdir()]
+        path = RUNS / f"{name}-{max((int(match[1]) for match in taken if match), default=0) + 1}"
         try:
             path.mkdir()
             return path

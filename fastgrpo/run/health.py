@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run.checkpoint import Checkpointer
 
 MAX_SKIPPED = 10  # the run stops after this many updates in a row whose loss or gradient was not finite
@@ -138,7 +138,7 @@ class Watch:
         checkpoints: The checkpoints of the run, whose newest good one the error names when the run stops.
     """
 
-    def __init__(self, args: GRPOConfig, checkpoints: Checkpointer) -> None:
+    def __init__(self, args: TrainingConfig, checkpoints: Checkpointer) -> None:
         self.args, self.checkpoints = args, checkpoints
         self.streaks, self.told = Counter(), set()
         self.skipped = 0  # how many updates in a row have been skipped up to now

@@ -6,26 +6,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainingConfig
 
 _OURS = Path(__file__).resolve().parent.parent
 
 
 def inputs_of(
-    config: GRPOConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
+    config: TrainingConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
 ) -> dict[str, Path]:
     """Find the files and folders that a run reads.
 
     Args:
         config: The settings of the run.
         functions: The reward functions.
-        model: A folder, a hub id, or a transformers model, which knows where it was loaded from.
+        model: A folder, a hub id, a GGUF file, or a transformers model, which knows where it was loaded from.
         data: Rows of each data set. A datasets.Dataset among them names its files.
 
     Returns:
         The paths that exist, by what an error calls them, such as "the model".
     """
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
+    found["the rows of train_file"] = getattr(config, "train_file", None)  # a setting of supervised training alone
     for number, function in enumerate(functions, 1):
         found[f"the file of reward function {number}"] = _source(function)
     for rows in data:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run.checkpoint import step_of
 from fastgrpo.run.metrics import check_metric, reduced
 from fastgrpo.run.resume import open_run
@@ -40,7 +40,7 @@ class RunLog:
             needs is not installed.
     """
 
-    def __init__(self, config: GRPOConfig, inputs: Mapping[str, Path] | None = None) -> None:
+    def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
         self.started = time.perf_counter()
         self.config = config
         check_metric(config.metric_for_best_model)
@@ -73,7 +73,7 @@ class RunLog:
             self.close()
 
     def _write_config(self):
-        resolved = {**dataclasses.asdict(self.config), "output_dir": str(self.dir)}
+        resolved = {"command": self.config.command, **dataclasses.asdict(self.config), "output_dir": str(self.dir)}
         self.folder.claim("config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
     def say(self, text: str) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from fastgrpo.config.fields import did_you_mean
 
 METRICS = {
-    "loss": "mean of the loss over the updates of a step; it is near 0 on the first update of a rollout, where all "
-    "ratios are 1 and the advantages of a group add up to 0, although the gradient is not 0",
+    "loss": "mean of the loss over the updates of a step. In supervised training it is the negative log-likelihood of "
+    "a token, nats. In GRPO it is near 0 on the first update of a rollout, where all ratios are 1 and the "
+    "advantages of a group add up to 0, although the gradient is not 0",
     "policy_loss": "the loss without its KL and entropy terms",
     "reward": "mean of the completions' total reward, the weighted sum over the reward functions",
     "reward_std": "standard deviation of the total reward within a group, averaged over the groups",
@@ -31,7 +32,7 @@ METRICS = {
     "oversampling/aborted_tokens": "completion tokens of aborted groups, which were drawn and thrown away",
     "advantage/mean": "mean of the advantages",
     "advantage/abs_mean": "mean magnitude of the advantages",
-    "kl": "estimated KL divergence to the reference, nats per active token; absent at beta 0",
+    "kl": "KL divergence to the reference, nats per active token: estimated, or exact with kl=full; absent at beta 0",
     "ref/kl_error": "KL divergence (k3 estimate) from the exact reference to the quantized one that is used in its "
     "place, nats per token; measured in the first step, with --ref_quantization",
     "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",
@@ -60,7 +61,8 @@ METRICS = {
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
     "loss or the gradient was not finite",
     "learning_rate": "learning rate of the last update",
-    "num_tokens": "prompt and completion tokens since the start of the run, with those of dropped and aborted groups",
+    "num_tokens": "prompt and completion tokens, drawn or learned, since the start of the run, with those of dropped "
+    "and aborted groups",
     "curriculum/level": "index of the curriculum's level that prompts are drawn from",
     "step_time": "seconds of the whole step",
     "time/rollout": "seconds of generation",
@@ -74,8 +76,9 @@ METRICS = {
     "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
     "FLOP/s of the GPU in 16 bits; absent where the peak is not known",
     "memory/peak_gib": "largest GPU memory that torch had allocated during the step, GiB; CUDA only",
-    "tokens/s": "completion tokens per second of the whole step",
+    "tokens/s": "completion tokens, drawn or learned, per second of the whole step",
     "custom/{name}": "mean of the values that reward functions passed to log_metric under this name",
+    "eval/loss": "mean negative log-likelihood of a token of held-out completions, nats; of supervised training",
     "eval/accuracy": "share of held-out prompts whose greedy completion the first reward function gives at least 1",
     "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
     "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "

@@ -6,13 +6,13 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from fastgrpo.config.fields import setting_of
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.run.checkpoint import NEEDED, checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import RunFolder, claim_output_dir, contents, note
 
 
 def open_run(
-    config: GRPOConfig, say: Callable[[str], None], inputs: Mapping[str, Path] | None = None
+    config: TrainingConfig, say: Callable[[str], None], inputs: Mapping[str, Path] | None = None
 ) -> tuple[RunFolder, Path | None]:
     """Claim the folder of a run and find the checkpoint that it continues from.
 
@@ -29,10 +29,10 @@ def open_run(
     """
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
     if resume is None:
-        return claim_output_dir(output_dir, config.task, config.overwrite_output_dir, inputs=inputs), None
+        return claim_output_dir(output_dir, config.run_name, config.overwrite_output_dir, inputs=inputs), None
     if resume != "auto":
         output_dir = _parent(resume, output_dir)
-    folder = claim_output_dir(output_dir, config.task, resume=True, inputs=inputs)
+    folder = claim_output_dir(output_dir, config.run_name, resume=True, inputs=inputs)
     try:
         checkpoint = _find(folder, config, say)
     except BaseException:
@@ -141,7 +141,7 @@ def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
             say(f"{path.name} is set aside as {free}")
 
 
-def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], None]) -> None:
+def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str], None]) -> None:
     """Compare the settings with those of a checkpoint. A change is allowed, gives a warning, or is refused.
 
     The field of each setting says which of these applies (`Setting.resume`). If the checkpoint is older than a setting,
@@ -155,7 +155,14 @@ def check_settings(checkpoint: Path, config: GRPOConfig, say: Callable[[str], No
     Raises:
         ValueError: A setting was changed that changes what the run computes.
     """
-    before, now = read_state(checkpoint)["config"], asdict(config)
+    state = read_state(checkpoint)
+    command = state.get("command", GRPOConfig.command)  # the first checkpoints name none
+    if command != config.command:
+        raise ValueError(
+            f"{checkpoint} was written by python -m fastgrpo.{command}; continue it by that command, or start a new "
+            f"run from its weights: --model_name_or_path {checkpoint}"
+        )
+    before, now = state["config"], asdict(config)
     for field in fields(config):
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))

@@ -144,16 +144,19 @@ class GRPOUpdate:
         """Compute reference log-probs of the kept samples, and old log-probs of those after the first minibatch.
 
         The first minibatch is computed with the policy that drew it: its ratio is 1, and its loss returns log-probs.
+        The KL of the full distributions takes hidden states in place of reference log-probs, see `_reference_states`.
 
         Returns:
             Metrics of the reference.
         """
         metrics, all_kept, later = {}, list(chain.from_iterable(kept)), list(chain.from_iterable(kept[1:]))
         if self.reference is not None:
+            teaching = [samples[i] for i in all_kept]
             with self.updater.timer.stage("reference"):
-                scored, metrics = self.reference.score([samples[i] for i in all_kept], self.scoring)
-            for i, logps in zip(all_kept, scored, strict=True):
-                samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
+                metrics = self.reference.measure(teaching, self.scoring)
+                if not self.objective.full_kl:
+                    for i, logps in zip(all_kept, self.reference.score(teaching, self.scoring), strict=True):
+                        samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
         if later:
             with self.updater.timer.stage("forward"):
                 scored = score(self.policy, [samples[i] for i in later], self.scoring)
@@ -173,6 +176,7 @@ class GRPOUpdate:
             What `linear_grpo_loss` returns.
         """
         timer = self.updater.timer
+        reference = self._reference_states(batch)
         per_token, per_row = self.flops
         timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
         with timer.stage("forward"):
@@ -196,7 +200,20 @@ class GRPOUpdate:
                 logit_softcap=softcap,
                 return_entropy=with_entropy,
                 objective=self.objective,
+                **reference,
             )
+
+    def _reference_states(self, batch):
+        """Compute the arguments of the loss for the KL of the full distributions; there are none for another KL.
+
+        They are computed for each micro-batch of each pass, and not kept with the samples: the states of a whole
+        rollout would take T D numbers a sample, which is more than the rest of the samples by the factor D.
+        """
+        if not self.objective.full_kl:
+            return {}
+        with self.updater.timer.stage("reference"):
+            states, (weight, bias, _) = self.reference.states(batch)
+        return {"ref_hidden": states, "ref_weight": weight, "ref_bias": bias}
 
     def _after_update(self, sample, logps):
         """Return a sample with what the next update needs and with the share of its tokens that this update clipped.

@@ -63,24 +63,21 @@ def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def rates(completions: Sequence[Completion], rollout_seconds: float, seconds: float) -> dict[str, float]:
-    """Measure how fast a step and its rollout were. Completions that were aborted do not count.
+def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, float]:
+    """Measure how fast a step and its rollout were.
 
     Args:
-        completions: [S].
-        rollout_seconds: Seconds of the rollout.
+        tokens: Completion tokens that the step trained on or drew. Those of completions that were aborted do not count.
+        rollout_seconds: Seconds of the rollout; 0 where there was none.
         seconds: Seconds of the whole step.
 
     Returns:
         Metrics by name.
     """
-    tokens = sum(len(completion.rollout.ids) for completion in completions)
-    return {
-        "step_time": seconds,
-        "tokens/s": tokens / seconds,
-        "rollout/tokens/s": tokens / rollout_seconds,
-        "rollout/share": rollout_seconds / seconds,
-    }
+    values = {"step_time": seconds, "tokens/s": tokens / seconds}
+    if rollout_seconds:
+        values |= {"rollout/tokens/s": tokens / rollout_seconds, "rollout/share": rollout_seconds / seconds}
+    return values
 
 
 def sample_rows(step: int, completions: Sequence[Completion], group_size: int) -> Iterator[dict]:

@@ -11,6 +11,7 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.policy.files import loading, read_config, read_json
+from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
 from fastgrpo.rollout.providers import make_provider
@@ -39,7 +40,7 @@ def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """Build a causal LM without weights from its config. Nothing is downloaded.
 
     Args:
-        path: A folder with the config, or a hub id whose config is in the hub's cache.
+        path: A folder with the config, a GGUF file, or a hub id whose config is in the hub's cache.
         trust_remote_code: Whether Python code that comes with the model may run.
 
     Returns:
@@ -49,7 +50,8 @@ def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
         ValueError: There is no config, or it is not one of a causal LM.
     """
     files = ("config.json", "adapter_config.json")
-    if not Path(path).is_dir() and not any(read_json(path, file, local_files_only=True) for file in files):
+    local = Path(path).is_dir() or find_gguf(path) is not None
+    if not local and not any(read_json(path, file, local_files_only=True) for file in files):
         raise ValueError(
             f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
             "downloaded here)"
@@ -103,7 +105,9 @@ def plan(
 
     vocabulary, hidden = model.get_output_embeddings().weight.shape
     chunk, logit = chunk_rows(vocabulary), FP32
-    if device.type == "cuda" and HAS_TRITON:
+    if config.objective.full_kl:  # logits of the policy and the reference, and as many to compute with
+        logit = 3 * FP32
+    elif device.type == "cuda" and HAS_TRITON:
         from fastgrpo.kernels.launch import CHUNK_ROWS
 
         chunk, logit = CHUNK_ROWS, dtype.itemsize

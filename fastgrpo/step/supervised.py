@@ -1,18 +1,88 @@
-"""Supervised training on completions: the warm start before GRPO."""
+"""Supervised training on completions, through the head that GRPO trains through.
+
+    L = -(1 / T) sum over the T completion tokens of an update of log pi(token)
+
+This is the policy gradient with a weight of 1 for every token: its gradient is that of GRPO's loss at an advantage of
+1, a ratio of 1, and DAPO's normalization.
+"""
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from fastgrpo.data.examples import Example
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
-MAX_TOKENS = 16384  # largest number of tokens of a micro-batch
+MAX_TOKENS = 16384  # largest number of tokens of a micro-batch of a warm start
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one supervised update did.
+
+    Attributes:
+        loss: The mean negative log-likelihood of the completion tokens before the update, in nats.
+        norm: The gradient norm before clipping, a scalar tensor; NaN where the update was skipped.
+        tokens: How many completion tokens were learned.
+    """
+
+    loss: float
+    norm: torch.Tensor
+    tokens: int
+
+
+def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Learned:
+    """Make one update on some examples.
+
+    Args:
+        policy: The policy that is trained.
+        updater: The updater, which steps its optimizer.
+        examples: What is learned.
+
+    Returns:
+        The loss before the update, and what the update was.
+    """
+    samples = _samples(examples)
+    tokens, losses = sum(len(sample.completion_ids) for sample in samples), []
+
+    def loss_fn(part, batch):
+        with updater.timer.stage("forward"):
+            states = policy.completion_states(batch)
+        with updater.timer.stage("loss"):
+            loss = -policy.logps_of(states, batch.targets).sum() / tokens
+        losses.append(loss.detach())
+        return loss
+
+    norm = updater.step(samples, loss_fn)
+    return Learned(torch.stack(losses).sum().item(), norm, tokens)
+
+
+@torch.no_grad()
+def mean_loss(policy: Policy, examples: Sequence[Example], max_tokens: int) -> float:
+    """Measure the loss on examples that are not learned.
+
+    Args:
+        policy: The policy.
+        examples: At least one.
+        max_tokens: The token budget of a micro-batch.
+
+    Returns:
+        The mean negative log-likelihood of all their completion tokens, in nats.
+    """
+    logps = torch.cat(score(policy, _samples(examples), Scoring(1.0, max_tokens, share_prompt=True)))
+    return -logps.double().mean().item()
+
+
+def _samples(examples):
+    """Make the samples that a micro-batch is packed from."""
+    return [Sample(example.prompt_ids, example.completion_ids, advantage=1.0) for example in examples]
 
 
 def sft(
@@ -26,7 +96,7 @@ def sft(
     max_grad_norm: float = 1.0,
     on_step: Callable[[int, float], bool | None] | None = None,
 ) -> None:
-    """Minimize the mean negative log-likelihood of completion tokens, with a linear decay of the learning rate to zero.
+    """Warm-start a policy: learn examples, with a linear decay of the learning rate to zero.
 
     Args:
         policy: The policy that is trained.
@@ -52,17 +122,9 @@ def sft(
         while len(queue) < batch_size:
             queue += rng.sample(range(len(examples)), len(examples))
         chosen, queue = queue[:batch_size], queue[batch_size:]
-        samples = [Sample(examples[i].prompt_ids, examples[i].completion_ids, advantage=1.0) for i in chosen]
-        tokens = sum(len(sample.completion_ids) for sample in samples)
-        losses = []
-
-        def loss_fn(part, batch, tokens=tokens, losses=losses):
-            loss = -policy.logps(batch).sum() / tokens
-            losses.append(loss.detach())
-            return loss
-
-        norms = [*norms, updater.step(samples, loss_fn)][-MAX_SKIPPED:]
+        learned = learn(policy, updater, [examples[i] for i in chosen])
+        norms = [*norms, learned.norm][-MAX_SKIPPED:]
         if step % MAX_SKIPPED == 0 and torch.stack(norms).isnan().all():
             raise ValueError(f"{MAX_SKIPPED} updates in a row were not finite, and were skipped; lower learning_rate")
-        if on_step is not None and on_step(step, torch.stack(losses).sum().item()):
+        if on_step is not None and on_step(step, learned.loss):
             return

@@ -16,9 +16,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from fastgrpo.config.sections import PromptConfig
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
+from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer
+from fastgrpo.rewards.call import load_reward
+from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.step.optim import check_schedule
 
 
 @dataclass(frozen=True)
@@ -31,8 +38,8 @@ class Task:
         test: A function that reads the held-out rows. It returns None where there are none.
         reward_funcs: The task's reward functions. The first one decides the accuracy: a completion counts as right
             where it gives at least 1.
-        supervised: A function that makes rows with `prompt` and `completion` for supervised training; None where the
-            task has none.
+        supervised: A function that makes the rows of supervised training, with `prompt` and `completion` or with
+            `messages`; None where the task has none.
     """
 
     train: Callable[[], Source]
@@ -58,6 +65,96 @@ def find_task(name: str) -> ModuleType:
     if name not in tasks:
         raise ValueError(f"task must be one of {', '.join(tasks)}, got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A task that is ready for a command.
+
+    Attributes:
+        module: The task's module.
+        task: The task.
+        reward_funcs: The reward functions that the settings name, or else all of the task's own.
+        tokenizer: The tokenizer of --model_name_or_path; None where the task's own model is used.
+    """
+
+    module: ModuleType
+    task: Task
+    reward_funcs: list[Callable]
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def check_task(config: TrainingConfig) -> ModuleType:
+    """Find the module of a run's task, and refuse settings that cannot be used whatever the model and the data are.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: There is no such task, device or schedule, or the task needs a model.
+    """
+    module = find_task(config.task)
+    choose_device(config.device)
+    check_schedule(config.lr_scheduler_type)
+    if config.model_name_or_path is None and not hasattr(module, "make_model"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
+    return module
+
+
+def open_task(config: TrainingConfig) -> Opened:
+    """Build the task of a training run, and check what can be checked before a model is loaded or made.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        The task with its reward functions and, where a model is named, its tokenizer.
+
+    Raises:
+        ValueError: There is no such tokenizer or reward function, or for the reasons of `check_task`.
+    """
+    module, path = check_task(config), config.model_name_or_path
+    tokenizer = None if path is None else load_tokenizer(path, config.trust_remote_code)
+    task = module.build(config, tokenizer)
+    return Opened(module, task, reward_functions(task, config.reward_funcs), tokenizer)
+
+
+def reward_functions(task: Task, names: Sequence[str]) -> list[Callable]:
+    """Find the reward functions that settings name.
+
+    Args:
+        task: The task.
+        names: The setting reward_funcs.
+
+    Returns:
+        The functions; all of the task's own where none is named.
+
+    Raises:
+        ValueError: There is no function of a name.
+    """
+    return [load_reward(name, task.reward_funcs) for name in names] or task.reward_funcs
+
+
+def needed_rewards(task: Task, config: Any) -> list[Callable]:
+    """Find the reward functions of a command that cannot do without.
+
+    Args:
+        task: The task.
+        config: The settings; task and reward_funcs are used.
+
+    Returns:
+        At least one function.
+
+    Raises:
+        ValueError: There is no function of a name, or none is named and the task has none of its own.
+    """
+    functions = reward_functions(task, config.reward_funcs)
+    if not functions:
+        raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
+    return functions
 
 
 def refuse_data(task: str, config: PromptConfig) -> None:
@@ -99,9 +196,6 @@ def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[
     Returns:
         The folder again.
     """
-    from fastgrpo.policy.load import load_policy
-    from fastgrpo.run.checkpoint import save_model
-
     save_model(path, *module.make_model(config.seed))
     policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
     module.warm_start(policy, tokenizer, config, announce)

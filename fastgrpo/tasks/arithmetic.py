@@ -9,6 +9,7 @@ level appear neither in the warm start nor in GRPO.
 """
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ ENOUGH = 0.36  # greedy accuracy on sums with a carry at which the warm start en
 # The accuracy is checked on CHECK_PROMPTS sums every CHECK_STEPS steps, but not before step CHECK_FROM, when the
 # learning rate has come down.
 CHECK_FROM, CHECK_STEPS, CHECK_PROMPTS = 240, 10, 300
+_FORM = re.compile(r"\d\+\d=\d+ \d\+\d(\+1)?=\d+ \d+")
 CARRY_SHARE = 0.08  # share of the warm start's examples with a carry: enough to show it, too few to learn it
 
 
@@ -53,6 +55,24 @@ def correctness(prompts: list, completions: list, answer: list[str], **columns: 
     """
     last = [completion_text(completion).split(" ")[-1] for completion in completions]
     return [float(text == value) for text, value in zip(last, answer, strict=True)]
+
+
+def format_reward(prompts: list, completions: list, **columns: Any) -> list[float]:
+    """Reward a completion that is written out as the warm start teaches it, right or wrong.
+
+    Args:
+        prompts: Not read.
+        completions: What the model wrote, one item a completion.
+        columns: Not read.
+
+    Returns:
+        1.0 for each completion in this form, 0.0 for the others.
+
+    Example:
+        >>> format_reward(["47+38="] * 2, ["7+8=15 4+3+1=8 85", "85"])
+        [1.0, 0.0]
+    """
+    return [float(_FORM.fullmatch(completion_text(completion)) is not None) for completion in completions]
 
 
 def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
@@ -110,7 +130,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
         tokenizer: Not needed here.
 
     Returns:
-        The task, whose one reward is whether the sum is right.
+        The task. Its first reward is whether the sum is right, its second one whether it is written out.
 
     Raises:
         ValueError: A setting for data sets is given. This task makes its own data and would not read it.
@@ -127,7 +147,9 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
         names = ("below 40", "below 70", "any, with a carry")
         return Curriculum([Level(*level) for level in zip(names, sources, thresholds, strict=True)])
 
-    return Task(train, lambda: [to_row(*pair) for pair in held_out], [correctness], lambda: examples(config.seed))
+    return Task(
+        train, lambda: [to_row(*pair) for pair in held_out], [correctness, format_reward], lambda: examples(config.seed)
+    )
 
 
 def examples(seed: int) -> list[dict[str, str]]:

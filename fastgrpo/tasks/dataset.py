@@ -1,4 +1,7 @@
-"""The task of any data set with a `prompt` column. --reward_funcs module:function names its rewards."""
+"""The task of any data set. --reward_funcs module:function names its rewards.
+
+GRPO reads the column `prompt` of its rows, and supervised training `completion` too, or `messages`.
+"""
 
 from functools import partial
 
@@ -24,19 +27,29 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     """
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
-    return Task(partial(_train, config), lambda: _rows(config, config.dataset_test_split), [])
+    return Task(
+        partial(_train, config),
+        lambda: _rows(config, config.dataset_test_split),
+        [],
+        lambda: _present(config, config.dataset_train_split),
+    )
 
 
 def _train(config):
-    rows = _rows(config, config.dataset_train_split)
+    return ShuffledRows(_present(config, config.dataset_train_split), seed=config.seed, shuffle=config.shuffle_dataset)
+
+
+def _present(config, split):
+    """Read the rows of a split that must be there."""
+    rows = _rows(config, split)
     if rows is None:
-        raise ValueError(f"{config.dataset_name} has no split {config.dataset_train_split!r}")
-    return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+        raise ValueError(f"{config.dataset_name} has no split {split!r}")
+    return rows
 
 
 def _rows(config, split):
     """Read the rows of a split, with the system prompt before each; None where there is no such split."""
-    rows = load_rows(config.dataset_name, config.dataset_config, split, columns=("prompt",))
+    rows = load_rows(config.dataset_name, config.dataset_config, split)
     if rows is None or config.system_prompt is None:
         return rows
     return rows.map(partial(_with_system, system_prompt=config.system_prompt))
@@ -44,9 +57,10 @@ def _rows(config, split):
 
 def _with_system(row, system_prompt):
     """Put the system prompt before a prompt. What is no prompt stays as it is, for the check of rows to refuse."""
-    prompt = row["prompt"]
+    name = "messages" if "messages" in row else "prompt"
+    prompt = row.get(name)
     if isinstance(prompt, str):
-        return {**row, "prompt": f"{system_prompt}\n\n{prompt}"}
+        return {**row, name: f"{system_prompt}\n\n{prompt}"}
     if isinstance(prompt, list) and prompt:
-        return {**row, "prompt": [{"role": "system", "content": system_prompt}, *prompt]}
+        return {**row, name: [{"role": "system", "content": system_prompt}, *prompt]}
     return row

@@ -1,8 +1,8 @@
 """GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
 
-The model is asked to think in <think> tags and to answer in <answer> tags. Correctness, format and length have a reward
-each. `--curriculum_iters N` draws plain sums in the same template for the first N steps, so that a model that has
-never seen the tags earns its first rewards on problems it can solve.
+The model is asked to think in <think> tags and to answer in <answer> tags, and sees one problem answered so before its
+own. Correctness, format and length have a reward each. `--curriculum_iters N` draws plain sums in the same template for
+the first N steps, so that a small model earns its first rewards on problems it can solve.
 """
 
 import random
@@ -15,14 +15,17 @@ from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task
 
-__all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward"]
+__all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward", "sums", "to_row"]
 
 DATASET, CONFIG = "openai/gsm8k", "main"
 SYSTEM_PROMPT = (
     "Solve the problem. Think step by step inside <think> and </think>, then give the final number inside <answer> "
     "and </answer>, like this: <think>6 times 7 is 42.</think><answer>42</answer>"
 )
-CURRICULUM_ROWS = 4096
+# The problem that stands answered before each prompt. A model that was told of the tags alone may never write them.
+WORKED = ("What is 30 + 12?", "<think>30 + 12 = 42</think><answer>42</answer>")
+SUMS, HELD_OUT_SUMS = 4096, 200
+SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be compared
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
@@ -38,11 +41,10 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     name = config.dataset_name or DATASET
     name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)
     conversational = tokenizer.chat_template is not None
-    system_prompt = SYSTEM_PROMPT if config.system_prompt is None else config.system_prompt
 
     def rows(split):
         loaded = load_rows(name, name_of_config, split, columns=("question", "answer"))
-        return None if loaded is None else loaded.map(lambda row: to_row(row, system_prompt, conversational))
+        return None if loaded is None else loaded.map(lambda row: to_row(row, config.system_prompt, conversational))
 
     def train():
         problems = rows(config.dataset_train_split)
@@ -51,20 +53,21 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         source = ShuffledRows(problems, seed=config.seed, shuffle=config.shuffle_dataset)
         if not config.curriculum_iters:
             return source
-        sums = [to_row(row, system_prompt, conversational) for row in arithmetic_rows(config.seed)]
-        sums = ShuffledRows(sums, seed=config.seed, shuffle=config.shuffle_dataset)
-        first = Level("arithmetic", sums, until_steps=config.curriculum_iters)
+        easy = [to_row(row, config.system_prompt, conversational) for row in sums()[0]]
+        easy = ShuffledRows(easy, seed=config.seed, shuffle=config.shuffle_dataset)
+        first = Level("sums", easy, until_steps=config.curriculum_iters)
         return Curriculum([first, Level("gsm8k", source)])
 
     return Task(train, lambda: rows(config.dataset_test_split), [correctness, format_reward, length_reward])
 
 
-def to_row(row: dict, system_prompt: str, conversational: bool) -> dict:
+def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
     """Add the prompt to a row of the data set.
 
     Args:
         row: A dict with `question` and `answer`.
-        system_prompt: What the model is asked to do.
+        system_prompt: What the model is asked to do. None is `SYSTEM_PROMPT` with the `WORKED` problem after it; with
+            another text, which may ask for another form, the worked problem is left out.
         conversational: Whether the prompt is a list of messages, for a chat template, rather than plain text.
 
     Returns:
@@ -78,26 +81,32 @@ def to_row(row: dict, system_prompt: str, conversational: bool) -> dict:
             raise ValueError(f"a GSM8K row needs the columns question and answer, got {', '.join(row)}")
         if not isinstance(row[column], str) or not row[column].strip():
             raise ValueError(f"the {column} must be a text that is not empty, got {brief(row[column])}")
+    task, worked = (SYSTEM_PROMPT, [WORKED]) if system_prompt is None else (system_prompt, [])
+    turns = [*worked, (row["question"], "")]
     if conversational:
-        prompt = [{"role": "system", "content": system_prompt}, {"role": "user", "content": row["question"]}]
+        said = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)][:-1]
+        prompt = [{"role": role, "content": text} for role, text in [("system", task), *said]]
     else:
-        prompt = f"{system_prompt}\n\nProblem: {row['question']}\nSolution: "
+        prompt = "\n\n".join([task, *(f"Problem: {question}\nSolution: {answer}" for question, answer in turns)])
     return {**row, "prompt": prompt}
 
 
-def arithmetic_rows(seed: int) -> list[dict]:
-    """Make sums and differences of small numbers in the form of GSM8K's rows.
-
-    Args:
-        seed: Seed of the numbers.
+def sums() -> tuple[list[dict], list[dict]]:
+    """Make sums and differences of two numbers below 100 in the form of GSM8K's rows.
 
     Returns:
-        `CURRICULUM_ROWS` dicts with `question` and `answer`.
+        `SUMS` rows with `question` and `answer` to train on, and `HELD_OUT_SUMS` held-out rows. A pair of numbers that
+        is held out has neither its sum nor its difference among the rows to train on.
     """
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(CURRICULUM_ROWS):
-        a, b = sorted((rng.randrange(2, 100), rng.randrange(2, 100)), reverse=True)
-        sign, value = rng.choice((("+", a + b), ("-", a - b)))
-        rows.append({"question": f"What is {a} {sign} {b}?", "answer": f"{a} {sign} {b} = {value}\n#### {value}"})
-    return rows
+    rng = random.Random(SUMS_SEED)
+    pairs = [(a, b) for a in range(2, 100) for b in range(2, a + 1) if f"{a} + {b}" not in WORKED[0]]
+    rng.shuffle(pairs)
+    held_out = [(a, b, rng.choice("+-")) for a, b in pairs[:HELD_OUT_SUMS]]
+    trained = [(a, b, sign) for a, b in pairs[HELD_OUT_SUMS:] for sign in "+-"]
+    rng.shuffle(trained)
+    return [_sum_row(*drawn) for drawn in trained[:SUMS]], [_sum_row(*drawn) for drawn in held_out]
+
+
+def _sum_row(a, b, sign):
+    value = a + b if sign == "+" else a - b
+    return {"question": f"What is {a} {sign} {b}?", "answer": f"{a} {sign} {b} = {value}\n#### {value}"}

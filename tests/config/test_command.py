@@ -64,7 +64,7 @@ def test_help_shows_range_choices_and_condition(capsys):
     for text in (
         "--num_generations INT Number of completions of each prompt: the group size G. It must be at least 2. (def",
         "the inner width of their two factors. It must be at least 1. It has an effect only where use_peft is True.",
-        "It must be one of k1, k2, k3, abs. It has an effect only where beta is above 0. (default: k3)",
+        "It must be one of k1, k2, k3, abs, full. It has an effect only where beta is above 0. (default: k3)",
         "--config FILE",
     ):
         assert text in told

@@ -4,13 +4,33 @@ import pytest
 
 from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults, unchecked
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.supervised import SFTConfig
+
+SINGLE = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem != "three-stages"]
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SINGLE, ids=lambda path: path.stem)
 def test_recipes_are_valid(path):
-    settings = load_yaml(path)
-    config = GRPOConfig(**settings)
+    record = SFTConfig if path.stem.endswith("-sft") else GRPOConfig
+    settings = load_yaml(path, record)
+    config = record(**settings)
     assert settings and all(getattr(config, name) == value for name, value in settings.items())
+
+
+def test_config_takes_the_name_of_a_shipped_recipe(tmp_path, monkeypatch):
+    assert parse(["--config", "r1"]).num_generations == 16
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r1").write_text("num_generations: 3\n")
+    assert parse(["--config", "r1"]).num_generations == 3  # a person's own file goes first
+    with pytest.raises(ValueError, match="no such file: r2"):
+        parse(["--config", "r2"])
+
+
+def test_supervised_training_has_recipes_of_its_own():
+    config = parse([], SFTConfig)
+    assert (config.command, config.batch_size, config.max_completion_length) == ("sft", 64, 28)
+    with pytest.raises(ValueError, match="Unrecognized options: --num_iterations"):
+        parse(["--num_iterations", "2"], SFTConfig)
 
 
 def test_yaml_names_the_nearest_setting(tmp_path):

@@ -1,10 +1,15 @@
 """What an evaluation shows of its values; tests/top/test_evaluate.py has how they are measured."""
 
+import io
+
 import pytest
+import tiny
 
 from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS
-from fastgrpo.evaluation.heldout import Evaluation, comparison, draws_reported, evaluate
+from fastgrpo.evaluation.heldout import Evaluation, comparison, draws_reported, evaluate, progress_bar
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 
@@ -47,3 +52,19 @@ def test_every_draw_counts_in_the_last_estimate():
 def test_too_many_draws_are_refused():
     with pytest.raises(ValueError, match=f"eval_num_generations must be at most {MAX_DRAWS}, got {MAX_DRAWS + 1}"):
         evaluate(None, None, [], None, SamplingParams(), TrainerState(0, 0, 0.0, 8), num_generations=MAX_DRAWS + 1)
+
+
+def test_the_bar_moves_from_the_first_tokens_to_its_end(monkeypatch):
+    """Its rate is known long before the first completion has ended, and greedy completions and draws fill it once."""
+    told, rows = [], [{"prompt": text} for text in ("ab", "cde", "f")]
+    engine = RolloutEngine(tiny.model(vocab_size=258), max_num_seqs=4)
+    rewards = Rewards([lambda completions, **_: [0.0] * len(completions)])
+    state, sampling = TrainerState(0, 0, 0.0, 6), SamplingParams(max_tokens=6, seed=0)
+    evaluate(engine, tiny.tokenizer(), rows, rewards, sampling, state, told.append, 2)
+    assert sum(told) == pytest.approx(1) and 0 < told[0] < 0.2 and len(told) > 10
+    monkeypatch.setattr("sys.stderr", written := io.StringIO())
+    with progress_bar("evaluate") as bar:
+        bar.start_t -= 60  # as if a minute had passed
+        bar.update(0.25)
+        bar.refresh()
+    assert "evaluate:  25%|" in written.getvalue() and "01:00<03:0" in written.getvalue()

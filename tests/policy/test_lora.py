@@ -144,7 +144,7 @@ def test_the_reference_is_the_policy_without_adapters():
     reference = make_reference(Policy.of(model), 0.1)
     assert reference.policy.module is model
     expected = score(Policy.of(tiny.model()), samples, Scoring(0.9, 20))
-    for got, want in zip(reference.score(samples, Scoring(0.9, 20))[0], expected, strict=True):
+    for got, want in zip(reference.score(samples, Scoring(0.9, 20)), expected, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     on = score(Policy.of(model), samples, Scoring(0.9, 20))
     assert (on[0] - expected[0]).abs().max() > 1e-2  # and they are on again

@@ -8,6 +8,7 @@ import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.reference import (
@@ -55,12 +56,42 @@ def test_a_copy_stays_when_the_policy_moves(kind):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    for got, want in zip(reference.score(samples_of(), Scoring(1.0, 10_000))[0], expected, strict=True):
+    for got, want in zip(reference.score(samples_of(), Scoring(1.0, 10_000)), expected, strict=True):
         assert torch.equal(got, want)
     assert not any(p.requires_grad for p in reference.policy.module.parameters())
     assert (
         reference.policy.module.lm_head.weight is reference.policy.module.base_model.embed_tokens.weight
     )  # tied stays tied
+
+
+def check_states(reference):
+    """States and head together give the log-probs of `score`, carry no gradient, and last after the pass."""
+    samples = samples_of()
+    batch = Batch.pack(samples, "cpu")
+    states, (weight, bias, softcap) = reference.states(batch)
+    assert not states.requires_grad and not weight.requires_grad and bias is None and softcap is None
+    assert torch.equal(weight, reference.policy.head.weight)
+    logps = (states @ weight.T / 0.9).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+    expected = torch.cat(reference.score(samples, Scoring(0.9, 10_000)))
+    torch.testing.assert_close(logps, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
+def test_states_of_a_copy(kind):
+    check_states(kind(Policy(tiny.model("smollm3-like"))))
+
+
+def test_states_with_adapters_off():
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    model = add_lora(tiny.model())
+    torch.nn.init.normal_(model.get_parameter("model.layers.0.self_attn.q_proj.lora_B.default.weight"))
+    check_states(AdaptersOff(Policy(model)))
+
+
+def test_states_of_a_quantized_copy(quantization):
+    check_states(QuantizedCopy(Policy(wide()), quantization))
 
 
 @pytest.mark.parametrize("kind", [FrozenCopy, StreamedCopy])
@@ -73,7 +104,7 @@ def test_sync_is_trls_formula(kind):
         torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-7)
     reference.sync(policy, 1.0)
     for got, want in zip(
-        reference.score(samples_of(), Scoring(1.0, 99))[0],
+        reference.score(samples_of(), Scoring(1.0, 99)),
         score(Policy.of(policy), samples_of(), Scoring(1.0, 99)),
         strict=True,
     ):
@@ -126,21 +157,28 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
     trainer = GRPOTrainer(wide(vocab_size=258), share_of_a, args, PROMPTS, processing_class=tiny.tokenizer())
     reference, samples = trainer.reference, None
     exact = FrozenCopy(trainer.policy)
-    score_all = reference.score
+    measure = reference.measure
 
     def keep(scored, scoring):
         nonlocal samples
         samples = samples or scored
-        return score_all(scored, scoring)
+        return measure(scored, scoring)
 
-    reference.score = keep
+    reference.measure = keep
     trainer.train()
     errors = [row.get("ref/kl_error") for row in lines(tmp_path / "run" / "metrics.jsonl")]
     assert errors[0] > 0 and errors[1:] == [None]
     assert reference.exact is None
-    quantized, truth = (torch.cat(r.score(samples, Scoring(1.0, 10_000))[0]) for r in (reference, exact))
+    quantized, truth = (torch.cat(r.score(samples, Scoring(1.0, 10_000))) for r in (reference, exact))
     d = (quantized - truth).double()
     assert errors[0] == pytest.approx((d.exp() - d - 1).mean().item(), rel=1e-3)
+
+
+def test_the_error_is_measured_with_the_full_kl_too(quantization, tmp_path):
+    trainer = make_trainer(tmp_path, beta=0.1, kl="full", ref_quantization=quantization)
+    trainer.train()
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["ref/kl_error"] > 0 and rows[0]["kl"] > 0 and "ref/kl_error" not in rows[1]
 
 
 def test_int8_errs_less_than_nf4():
@@ -149,8 +187,8 @@ def test_int8_errs_less_than_nf4():
     errors = {}
     for name in PACKAGES:
         reference = QuantizedCopy(Policy(wide()), name)
-        errors[name] = reference.score(samples_of(), Scoring(1.0, 10_000))[1]["ref/kl_error"]
-        assert reference.score(samples_of(), Scoring(1.0, 10_000))[1] == {}
+        errors[name] = reference.measure(samples_of(), Scoring(1.0, 10_000))["ref/kl_error"]
+        assert reference.measure(samples_of(), Scoring(1.0, 10_000)) == {}
     assert 0 < errors["int8"] < 0.1 * errors["nf4"]
 
 

@@ -23,8 +23,8 @@ def test_streamed_equals_resident(name, layers):
     policy = Policy(tiny.model(name, num_hidden_layers=layers))
     resident, streamed = FrozenCopy(policy), StreamedCopy(policy)
     for max_tokens in (10_000, 12):  # one pass, and several
-        expected = resident.score(samples_of(), Scoring(0.9, max_tokens))[0]
-        for got, want in zip(streamed.score(samples_of(), Scoring(0.9, max_tokens))[0], expected, strict=True):
+        expected = resident.score(samples_of(), Scoring(0.9, max_tokens))
+        for got, want in zip(streamed.score(samples_of(), Scoring(0.9, max_tokens)), expected, strict=True):
             assert torch.equal(got, want)
 
 
@@ -53,7 +53,7 @@ def test_a_layer_runs_from_one_of_two_buffers_which_take_turns():
 def test_a_pass_that_fails_leaves_the_weights_whole():
     model = tiny.model()
     reference = StreamedCopy(Policy(model))
-    expected = reference.score(samples_of(), Scoring(1.0, 10_000))[0]
+    expected = reference.score(samples_of(), Scoring(1.0, 10_000))
     hook = reference.policy.module.base_model.layers[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         reference.score(samples_of(), Scoring(1.0, 10_000))
@@ -61,7 +61,7 @@ def test_a_pass_that_fails_leaves_the_weights_whole():
     for name, parameter in model.named_parameters():
         assert torch.equal(reference.policy.module.get_parameter(name), parameter)
     assert all(
-        torch.equal(a, b) for a, b in zip(reference.score(samples_of(), Scoring(1.0, 10_000))[0], expected, strict=True)
+        torch.equal(a, b) for a, b in zip(reference.score(samples_of(), Scoring(1.0, 10_000)), expected, strict=True)
     )
 
 
@@ -87,7 +87,7 @@ def test_packing_keeps_every_dtype():
 def test_on_a_gpu_two_layers_are_there_at_most_and_afterwards_none():
     model = tiny.model(num_hidden_layers=12, hidden_size=512, intermediate_size=2048).cuda().bfloat16()
     resident, streamed = FrozenCopy(Policy(model)), StreamedCopy(Policy(model))
-    expected = resident.score(samples_of(), Scoring(0.9, 12))[0]
+    expected = resident.score(samples_of(), Scoring(0.9, 12))
     layer, rest = (len(weights.host) for weights in (streamed.stream.layers[0], streamed.stream.rest))
     assert streamed.stream.layers[0].host.is_pinned()
     del resident
@@ -95,7 +95,7 @@ def test_on_a_gpu_two_layers_are_there_at_most_and_afterwards_none():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
-        got = streamed.score(samples_of(), Scoring(0.9, 12))[0]
+        got = streamed.score(samples_of(), Scoring(0.9, 12))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     assert torch.cuda.max_memory_allocated() - before < 2 * layer + rest + 2**23
     del got

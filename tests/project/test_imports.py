@@ -20,8 +20,8 @@ FLOORS = (
     {"run"},
     {"rollout", "rewards"},
     {"evaluation", "step"},
-    {"trainer", "tasks"},
-    {"train", "evaluate", "chat", "doctor", "report", "__init__"},
+    {"trainer", "tasks", "recipes"},
+    {"train", "sft", "distill", "stages", "evaluate", "chat", "doctor", "report", "__init__"},
 )
 MODULES = sorted((ROOT / "fastgrpo").rglob("*.py"))
 

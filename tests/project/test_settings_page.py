@@ -6,9 +6,11 @@ import subprocess
 
 from paths import ROOT
 
+from fastgrpo.config.distillation import SelectionConfig
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.page import page, sections
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.supervised import SFTConfig
 
 PAGE = (ROOT / "docs" / "settings.md").read_text()
 
@@ -19,11 +21,12 @@ def test_the_page_is_made_from_the_code():
 
 def test_every_setting_has_one_row():
     rows = re.findall(r"^\| `--(\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
-    fields = {field.name: setting_of(field) for field in dataclasses.fields(GRPOConfig)}
-    assert [name for name, _ in rows] == list(fields)
-    for name, row in rows:
-        cells = [cell.strip() for cell in row.split("|")]
-        assert len(cells) == 5 and cells[1] == fields[name].help and cells[4] == fields[name].resume
+    fields = [*dataclasses.fields(GRPOConfig)]
+    fields += [f for r in (SFTConfig, SelectionConfig) for f in dataclasses.fields(r) if f.name in r.__annotations__]
+    assert [name for name, _ in rows] == [field.name for field in fields]
+    for field, (_, row) in zip(fields, rows, strict=True):
+        cells, known = [cell.strip() for cell in row.split("|")], setting_of(field)
+        assert len(cells) == 5 and cells[1] == known.help and cells[4] == known.resume
 
 
 def test_every_section_is_introduced_by_a_sentence():

@@ -2,13 +2,14 @@
 
 import json
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from paths import DATA
 
-from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
+from fastgrpo.rewards.gsm8k import LENGTH_PENALTY, correctness, format_reward, length_reward
 
 SAMPLE = DATA / "gsm8k-64.jsonl"
 GSM8K = os.environ.get("FASTGRPO_GSM8K")
@@ -149,7 +150,54 @@ def test_length_reward_falls_from_the_soft_limit_to_the_limit():
         completion_ids=[[0] * length for length in lengths],
         trainer_state=SimpleNamespace(max_completion_length=100),
     )
-    assert rewards == pytest.approx([0.0, 0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
+    assert rewards == pytest.approx([LENGTH_PENALTY * share for share in (0, 0, 0, -0.25, -0.5, -1, -1)])
+
+
+def totals(texts, answers, lengths, limit):
+    """The sum of the default rewards of each completion."""
+    passed = dict(
+        completion_ids=[[0] * length for length in lengths],
+        trainer_state=SimpleNamespace(max_completion_length=limit),
+        answer=answers,
+    )
+    columns = [reward([""] * len(texts), texts, **passed) for reward in (correctness, format_reward, length_reward)]
+    return [sum(column) for column in zip(*columns, strict=True)]
+
+
+def test_the_rewards_add_up_as_the_page_says():
+    """docs/training.md has these rows."""
+    texts = ["<think>6 x 7 = 42</think><answer>42</answer>", "42", *["<think>?</think><answer>7</answer>"] * 2]
+    texts, lengths = [*texts, "<think>?", "?", ""], [9, 9, 9, 100, 100, 100, 0]
+    assert totals(texts, ["#### 42"] * 7, lengths, 100) == pytest.approx([1.5, 1, 0.5, 0.4, 0, -0.1, -0.1])
+
+
+def test_silence_never_pays():
+    """At any length up to the limit, no text scores less than an empty one, and a well-formed wrong one scores more."""
+    rng = random.Random(0)
+    pieces = [
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "42",
+        "41",
+        " ",
+        "\n",
+        "so",
+        "#### 7",
+        "\\boxed{",
+        "}",
+        "é",
+    ]
+    for _ in range(300):
+        limit = rng.randint(1, 80)
+        said = "".join(rng.choices(pieces[4:], k=rng.randint(1, 6)))
+        well_formed = f"<think>{said}</think><answer>{rng.randint(-99, 41)}</answer>"
+        texts = ["", " \n", well_formed, "".join(rng.choices(pieces, k=rng.randint(1, 9)))]
+        lengths = [rng.randint(0, limit), rng.randint(1, limit), limit, rng.randint(1, limit)]
+        empty, blank, wrong, other = totals(texts, ["#### 42"] * 4, lengths, limit)
+        assert empty == blank == -LENGTH_PENALTY < other + 1e-9, texts
+        assert empty < wrong < 1, (texts, limit)
 
 
 @pytest.mark.parametrize("state", [None, SimpleNamespace(), SimpleNamespace(max_completion_length=0)])

@@ -30,6 +30,16 @@ def test_requests_wait_again_after_a_failure(backend, monkeypatch):
         assert seen == [rollout.ids for rollout in expected]
 
 
+def test_progress_is_told_in_shares_of_the_work(backend):
+    """Also while prompts wait and before the first completion has ended; what is told adds up to all of it."""
+    rollouts, told = backend(tiny.model(), max_num_seqs=4), []
+    rollouts.generate(PROMPTS, 2, SamplingParams(max_tokens=6, seed=3), told.append)
+    assert rollouts.work_left() == 0
+    assert len(told) > 1 and min(told) >= 0 and sum(told) == pytest.approx(1)
+    if isinstance(rollouts, RolloutEngine):
+        assert 0 < told[0] < 0.5 and len([share for share in told if share > 0]) > 5
+
+
 @pytest.mark.parametrize("aborted", [False, True], ids=["finished", "aborted"])
 @pytest.mark.parametrize("attention", ["sdpa", "products"])
 def test_what_is_not_finite_leaves_nothing_behind(attention, aborted):

@@ -12,7 +12,7 @@ from fastgrpo.run.folder import MADE, RunFolder, claim_output_dir, contents, mad
 EVERY_NAME = (
     "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "trace.json.gz", "merged",
     "warm-start", "tensorboard", "wandb", "checkpoint-4", "stale-checkpoint-4", "stale-checkpoint-4+",
-    ".tmp-checkpoint-4",
+    ".tmp-checkpoint-4", "sweep.csv", "sweep.png", "beta=0.1,seed=0.log",
 )  # fmt: skip
 
 

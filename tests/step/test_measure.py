@@ -48,7 +48,7 @@ def test_lengths():
 
 
 def test_rates():
-    assert rates([completion(30), completion(10)], rollout_seconds=2.0, seconds=8.0) == {
+    assert rates(40, rollout_seconds=2.0, seconds=8.0) == {
         "step_time": 8.0,
         "tokens/s": 5.0,
         "rollout/tokens/s": 20.0,

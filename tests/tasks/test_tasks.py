@@ -1,4 +1,4 @@
-"""The built-in tasks: arithmetic, GSM8K, and data sets of one's own."""
+"""The built-in tasks: arithmetic, GSM8K, sums, and data sets of one's own."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from paths import DATA
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.sources import Curriculum
-from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy
+from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
 from fastgrpo.train import main
 
 SAMPLE = DATA / "gsm8k-64.jsonl"
@@ -55,10 +55,14 @@ def test_gsm8k_prompts_follow_the_tokenizer():
     config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
     chat = gsm8k.build(config, tiny.tokenizer(chat=True))
     row = chat.train().take(1)[0]
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert row["prompt"][0]["content"] == gsm8k.SYSTEM_PROMPT and row["prompt"][1]["content"] == row["question"]
+    assert [message["role"] for message in row["prompt"]] == ["system", "user", "assistant", "user"]
+    texts = [message["content"] for message in row["prompt"]]
+    assert texts == [gsm8k.SYSTEM_PROMPT, *gsm8k.WORKED, row["question"]]
     plain = gsm8k.build(config, tiny.tokenizer())
-    assert row["question"] in plain.train().take(1)[0]["prompt"]
+    question, answer = gsm8k.WORKED
+    assert plain.train().take(1)[0]["prompt"] == (
+        f"{gsm8k.SYSTEM_PROMPT}\n\nProblem: {question}\nSolution: {answer}\n\nProblem: {row['question']}\nSolution: "
+    )
     assert [function.__name__ for function in plain.reward_funcs] == ["correctness", "format_reward", "length_reward"]
     assert plain.test() is None
 
@@ -71,13 +75,48 @@ def test_gsm8k_system_prompt_and_curriculum():
     for expected in (True, True, False):
         row = source.take(1)[0]
         assert row["question"].startswith("What is ") is expected
-        assert row["prompt"][0]["content"] == "Be brief."
+        assert [message["content"] for message in row["prompt"]] == ["Be brief.", row["question"]]
         source.observe(0.0)
-    for row in gsm8k.arithmetic_rows(3)[:50]:
+    plain = gsm8k.build(config, tiny.tokenizer()).train().take(1)[0]
+    assert plain["prompt"] == f"Be brief.\n\nProblem: {plain['question']}\nSolution: "
+
+
+def test_the_worked_problem_earns_every_reward():
+    question, answer = gsm8k.WORKED
+    assert gsm8k.correctness([question], [answer], ["#### 42"]) == [1.0]
+    assert gsm8k.format_reward([question], [answer]) == [gsm8k.format_reward.full_mark]
+
+
+def test_sums_are_right_and_no_held_out_pair_is_trained_on():
+    def numbers(row):
         a, sign, b = row["question"][8:-1].split()
-        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
+        return int(a), sign, int(b)
+
+    trained, held_out = gsm8k.sums()
+    assert len(trained) == gsm8k.SUMS and len({row["question"] for row in held_out}) == gsm8k.HELD_OUT_SUMS
+    pairs = [{(a, b) for a, _, b in map(numbers, rows)} for rows in (trained, held_out)]
+    assert not pairs[0] & pairs[1]
+    assert {sign for _, sign, _ in map(numbers, held_out)} == {"+", "-"}
+    for row in trained[:25] + held_out[:25]:
+        a, sign, b = numbers(row)
+        value = a + b if sign == "+" else a - b
+        assert 2 <= b <= a < 100
         assert gsm8k.correctness([""], [f"<answer>{value}</answer>"], [row["answer"]]) == [1.0]
         assert gsm8k.correctness([""], [f"<answer>{value + 1}</answer>"], [row["answer"]]) == [0.0]
+
+
+def test_the_task_of_sums_has_the_prompt_and_the_rewards_of_gsm8k():
+    for tokenizer in (tiny.tokenizer(chat=True), tiny.tokenizer()):
+        task = sums.build(GRPOConfig(task="sums"), tokenizer)
+        row = task.test()[0]
+        assert row == gsm8k.to_row(row, None, tokenizer.chat_template is not None)
+        assert len(task.train()) == gsm8k.SUMS and len(task.test()) == gsm8k.HELD_OUT_SUMS
+    config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
+    assert task.reward_funcs == gsm8k.build(config, tokenizer).reward_funcs
+    brief = sums.build(GRPOConfig(task="sums", system_prompt="Be brief."), tokenizer).test()[0]
+    assert brief["prompt"].startswith("Be brief.\n\nProblem: What is ")
+    with pytest.raises(ValueError, match="task=sums makes its own data; use dataset_name with --task gsm8k"):
+        sums.build(GRPOConfig(task="sums", dataset_name="x"), tokenizer)
 
 
 def test_gsm8k_rows_need_their_columns():
@@ -101,7 +140,7 @@ def test_rows_keep_their_lines_in_a_task(tmp_path):
         assert rows.where(1) == f"{path}:4" and rows[1]["prompt"] == ("hi" if system_prompt is None else "S\n\nhi")
     config = GRPOConfig(task="gsm8k", dataset_name=str(path), curriculum_iters=2)
     rows = gsm8k.build(config, tiny.tokenizer()).train().rows
-    assert rows.where(len(rows) - 1) == f"{path}:4" and rows.where(0) == "level 'arithmetic' row 0"
+    assert rows.where(len(rows) - 1) == f"{path}:4" and rows.where(0) == "level 'sums' row 0"
 
 
 @pytest.mark.parametrize("prompt", [None, 7, []])
@@ -126,7 +165,7 @@ def test_data_sets_of_ones_own(tmp_path):
 
 def test_unknown_task():
     assert find_task("gsm8k") is gsm8k
-    with pytest.raises(ValueError, match="arithmetic, bandit, dataset, gsm8k, pizza, got 'answers'"):
+    with pytest.raises(ValueError, match="arithmetic, bandit, countdown, dataset, gsm8k, pizza, sums, got 'answers'"):
         find_task("answers")
 
 

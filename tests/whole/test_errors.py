@@ -60,7 +60,7 @@ CASES = {
     "adam's beta": (words("--adam_beta2 1"), r"adam_beta2 must be in \[0, 1\), got 1"),
     "seed beyond NumPy's": (words("--seed -1"), r"seed must be in \[0, 4294967295\], got -1"),
     "weight that is no number": (words("--reward_weights nan"), "reward_weights must be finite, got nan"),
-    "no such task": (words("--task gsm9k"), "task must be one of arithmetic, bandit, .*, pizza, got 'gsm9k'"),
+    "no such task": (words("--task gsm9k"), "task must be one of arithmetic, bandit, .*, sums, got 'gsm9k'"),
     "no model": (words("--task gsm8k"), "task gsm8k needs --model_name_or_path"),
     "no model folder": (flags(model_name_or_path="./no/such/model"), "no such model folder: ./no/such/model"),
     "empty model folder": (spoilt(lambda c: shutil.rmtree(c.model) or c.model.mkdir()), "model' cannot be loaded"),

@@ -12,6 +12,7 @@ from mistakes import Case, check, flags, spoilt
 from runs import PROMPTS, lines, make_trainer, share_of_a
 
 from fastgrpo import GRPOTrainer, evaluate, train
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data import Source
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -132,7 +133,10 @@ REFUSED = {
     "stream without max_steps": ({"train_dataset": STREAM}, "train_dataset is of type Iterable.* so pass max_steps"),
     "generator": ({"train_dataset": (row for row in PROMPTS)}, r"train_dataset .* generator; .* pass list\(...\)"),
     "held-out dict": ({"eval_dataset": {"test": PROMPTS}}, "eval_dataset is of type dict; pass one split"),
-    "held-out stream": ({"eval_dataset": STREAM}, "eval_dataset is of type Iterable.* so pass max_eval_samples"),
+    "held-out stream": (
+        {"eval_dataset": STREAM, "args": GRPOConfig(max_eval_samples=None)},
+        "eval_dataset is of type Iterable.* so pass max_eval_samples",
+    ),
     "rows of a source": ({"train_dataset": OwnSource()}, r"train_dataset.rows is of type frozenset; pass rows"),
     "settings in a dict": ({"args": {"max_steps": 1}}, r"args is of type dict; pass GRPOConfig\(\*\*args\)"),
     "no settings in a dict": ({"args": {}}, r"args is of type dict; pass GRPOConfig\(\*\*args\)"),

@@ -1,31 +1,30 @@
-"""The training loop: prompts -> rollouts -> rewards -> advantages -> updates, with logging and checkpoints."""
+"""The training loop that all trainers share: steps, evaluations, checkpoints, and the files of a finished run."""
 
 import dataclasses
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Completion, Stateful, TrainerState
-from fastgrpo.data.rows import as_rows
+from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.data.records import Stateful, TrainerState
+from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
-from fastgrpo.evaluation.heldout import evaluate
+from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
 from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
-from fastgrpo.policy.reference import make_reference
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
-from fastgrpo.run.curves import PANELS, Panel, conclude
+from fastgrpo.run.curves import Panel, conclude
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
 from fastgrpo.run.inputs import inputs_of
@@ -34,26 +33,39 @@ from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flop
 from fastgrpo.run.resume import set_aside
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
-from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
-from fastgrpo.step.grpo import GRPOUpdate, Updated
-from fastgrpo.step.measure import rates, sample_rows
+from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
 
-class GRPOTrainer:
-    """Trains a causal LM by GRPO, under TRL's names.
+@dataclass(frozen=True)
+class Step:
+    """What one step did.
+
+    Attributes:
+        values: Its metrics by name.
+        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
+        rows: How many rows of the training data it took.
+        tokens: Completion tokens that it drew or learned.
+        all_tokens: Tokens of prompts and completions, those of what was dropped too.
+    """
+
+    values: dict[str, float]
+    norms: list[float]
+    rows: int
+    tokens: int
+    all_tokens: int
+
+
+class Trainer(ABC):
+    """Trains a causal LM step by step, evaluates and saves it. A subclass says what one step is.
 
     Args:
-        model: A folder or hub id, or a transformers causal LM, which is trained in place.
-        reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
-            `Rewards`.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
+        reward_funcs: A reward function or a list of them, see `Rewards`.
         args: The settings; None for the defaults.
-        train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
-            `Source` of them. An IterableDataset is read as far as the max_steps of the run can need. All rows are
-            checked here.
-        eval_dataset: Held-out rows, which are checked here too, or None for no evaluation. Of an IterableDataset
-            max_eval_samples rows are read.
+        train_dataset: Training rows, or a `Source` of them.
+        eval_dataset: Held-out rows, or None.
         processing_class: The tokenizer; None loads the model's.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
         panels: What the picture of the run shows.
@@ -62,38 +74,35 @@ class GRPOTrainer:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
     """
 
+    config_class: ClassVar[type[TrainingConfig]]
+    title: ClassVar[str]  # in front of the progress bar
+    shown: ClassVar[dict[str, str]]  # what the progress bar shows: a short name -> the metric
+    needed_rows: ClassVar[str] = "rows with a `prompt` column"
+
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
         reward_funcs: Callable | Sequence[Callable],
-        args: GRPOConfig | None = None,
-        train_dataset: Source | Iterable[dict] | None = None,
-        eval_dataset: Iterable[dict] | None = None,
-        processing_class: PreTrainedTokenizerBase | None = None,
-        log: RunLog | None = None,
-        panels: Sequence[Panel] = PANELS,
+        args: TrainingConfig | None,
+        train_dataset: Source | Iterable[dict] | None,
+        eval_dataset: Iterable[dict] | None,
+        processing_class: PreTrainedTokenizerBase | None,
+        log: RunLog | None,
+        panels: Sequence[Panel],
     ):
-        self.args = args = GRPOConfig() if args is None else args
-        if not isinstance(args, GRPOConfig):
-            remedy = "GRPOConfig(**args)" if isinstance(args, dict) else "a fastgrpo.GRPOConfig"
-            raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
-        lacking = [name for name in ("vocab_size", "eos_token_id", "decode") if not hasattr(processing_class, name)]
-        if processing_class is not None and lacking:
-            remedy = "its .tokenizer" if hasattr(processing_class, "tokenizer") else "a tokenizer of transformers"
-            raise ValueError(f"processing_class is of type {type(processing_class).__name__}; pass {remedy}")
+        self.args = args = self._checked(args, processing_class)
         if train_dataset is None:
-            raise ValueError("train_dataset is needed: rows with a `prompt` column")
-        self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=_most_rows(args))
+            raise ValueError(f"train_dataset is needed: {self.needed_rows}")
+        self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.eval_rows = None
         if eval_dataset is not None:
             count = args.max_eval_samples
             self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
-        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_errors, shaping(args))
+        self.rewards = self._make_rewards(reward_funcs)
         self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
         # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
-        frozen = args.use_peft or (args.beta > 0 and not args.sync_ref_model)
-        self.digests = {"model": digest_of_weights(self.policy.state_dict()) if frozen else None}
+        self.digests = {"model": digest_of_weights(self.policy.state_dict()) if args.keeps_first_weights else None}
         apply_liger(self.model, args.use_liger_kernel)
         refuse_adapters(self.model)
         if args.use_peft:
@@ -104,18 +113,12 @@ class GRPOTrainer:
                 target_modules=args.lora_target_modules,
                 seed=args.seed,
             )
-        for rows in (train_rows, self.eval_rows or ()):
-            check_rows(rows, self.tokenizer, self.policy, args.max_completion_length)
+        self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
         self.sampling = SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p or 0.0,
-            max_tokens=args.max_completion_length,
-            stop_token_ids=stop_token_ids(self.policy, self.tokenizer),
+            max_tokens=args.max_completion_length, stop_token_ids=stop_token_ids(self.policy, self.tokenizer)
         )
         self.optimizer = MasterAdamW(
             self.model,
@@ -124,20 +127,72 @@ class GRPOTrainer:
             eps=args.adam_epsilon,
             weight_decay=args.weight_decay,
         )
-        self.engine = make_backend(self.policy, args, self.optimizer.bytes_to_come)
-        self.make_experience = ExperienceMaker(
-            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer
+        self.schedule = make_schedule(
+            self.optimizer,
+            args.lr_scheduler_type,
+            warmup_steps=args.warmup_steps,
+            total_steps=self.state.max_steps * args.updates_per_step,
         )
-        self.reference = make_reference(
-            self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
-            moving=args.sync_ref_model,
-        )  # fmt: skip
-        self.update = self._make_update()
-        self.log = log or RunLog(args, inputs_of(args, self.rewards.functions, model, (train_rows, self.eval_rows)))
+        self.updater = Updater(
+            self.optimizer,
+            self.schedule,
+            max_grad_norm=args.max_grad_norm,
+            max_tokens=args.max_tokens_per_microbatch,
+            device=self.policy.device,
+            share_prompt=args.share_prompt,
+            timer=self.timer,
+        )
+        judged = self.rewards is not None  # without rewards nothing is drawn
+        self.engine = make_backend(self.policy, args, self.optimizer.bytes_to_come) if judged else None
+        self._prepare()
+        functions = self.rewards.functions if judged else []
+        self.log = log or RunLog(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)))
         self.checkpoints = Checkpointer(args, self.log)
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
         self.panels = panels
+
+    def _checked(self, args, tokenizer):
+        """Return the settings, or refuse settings and a tokenizer of another kind."""
+        kind = self.config_class
+        args = kind() if args is None else args
+        if not isinstance(args, kind):
+            remedy = f"{kind.__name__}(**args)" if isinstance(args, dict) else f"a fastgrpo.{kind.__name__}"
+            raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
+        lacking = [name for name in ("vocab_size", "eos_token_id", "decode") if not hasattr(tokenizer, name)]
+        if tokenizer is not None and lacking:
+            remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
+            raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
+        return args
+
+    def _make_rewards(self, reward_funcs) -> Rewards | None:
+        """Make the reward functions; None where nothing is judged."""
+        return Rewards(reward_funcs, on_error=self.args.reward_errors)
+
+    def _check_rows(self, train_rows: Rows) -> None:
+        """Refuse rows that a later step or evaluation could not use."""
+        for rows in (train_rows, self.eval_rows or ()):
+            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length)
+
+    def _most_rows(self) -> int | None:
+        """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
+        return self.args.max_steps * self.args.rows_per_step if self.args.max_steps > 0 else None
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make what only this kind of training needs, after the policy, its optimizer and the engine."""
+
+    @abstractmethod
+    def _step(self, step: int, logged: bool) -> Step:
+        """Make one step.
+
+        Args:
+            step: The number of the step, from 1.
+            logged: Whether a line of metrics.jsonl ends with this step.
+
+        Returns:
+            What the step did.
+        """
 
     @property
     def model(self) -> PreTrainedModel:
@@ -148,7 +203,7 @@ class GRPOTrainer:
         """Count the steps of the run. Raises ValueError where they are too few to be profiled."""
         args, steps = self.args, self.args.max_steps
         if steps < 0:
-            steps = math.ceil(args.num_train_epochs * len(self.source) / args.prompts_per_step)
+            steps = math.ceil(args.num_train_epochs * len(self.source) / args.rows_per_step)
         needed = needed_steps(args.profile)
         if args.profile and needed > steps:
             raise ValueError(
@@ -157,36 +212,9 @@ class GRPOTrainer:
             )
         return steps
 
-    def _make_update(self):
-        args = self.args
-        self.schedule = make_schedule(
-            self.optimizer,
-            args.lr_scheduler_type,
-            warmup_steps=args.warmup_steps,
-            total_steps=self.state.max_steps * args.num_iterations * args.updates_per_rollout,
-        )
-        updater = Updater(
-            self.optimizer,
-            self.schedule,
-            max_grad_norm=args.max_grad_norm,
-            max_tokens=args.max_tokens_per_microbatch,
-            device=self.policy.device,
-            share_prompt=args.share_prompt,
-            timer=self.timer,
-        )
-        return GRPOUpdate(
-            self.policy,
-            self.reference,
-            updater,
-            args.objective,
-            temperature=args.temperature,
-            updates_per_rollout=args.updates_per_rollout,
-            num_iterations=args.num_iterations,
-        )
-
     def parts(self) -> dict[str, Stateful]:
         """Return the parts of the run that have state, by the names that a checkpoint gives them."""
-        parts = {
+        return {
             "policy": self.policy,
             "optimizer": self.optimizer,
             "schedule": self.schedule,
@@ -197,11 +225,11 @@ class GRPOTrainer:
             "watch": self.watch,
             "rng": GlobalRNG(),
         }
-        return parts if self.reference is None else parts | {"reference": self.reference}
 
     def about(self) -> dict[str, Any]:
-        """Return what a resumed run is compared with: the data, the model, the dtype and the settings."""
+        """Return what a resumed run is compared with: the data, the model, the dtype, the settings, the command."""
         return {
+            "command": self.args.command,
             "rows": len(self.source),
             "data_digest": self.digests["data"],
             "model_digest": self.digests["model"],
@@ -252,14 +280,13 @@ class GRPOTrainer:
             if stopping or last:
                 return step if stopping else None
             if log.bar is None:
-                log.progress(self.state.max_steps, "GRPO", done=step)
+                log.progress(self.state.max_steps, self.title, done=step)
             values = self.step()
             log.step(step + 1, values, last=step + 1 == self.state.max_steps)
-            shown = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
-            log.advance(**{short: values[name] for short, name in shown.items() if name in values})
+            log.advance(**{short: values[name] for short, name in self.shown.items() if name in values})
 
     def step(self) -> dict[str, float]:
-        """Make one step, from prompts to updated weights.
+        """Make one step, from rows to updated weights.
 
         Returns:
             Its metrics by name.
@@ -268,36 +295,21 @@ class GRPOTrainer:
             ValueError: The run has ended.
         """
         self.log.folder.check()
-        started, step = time.perf_counter(), self.state.global_step + 1
+        step = self.state.global_step + 1
         logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
+        started, state = time.perf_counter(), self.state
         self.timer.start()
-        experience = self.make_experience(self.state)
-        corrected = self.args.importance_sampling_mode is not None
-        samples = [[to_sample(experience.completions[i], i, corrected) for i in group] for group in experience.trained]
-        updated = self.update(samples, with_entropy=logged)
-        if self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
-            self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
-        values = updated.metrics | experience.metrics | self.source.metrics()
-        self._advance(experience, values["accuracy"])
-        for warning in self.watch.observe(values, updated.norms):
-            self.log.say(f"step {step}: {warning}")
-        if logged:
-            self.log.samples(sample_rows(step, clipped(experience, updated), self.args.num_generations))
-        values |= self.timer.stop() | {"num_tokens": self.state.num_tokens}
-        values |= rates(experience.completions, values["time/rollout"], time.perf_counter() - started)
-        self.profiler.step(values, left=self.state.max_steps - step)
-        return values
-
-    def _advance(self, experience, accuracy):
-        """Count the step, its epochs and its tokens, and tell the source the accuracy of the step."""
-        state = self.state
-        state.global_step += 1
-        news = self.source.observe(accuracy)
-        if news:
-            self.log.say(f"step {state.global_step}: {news}")
-        rows = round(state.epoch * len(self.source)) + experience.taken  # in whole rows, so that no rounding adds up
+        done = self._step(step, logged)
+        state.global_step = step
+        state.num_tokens += done.all_tokens
+        rows = round(state.epoch * len(self.source)) + done.rows  # in whole rows, so that no rounding adds up
         state.epoch = rows / len(self.source)
-        state.num_tokens += experience.num_tokens
+        for warning in self.watch.observe(done.values, done.norms):
+            self.log.say(f"step {step}: {warning}")
+        values = done.values | self.timer.stop() | {"num_tokens": state.num_tokens}
+        values |= rates(done.tokens, values["time/rollout"], time.perf_counter() - started)
+        self.profiler.step(values, left=state.max_steps - step)
+        return values
 
     def evaluate(self) -> dict[str, float] | None:
         """Measure the held-out rows, and log what was measured, unless the run has ended.
@@ -318,7 +330,7 @@ class GRPOTrainer:
             min_p=0.0,
             seed=self.args.seed,
         )
-        with tqdm(total=len(self.eval_rows) * (1 + draws), desc="evaluate", leave=False) as bar:
+        with progress_bar("evaluate") as bar:
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
             )
@@ -328,17 +340,18 @@ class GRPOTrainer:
         return result.values
 
     def _evaluate_if_due(self):
-        """Evaluate once at the start, at the end, and every eval_steps steps.
+        """Evaluate at the start (with eval_on_start), at the end, and every eval_steps steps, once each.
 
         A run that was stopped just before an evaluation makes it after it is resumed.
         """
         state, every = self.state, self.args.eval_steps
         step = state.global_step
-        due = step in (0, state.max_steps) or (every and step % every == 0)
+        due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
+        due = due or step == state.max_steps
         if due and state.evaluated_at != step:
             values = self.evaluate()
             state.evaluated_at = step
-            if values is not None:
+            if values is not None and "eval/accuracy" in values:
                 state.accuracy_after = values["eval/accuracy"]
                 state.accuracy_before = state.accuracy_after if step == 0 else state.accuracy_before
 
@@ -357,25 +370,3 @@ class GRPOTrainer:
         left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
         self.log.say("\n" + left)
         return summary
-
-
-def _most_rows(args: GRPOConfig) -> int | None:
-    """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
-    batches = args.max_num_gen_batches if args.dynamic_sampling else 1
-    return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
-
-
-def clipped(experience: Experience, updated: Updated) -> list[Completion]:
-    """Note in each completion that was trained on which share of its tokens the last update clipped.
-
-    Args:
-        experience: What was drawn for the step.
-        updated: What the step's updates did.
-
-    Returns:
-        All completions of the step.
-    """
-    completions = list(experience.completions)
-    for sample in updated.samples:
-        completions[sample.index] = dataclasses.replace(completions[sample.index], clipped=float(sample.clipped))
-    return completions

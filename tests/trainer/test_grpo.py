@@ -325,6 +325,14 @@ def test_draws_of_held_out_prompts(tmp_path):
                 assert row[f"{name}/ci95_low"] <= row[name] <= row[f"{name}/ci95_high"], name
 
 
+@pytest.mark.parametrize("every, steps", [(None, [2]), (1, [1, 2])])
+def test_the_start_of_a_run_is_not_measured_on_request(tmp_path, every, steps):
+    summary = make_trainer(tmp_path, eval_rows=PROMPTS, eval_steps=every, eval_on_start=False).train()
+    rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
+    assert [row["step"] for row in rows] == steps
+    assert summary["accuracy_before"] is None and summary["accuracy_after"] == rows[-1]["eval/accuracy"]
+
+
 def test_no_data_set(tmp_path):
     with pytest.raises(ValueError, match="train_dataset is needed"):
         GRPOTrainer(str(tiny.save(tmp_path / "m")), share_of_a, GRPOConfig(output_dir=str(tmp_path / "run")))

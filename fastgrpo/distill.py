@@ -1,0 +1,121 @@
+"""python -m fastgrpo.distill MODEL: complete the task's training prompts, and keep what is worth learning from."""
+
+import json
+import random
+import sys
+from collections import Counter
+
+from tqdm import tqdm
+
+from fastgrpo.config.command import new_file, quiet_libraries, run_command
+from fastgrpo.config.distillation import DistillConfig, parse
+from fastgrpo.data.prompts import to_completion
+from fastgrpo.data.records import TrainerState
+from fastgrpo.data.rows import Rows, as_rows
+from fastgrpo.evaluation.selection import REASONS, select
+from fastgrpo.policy.fit import prompts_of
+from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rollout import make_backend
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.curves import table
+from fastgrpo.tasks import find_task, needed_rewards
+
+CHUNK = 256  # prompts that are completed before what is kept of them is written
+
+
+def distill(argv: list[str]) -> None:
+    """Draw, judge and select completions as the command line says, and print a table of what was kept.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: A flag is not allowed, the model or the data cannot be used, or no completion is kept.
+    """
+    config = parse(argv)
+    quiet_libraries()
+    tokenizer = load_tokenizer(config.model, config.trust_remote_code)
+    task = find_task(config.task).build(config, tokenizer)
+    rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
+    rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
+    policy, _ = load_policy(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+        own_attention=config.rollout_backend == "hf",
+        tokenizer=tokenizer,
+    )
+    prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length))
+    engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
+    drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
+    with new_file(config.output) as file, tqdm(total=drawn, desc="distill") as bar:
+        for start in range(0, len(prompts), CHUNK):
+            chunk = prompts[start : start + CHUNK]
+            sampling = SamplingParams(
+                temperature=config.temperature,
+                top_p=config.top_p,
+                top_k=config.top_k,
+                max_tokens=config.max_completion_length,
+                stop_token_ids=stop_token_ids(policy, tokenizer),
+                seed=config.seed + start,
+            )
+            rollouts = engine.generate([prompt.ids for prompt in chunk], config.num_generations, sampling, bar.update)
+            completions = [
+                to_completion(chunk[i // config.num_generations], rollout, tokenizer)
+                for i, rollout in enumerate(rollouts)
+            ]
+            selected, left_out = select(rewards(completions, state, allow_none=True).completions, rewards, config)
+            for completion, reward in selected:
+                file.write(_line(completion, reward))
+            file.flush()
+            kept, dropped = kept + len(selected), dropped + left_out
+        counts = [(reason, f"{dropped[reason]:,}") for reason in REASONS if dropped[reason]]
+        if not kept:
+            told = ", ".join(f"{count} {reason}" for reason, count in counts)
+            raise ValueError(
+                f"no completion of {drawn:,} is kept ({told}); raise num_generations, or distill a policy that solves "
+                "more of these prompts"
+            )
+    print(table([("prompts", f"{len(prompts):,}"), ("drawn", f"{drawn:,}"), *counts, ("kept", f"{kept:,}")]))
+    print(f"  {config.output}")
+
+
+def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
+    """Choose the rows whose prompts are completed: each prompt once, and at most max_prompts of them.
+
+    Args:
+        rows: The rows of the training data.
+        config: The settings; max_prompts and seed are used.
+
+    Returns:
+        The rows in their order. Where there are too many, they are drawn at random.
+    """
+    first = {json.dumps(row.get("prompt"), default=repr): index for index, row in reversed(list(enumerate(rows)))}
+    indices = sorted(first.values())
+    if config.max_prompts is not None and config.max_prompts < len(indices):
+        indices = sorted(random.Random(config.seed).sample(indices, config.max_prompts))
+    return Rows([rows[index] for index in indices], lambda n: rows.where(indices[n]))
+
+
+def _line(completion, reward):
+    """Write a kept completion as a line of JSON, in the form that supervised training reads."""
+    row = {"prompt": completion.prompt.prompt, "completion": completion.content, "reward": reward}
+    return json.dumps({**row, "rewards": completion.rewards}, ensure_ascii=False) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
+    """
+    return run_command(distill, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

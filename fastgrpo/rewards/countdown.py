@@ -1,0 +1,108 @@
+"""The reward functions of countdown: an expression of the given numbers that has the target as its value.
+
+The text of a model is untrusted input and is never run. Python's parser turns it into a tree, of which whole numbers
+and the four operations alone are allowed, and the tree is computed in exact fractions. The limits on length and depth
+bound what a text can cost.
+"""
+
+import ast
+import operator
+import re
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+from fastgrpo.rewards.answers import completion_text
+
+MAX_LENGTH = 100  # characters of an expression: six numbers with all their operators and brackets have fewer
+MAX_DEPTH = 8  # operations inside one another
+FORMAT_REWARD = 0.1
+
+_OPENING, _CLOSING = "<answer>", "</answer>"
+_READABLE = re.compile(r"[0-9+*/() -]+")
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def correctness(prompts: list, completions: list, nums: list, target: list, **columns: Any) -> list[float]:
+    """Give 1.0 for an expression that has the target as its value and uses each number at most once, else 0.0.
+
+    Args:
+        prompts: Not used.
+        completions: Strings, or lists of messages.
+        nums: The numbers of each puzzle, from the column of this name.
+        target: The number to reach in each puzzle, from the column of this name.
+        columns: Not used.
+
+    Returns:
+        One reward per completion.
+
+    Example:
+        >>> correctness(["?"] * 2, ["<answer>(3+7)*2</answer>", "<answer>3+7+7</answer>"], [[2, 3, 7]] * 2, [20, 17])
+        [1.0, 0.0]
+    """
+    answers = zip(completions, nums, target, strict=True)
+    return [float(answer_value(completion_text(text), numbers) == goal) for text, numbers, goal in answers]
+
+
+def format_reward(prompts: list, completions: list, nums: list, **columns: Any) -> list[float]:
+    """Give 0.1 for an answer that uses each number at most once, whatever its value, else 0.0.
+
+    Args:
+        prompts: Not used.
+        completions: Strings, or lists of messages.
+        nums: The numbers of each puzzle, from the column of this name.
+        columns: Not used.
+
+    Returns:
+        One reward per completion.
+    """
+    answers = zip(completions, nums, strict=True)
+    return [FORMAT_REWARD * (answer_value(completion_text(text), numbers) is not None) for text, numbers in answers]
+
+
+format_reward.full_mark = FORMAT_REWARD  # the format rate of an evaluation is the share of completions that get this
+
+
+def answer_value(text: str, numbers: list[int]) -> Fraction | None:
+    """Compute the expression in the last ``<answer>...</answer>`` of a text.
+
+    Args:
+        text: Any text.
+        numbers: The numbers that the expression may use, each at most as often as it stands here.
+
+    Returns:
+        The exact value. None where there is no such answer, it is no expression of whole numbers with + - * / and
+        brackets, it is beyond ``MAX_LENGTH`` or ``MAX_DEPTH``, it uses other numbers, or it divides by zero.
+
+    Example:
+        >>> answer_value("3/2 is 1.5, so <answer>3/2*7</answer>", [2, 3, 7])
+        Fraction(21, 2)
+    """
+    end = text.rfind(_CLOSING)
+    start = text.rfind(_OPENING, 0, max(end, 0))
+    if start < 0:
+        return None
+    expression = text[start + len(_OPENING) : end].strip()
+    if len(expression) > MAX_LENGTH or not _READABLE.fullmatch(expression):
+        return None
+    try:
+        used = []
+        value = _value(ast.parse(expression, mode="eval").body, used, MAX_DEPTH)
+    except (_Unreadable, SyntaxError, ZeroDivisionError):
+        return None
+    return value if Counter(used) <= Counter(numbers) else None
+
+
+class _Unreadable(Exception):
+    """The tree is no expression of whole numbers and the four operations, or is too deep."""
+
+
+def _value(node: ast.expr, used: list[int], depth: int) -> Fraction:
+    """Compute a tree of at most `depth` operations inside one another, and append its numbers to `used`."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if not depth or not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATIONS:
+        raise _Unreadable
+    left, right = (_value(side, used, depth - 1) for side in (node.left, node.right))
+    return _OPERATIONS[type(node.op)](left, right)

@@ -1,0 +1,85 @@
+"""python -m fastgrpo.sft: command line -> SFTConfig -> SFTTrainer.
+
+Rows have a prompt and a completion, or messages; the loss is on completions alone. Modules that need transformers are
+imported inside the functions that use them, so that --help is quick and a missing package is reported as a mistake.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from fastgrpo.config.command import quiet_libraries, run_command
+from fastgrpo.config.recipe import parse
+from fastgrpo.config.supervised import SFTConfig
+
+if TYPE_CHECKING:
+    from fastgrpo.trainer import SFTTrainer
+
+
+def make_trainer(config: SFTConfig) -> "SFTTrainer":
+    """Build the trainer of a supervised run. Where no model is named, the task's own begins with random weights.
+
+    Args:
+        config: The settings of the run.
+
+    Returns:
+        A trainer whose run folder is claimed.
+
+    Raises:
+        ValueError: Settings, files or packages do not fit together.
+    """
+    from fastgrpo.data import load_rows
+    from fastgrpo.tasks import open_task
+    from fastgrpo.trainer import SFTTrainer
+
+    opened = open_task(config)
+    if config.train_file is None and opened.task.supervised is None:
+        raise ValueError(
+            f"task {config.task} has no rows for supervised training; pass --train_file FILE.jsonl, with rows that "
+            "have a prompt and a completion, or messages"
+        )
+    model, tokenizer = config.model_name_or_path, opened.tokenizer
+    if model is None:
+        model, tokenizer = opened.module.make_model(config.seed)
+    train = opened.task.supervised() if config.train_file is None else load_rows(config.train_file)
+    test = opened.task.test()
+    trainer = SFTTrainer(model, config, train, test, tokenizer, opened.reward_funcs)
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trainer.log.say(f"run folder {trainer.log.dir}")
+    trainer.log.say(
+        f"SFT: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of {config.batch_size} "
+        f"of {len(trainer.source):,} rows"
+    )
+    return trainer
+
+
+def train(argv: list[str]) -> None:
+    """Train as the command line says.
+
+    Args:
+        argv: The arguments.
+
+    Raises:
+        ValueError: A flag is not allowed, or what it names cannot be used.
+    """
+    config = parse(argv, SFTConfig)
+    quiet_libraries()
+    make_trainer(config).train()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code, as for `fastgrpo.train`.
+
+    Raises:
+        SystemExit: With code 143 after SIGTERM, and with 141 where nobody reads the output any more.
+    """
+    return run_command(train, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Sums and differences of two numbers in GSM8K's template: the first thing that a small instruction-tuned model learns.
+
+`HELD_OUT_SUMS` problems of `fastgrpo.tasks.gsm8k` are held out, the same ones in every run.
+fastgrpo/recipes/smollm2-135m-sums.yaml trains a model of 135M parameters on the others.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.config.sections import PromptConfig
+from fastgrpo.data import ShuffledRows
+from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
+from fastgrpo.tasks import Task
+from fastgrpo.tasks.gsm8k import sums, to_row
+
+
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Build the task, with GSM8K's prompt and rewards.
+
+    Args:
+        config: The settings. `Task.train` needs a `GRPOConfig`.
+        tokenizer: The policy's tokenizer. Prompts are messages if it has a chat template, and plain text otherwise.
+
+    Returns:
+        The task, with rewards for the answer, the form and the length.
+
+    Raises:
+        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
+    """
+    for name in ("dataset_name", "dataset_config"):
+        if getattr(config, name):
+            raise ValueError(f"task=sums makes its own data; use {name} with --task gsm8k or --task dataset")
+
+    conversational = tokenizer.chat_template is not None
+    trained, held_out = ([to_row(row, config.system_prompt, conversational) for row in part] for part in sums())
+
+    def train():
+        return ShuffledRows(trained, seed=config.seed, shuffle=config.shuffle_dataset)
+
+    return Task(train, lambda: held_out, [correctness, format_reward, length_reward])

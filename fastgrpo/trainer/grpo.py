@@ -1,0 +1,130 @@
+"""One GRPO step after another: prompts -> rollouts -> rewards -> advantages -> updates."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.records import Completion, Stateful
+from fastgrpo.data.sources import Source
+from fastgrpo.policy.reference import make_reference
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.overlong import shaping
+from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.run.log import RunLog
+from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
+from fastgrpo.step.grpo import GRPOUpdate, Updated
+from fastgrpo.step.measure import sample_rows
+from fastgrpo.trainer.base import Step, Trainer
+
+
+class GRPOTrainer(Trainer):
+    """Trains a causal LM by GRPO, under TRL's names.
+
+    Args:
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
+        reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
+            `Rewards`.
+        args: The settings; None for the defaults.
+        train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
+            `Source` of them. An IterableDataset is read as far as the max_steps of the run can need. All rows are
+            checked here.
+        eval_dataset: Held-out rows, which are checked here too, or None for no evaluation. Of an IterableDataset
+            max_eval_samples rows are read.
+        processing_class: The tokenizer; None loads the model's.
+        log: A `RunLog` that has claimed its folder already. None makes one from args.
+        panels: What the picture of the run shows.
+
+    Raises:
+        ValueError: An argument or a setting cannot be used; the message names it and the remedy.
+    """
+
+    config_class, title = GRPOConfig, "GRPO"
+    shown: ClassVar = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        reward_funcs: Callable | Sequence[Callable],
+        args: GRPOConfig | None = None,
+        train_dataset: Source | Iterable[dict] | None = None,
+        eval_dataset: Iterable[dict] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        log: RunLog | None = None,
+        panels: Sequence[Panel] = PANELS,
+    ):
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
+
+    def _make_rewards(self, reward_funcs):
+        return Rewards(reward_funcs, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
+
+    def _prepare(self):
+        args = self.args
+        self.sampling = dataclasses.replace(
+            self.sampling,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p or 0.0,
+        )
+        self.make_experience = ExperienceMaker(
+            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer
+        )
+        self.reference = make_reference(
+            self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
+            moving=args.sync_ref_model,
+        )  # fmt: skip
+        self.update = GRPOUpdate(
+            self.policy,
+            self.reference,
+            self.updater,
+            args.objective,
+            temperature=args.temperature,
+            updates_per_rollout=args.updates_per_rollout,
+            num_iterations=args.num_iterations,
+        )
+
+    def parts(self) -> dict[str, Stateful]:
+        """Return the parts of the run that have state, by the names that a checkpoint gives them."""
+        parts = super().parts()
+        return parts if self.reference is None else parts | {"reference": self.reference}
+
+    def _most_rows(self):
+        args, most = self.args, super()._most_rows()
+        batches = args.max_num_gen_batches if args.dynamic_sampling else 1
+        return most and args.max_steps * batches * args.oversampled(args.prompts_per_step)
+
+    def _step(self, step, logged):
+        experience = self.make_experience(self.state)
+        corrected = self.args.importance_sampling_mode is not None
+        samples = [[to_sample(experience.completions[i], i, corrected) for i in group] for group in experience.trained]
+        updated = self.update(samples, with_entropy=logged)
+        if self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
+            self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
+        values = updated.metrics | experience.metrics | self.source.metrics()
+        news = self.source.observe(values["accuracy"])
+        if news:
+            self.log.say(f"step {step}: {news}")
+        if logged:
+            self.log.samples(sample_rows(step, clipped(experience, updated), self.args.num_generations))
+        tokens = sum(len(completion.rollout.ids) for completion in experience.completions)
+        return Step(values, updated.norms, experience.taken, tokens, experience.num_tokens)
+
+
+def clipped(experience: Experience, updated: Updated) -> list[Completion]:
+    """Note in each completion that was trained on which share of its tokens the last update clipped.
+
+    Args:
+        experience: What was drawn for the step.
+        updated: What the step's updates did.
+
+    Returns:
+        All completions of the step.
+    """
+    completions = list(experience.completions)
+    for sample in updated.samples:
+        completions[sample.index] = dataclasses.replace(completions[sample.index], clipped=float(sample.clipped))
+    return completions

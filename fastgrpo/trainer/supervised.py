@@ -1,0 +1,95 @@
+"""Supervised fine-tuning on completions, with the run folder, checkpoints and evaluations of every other training."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.data.examples import is_example, to_examples
+from fastgrpo.data.sources import Source
+from fastgrpo.policy.fit import examples_of
+from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.run.log import RunLog
+from fastgrpo.step.supervised import learn, mean_loss
+from fastgrpo.trainer.base import Step, Trainer
+
+
+class SFTTrainer(Trainer):
+    """Trains a causal LM on the completions of rows, under TRL's names.
+
+    Args:
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
+        args: The settings; None for the defaults.
+        train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them. All rows are
+            checked here.
+        eval_dataset: Held-out rows, or None for no evaluation. Their loss is measured where they have completions or
+            messages, and their prompts are completed and judged where there are reward functions.
+        processing_class: The tokenizer; None loads the model's.
+        reward_funcs: Reward functions for the evaluation, as `GRPOTrainer` takes them; none by default.
+        log: A `RunLog` that has claimed its folder already. None makes one from args.
+        panels: What the picture of the run shows.
+
+    Raises:
+        ValueError: An argument or a setting cannot be used; the message names it and the remedy.
+    """
+
+    config_class, title = SFTConfig, "SFT"
+    shown: ClassVar = {"loss": "loss", "tok/s": "tokens/s"}
+    needed_rows = "rows with a `prompt` and a `completion`, or with `messages`"
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        args: SFTConfig | None = None,
+        train_dataset: Source | Iterable[dict] | None = None,
+        eval_dataset: Iterable[dict] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        reward_funcs: Callable | Sequence[Callable] = (),
+        log: RunLog | None = None,
+        panels: Sequence[Panel] = PANELS,
+    ):
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
+
+    def _make_rewards(self, reward_funcs):
+        return super()._make_rewards(reward_funcs) if callable(reward_funcs) or len(reward_funcs) else None
+
+    def _check_rows(self, train_rows):
+        examples_of(train_rows, self.tokenizer, self.policy)
+        self.held_out = []
+        if self.eval_rows and is_example(self.eval_rows[0]):
+            self.held_out = examples_of(self.eval_rows, self.tokenizer, self.policy)
+        if self.rewards is not None:
+            super()._check_rows(train_rows.head(0))
+
+    def _prepare(self):
+        """Nothing is needed beyond what every training has."""
+
+    def _step(self, step, logged):
+        rows = self.source.take(self.args.batch_size)
+        examples = [example for row in rows for example in to_examples(row, self.tokenizer)]
+        learning_rate = self.updater.learning_rate
+        learned = learn(self.policy, self.updater, examples)
+        norm = learned.norm.item()
+        skipped = norm != norm
+        values = {"learning_rate": learning_rate, "skipped_updates": float(skipped)}
+        if not skipped:
+            values |= {"loss": learned.loss, "grad_norm": norm}
+        return Step(values, [norm], len(rows), learned.tokens, sum(map(len, examples)))
+
+    def evaluate(self) -> dict[str, float] | None:
+        """Measure the loss of held-out completions and the accuracy on held-out prompts, as far as there are any.
+
+        Returns:
+            The metrics by name, or None without held-out rows.
+        """
+        values = {}
+        if self.held_out:
+            values["eval/loss"] = mean_loss(self.policy, self.held_out, self.args.max_tokens_per_microbatch)
+            if self.log.folder.held:
+                self.log.write(self.state.global_step, values)
+            self.log.say(f"step {self.state.global_step}: held-out loss {values['eval/loss']:.4f}")
+        if self.rewards is not None:
+            values |= super().evaluate() or {}
+        return values or None

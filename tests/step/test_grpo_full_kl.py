@@ -1,0 +1,197 @@
+"""The step with the KL of the full distributions: its gradient against full logits, its passes, and whole runs."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from runs import lines, make_trainer, samples_of
+from torch.distributions import Categorical, kl_divergence
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.batch import Batch, split_by_tokens
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import make_reference
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+FULL, TEMPERATURE = {"beta": 0.2, "kl": "full"}, 0.8
+
+
+def soft_capped():
+    """A policy that trains by its own attention and whose logits are soft-capped."""
+    torch.manual_seed(0)
+    shape = tiny.config().to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    config = Gemma2Config(
+        **{name: shape[name] for name in names}, num_key_value_heads=2, head_dim=8, final_logit_softcapping=2.0,
+        attn_logit_softcapping=0.5, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    return prepare(Gemma2ForCausalLM(config), own_attention=True)
+
+
+def with_adapters():
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    return Policy(add_lora(tiny.model(), r=4, target_modules=("all-linear",)))
+
+
+# name: (policy, device of the reference)
+POLICIES = {
+    "copy": (lambda: Policy(tiny.model()), None),
+    "checkpointed": (lambda: Policy(tiny.model(gradient_checkpointing=True)), None),
+    "streamed": (lambda: Policy(tiny.model("smollm3-like")), "cpu"),
+    "adapters": (with_adapters, None),
+    "soft-capped": (soft_capped, None),
+}
+
+
+def make_update(policy, device=None, max_tokens=10_000, share_prompt=True, objective=None, **settings):
+    optimizer = MasterAdamW(policy.module, learning_rate=1e-3)
+    updater = Updater(
+        optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=1.0,
+        max_tokens=max_tokens, device="cpu", share_prompt=share_prompt,
+    )  # fmt: skip
+    objective = objective or Objective(**FULL)
+    reference = make_reference(policy, objective.beta, device=device)
+    return GRPOUpdate(policy, reference, updater, objective, temperature=TEMPERATURE, **settings)
+
+
+def weighted_groups():
+    """Two groups of three completions, those of a group of one prompt, with the weights of their tokens."""
+    samples = samples_of()
+    samples = [dataclasses.replace(s, prompt_ids=samples[i // 3 * 3].prompt_ids) for i, s in enumerate(samples)]
+    tokens = sum(len(s.completion_ids) for s in samples)
+    return [dataclasses.replace(s, weights=torch.full((len(s.completion_ids),), 1 / tokens)) for s in samples]
+
+
+def distributions(policy, sample):
+    """The distributions of a completion's tokens, from transformers' own logits."""
+    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    logits = policy.module(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
+    return Categorical(logits=logits / TEMPERATURE)
+
+
+def move(policy):
+    """Change the weights that are trained, each by a share of its size; fresh adapters begin at 0."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * (0.1 * parameter.std().nan_to_num(0) + 0.02))
+
+
+def gradients(policy):
+    found = {n: p.grad.clone() for n, p in policy.module.named_parameters() if p.grad is not None}
+    policy.module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("share_prompt", [True, False], ids=["shared", "apart"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_gradient_is_that_of_full_logits(name, share_prompt):
+    """Of all kinds of reference that are exact, packed and in micro-batches, whose gradients add up."""
+    build, device = POLICIES[name]
+    policy, samples = build(), weighted_groups()
+    with torch.no_grad():
+        reference = [distributions(policy, sample) for sample in samples]
+    updates = [make_update(policy, device, n, share_prompt) for n in (10_000, 16)]
+    move(policy)
+    loss, divergences = 0.0, []
+    for sample, ref in zip(samples, reference, strict=True):
+        now = distributions(policy, sample)
+        logps, kl = now.log_prob(torch.tensor(sample.completion_ids)), kl_divergence(now, ref)
+        ratio = (logps - logps.detach()).exp()
+        loss = loss + (sample.weights * (FULL["beta"] * kl - ratio * sample.advantage)).sum()
+        divergences.append(kl.detach())
+    loss.backward()
+    expected, mean = gradients(policy), torch.cat(divergences).mean().item()
+    assert mean > 0.01
+    for update in updates:
+        parts = split_by_tokens(samples, update.updater.max_tokens, share_prompt)
+        found, kl = 0.0, 0.0
+        for part in parts:
+            out = update.loss(Batch.pack(part, "cpu", share_prompt), step_tokens=1.0, with_entropy=False)
+            out.loss.backward()
+            found, kl = found + out.loss.item(), kl + (out.metrics["kl"] * out.metrics["active_tokens"]).item()
+        assert found == pytest.approx(loss.item(), abs=1e-5)
+        assert kl == pytest.approx(mean * sum(len(s.completion_ids) for s in samples), rel=1e-4)
+        actual = gradients(policy)
+        assert actual.keys() == expected.keys()
+        for weight, gradient in expected.items():
+            torch.testing.assert_close(actual[weight], gradient, rtol=1e-3, atol=2e-5, msg=weight)
+
+
+def test_the_gradient_checkpointed_backward_runs_with_adapters_on():
+    """The reference switches them off for its pass alone: the layers are computed again after it."""
+    pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    from fastgrpo.policy.lora import add_lora
+
+    found = []
+    for checkpointing in (False, True):
+        model = tiny.model(gradient_checkpointing=checkpointing)
+        policy = Policy(add_lora(model, r=4, target_modules=("all-linear",)))
+        update = make_update(policy)
+        move(policy)
+        update.loss(Batch.pack(weighted_groups(), "cpu"), step_tokens=1.0, with_entropy=False).loss.backward()
+        found.append(gradients(policy))
+    assert found[0] and found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("num_iterations", [1, 3])
+def test_the_reference_runs_once_a_pass_and_scores_nothing(num_iterations, monkeypatch):
+    policy = Policy(tiny.model())
+    update = make_update(policy, num_iterations=num_iterations, updates_per_rollout=2)
+    calls = Counter()
+    for name in ("states", "score"):
+        kept = getattr(update.reference, name)
+        monkeypatch.setattr(
+            update.reference, name, lambda *args, name=name, kept=kept: calls.update([name]) or kept(*args)
+        )
+    samples = samples_of()
+    updated = update([samples[:3], samples[3:]])
+    assert calls == {"states": 2 * num_iterations}
+    assert all(sample.ref_logps is None for sample in updated.samples)
+    assert all(norm > 0 for norm in updated.norms)
+
+
+def rising(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
+
+def measured(tmp_path, **settings):
+    """The KL of each of two steps of a whole run."""
+    make_trainer(tmp_path, rising, beta=0.1, kl="full", **settings).train()
+    return [row["kl"] for row in lines(tmp_path / "run" / "metrics.jsonl") if "kl" in row]
+
+
+def test_a_run_is_the_same_however_it_is_split(tmp_path):
+    whole = measured(tmp_path / "whole")
+    assert whole[0] == pytest.approx(0, abs=1e-6)  # the policy is its own reference at first
+    assert whole[1] > 1e-5
+    split = measured(tmp_path / "split", max_tokens_per_microbatch=16, share_prompt=False)
+    assert split == pytest.approx(whole, rel=0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ref_device": "cpu", "entropy_coef": 0.01},
+        {"use_peft": True, "lora_target_modules": ("all-linear",)},
+        {"sync_ref_model": True, "ref_model_sync_steps": 1},
+        {"num_iterations": 2, "updates_per_rollout": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_run_with_other_references_and_passes(tmp_path, settings):
+    if "use_peft" in settings:
+        pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
+    first, second = measured(tmp_path, **settings)
+    assert 1e-6 < second < 1 and first > -1e-6

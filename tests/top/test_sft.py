@@ -1,0 +1,72 @@
+"""The command sft: what it reads, where its rows come from, and its run."""
+
+import json
+
+import pytest
+import tiny
+from mistakes import check
+
+from fastgrpo import sft
+from fastgrpo.run.checkpoint import checkpoints
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+COUNTS = {"max_steps": 2, "batch_size": 4, "max_completion_length": 5, "max_eval_samples": 3}
+SHORT = ["--device", "cpu", *(word for name, count in COUNTS.items() for word in (f"--{name}", str(count)))]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "ab", "completion": "cd"}\n{"prompt": "e", "completion": "f"}\n')
+    (tmp_path / "test.jsonl").write_text('{"prompt": "gh", "completion": "i"}\n')
+    tiny.save(tmp_path / "model")
+    return tmp_path
+
+
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_data_set_is_learned_and_its_held_out_rows_are_measured(files, capfd):
+    run = files / "run"
+    given = f"--task dataset --dataset_name {files} --model_name_or_path {files / 'model'} --output_dir {run}".split()
+    assert sft.main([*given, *SHORT]) == 0
+    assert [row["step"] for row in rows(run) if "eval/loss" in row] == [0, 2]
+    assert "SFT: " in capfd.readouterr().out and list(checkpoints(run)) == [2]
+    (files / "train.jsonl").write_text('{"messages": [{"role": "user"}]}\n')
+    check(sft.main, [*given, *SHORT, "--overwrite_output_dir", "True"], "train.jsonl:1: the messages have no", capfd)
+
+
+def test_the_embedded_task_begins_with_random_weights_and_another_file_replaces_its_rows(files, capfd):
+    run = files / "run"
+    (files / "mine.jsonl").write_text('{"prompt": "11+22=", "completion": "1+2=3 1+2=3 33"}\n')
+    assert sft.main([*SHORT, "--output_dir", str(run), "--train_file", str(files / "mine.jsonl")]) == 0
+    first, last = (row for row in rows(run) if "eval/accuracy" in row)
+    assert first["eval/accuracy"] == 0.0 and "eval/format_rate" in last and "of 1 rows" in capfd.readouterr().out
+    state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
+    assert (state["rows"], state["command"]) == (1, "sft")
+    resumed = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
+    check(sft.main, [*SHORT, *resumed], "was trained with train_file=.*now it is None", capfd)
+
+
+MISTAKES = {
+    "a task without rows": ("--task gsm8k --model_name_or_path {0}/model --dataset_name {0}/gsm8k.jsonl",
+                            "task gsm8k has no rows for supervised training; pass --train_file"),
+    "no model": ("--task dataset --dataset_name {0}/train.jsonl", "task dataset needs --model_name_or_path"),
+    "no such file": ("--train_file {0}/none.jsonl", "no such file: .*none.jsonl"),
+    "a row without a completion": ("--train_file {0}/prompts.jsonl", "prompts.jsonl:2: the row has no column 'compl"),
+    "a setting of GRPO": ("--num_generations 4", "num_generations"),
+    "the rows lie in the run's folder": ("--train_file {0}/run/train.jsonl --output_dir {0}/run", "train_file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(files, name, capfd):
+    argv, message = MISTAKES[name]
+    (files / "gsm8k.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (files / "prompts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    (files / "run").mkdir()
+    (files / "run" / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    given = argv.format(files).split()
+    if "--output_dir" not in given:
+        given += ["--output_dir", str(files / "new")]
+    check(sft.main, [*SHORT, *given], message, capfd)

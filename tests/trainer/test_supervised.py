@@ -1,0 +1,158 @@
+"""Supervised training: the trainer from Python, its loss and gradient, and its resumption."""
+
+import json
+import signal
+
+import pytest
+import tiny
+import torch
+from resumed import assert_same_run, lines
+from runs import share_of_a
+
+from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
+from fastgrpo.data.examples import to_examples
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.model import Policy
+from fastgrpo.run.checkpoint import checkpoints
+from fastgrpo.step.supervised import _samples, mean_loss
+
+ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
+HELD_OUT = [{"prompt": "2+7=", "completion": "9"}, {"prompt": "8+8=", "completion": "16"}]
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+
+
+def make_trainer(tmp_path, name="run", rows=ROWS, eval_rows=HELD_OUT, reward_funcs=(), **settings):
+    defaults = {
+        "output_dir": str(tmp_path / name), "max_steps": 6, "batch_size": 5, "learning_rate": 3e-3, "logging_steps": 2,
+        "eval_steps": 3, "save_steps": 2, "max_completion_length": 5, "device": "cpu", "gradient_checkpointing": False,
+    }  # fmt: skip
+    model = tmp_path / "model"
+    if not model.exists():
+        tiny.save(model, chat=True)
+    return SFTTrainer(str(model), SFTConfig(**defaults | settings), rows, eval_rows, reward_funcs=reward_funcs)
+
+
+def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path):
+    trainer = make_trainer(tmp_path)
+    examples = [example for row in HELD_OUT for example in to_examples(row, trainer.tokenizer)]
+    logps = []
+    for example in examples:
+        ids = torch.tensor([example.prompt_ids + example.completion_ids])
+        with torch.no_grad():
+            every = trainer.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logps.append(every[len(example.prompt_ids) - 1 :])
+    expected = -torch.cat(logps).mean().item()
+    assert mean_loss(trainer.policy, examples, max_tokens=8) == pytest.approx(expected, abs=1e-5)
+    summary = trainer.train()
+    assert summary["steps"] == 6 and summary["accuracy_after"] is None
+    written = {row["step"]: row["eval/loss"] for row in lines(tmp_path / "run") if "eval/loss" in row}
+    assert written[0] == pytest.approx(expected, abs=1e-5) and list(written) == [0, 3, 6] and written[6] < written[0]
+
+
+def test_the_gradient_is_the_policy_gradient_with_unit_weights():
+    """Advantage 1, ratio 1, a mean over tokens: linear_grpo_loss and supervised training then move the same way."""
+    policy = Policy(tiny.model(vocab_size=258))
+    tokenizer = tiny.tokenizer()
+    samples = _samples([example for row in ROWS[:5] for example in to_examples(row, tokenizer)])
+    batch = Batch.pack(samples, policy.device)
+    gradients = []
+    for kind in ("supervised", "policy gradient"):
+        policy.module.zero_grad()
+        if kind == "supervised":
+            loss = -policy.logps(batch).sum() / len(batch.targets)
+        else:
+            bounds = torch.tensor([0, *torch.tensor([len(s.completion_ids) for s in samples]).cumsum(0)])
+            loss = linear_grpo_loss(
+                policy.completion_states(batch), policy.head[0], batch.targets, torch.ones(len(samples)),
+                cu_seqlens=bounds, loss_type="dapo",
+            ).loss  # fmt: skip
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.module.parameters()]))
+    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm() and gradients[0].norm() > 0.1
+
+
+def test_reward_functions_measure_held_out_prompts_too(tmp_path):
+    trainer = make_trainer(tmp_path, reward_funcs=share_of_a, max_steps=1)
+    trainer.train()
+    first = [row for row in lines(tmp_path / "run") if row["step"] == 0]
+    assert [sorted(set(row) & {"eval/loss", "eval/accuracy"}) for row in first] == [["eval/loss"], ["eval/accuracy"]]
+
+
+def test_messages_are_learned(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    trainer = make_trainer(tmp_path, rows=[{"messages": talk * 2}], eval_rows=None, max_steps=2, batch_size=1)
+    values = trainer.step()
+    assert values["num_tokens"] > 2 * len(to_examples({"messages": talk}, trainer.tokenizer)[0])
+    assert values["loss"] > trainer.step()["loss"]
+    trainer.log.close()
+
+
+def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
+    make_trainer(tmp_path, "whole").train()
+    trainer = make_trainer(tmp_path, "stopped")
+    step = trainer._step
+
+    def interrupted(number, logged):
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return step(number, logged)
+
+    monkeypatch.setattr(trainer, "_step", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        trainer.train()
+    assert stop.value.code == 143 and list(checkpoints(tmp_path / "stopped"))[-1] == 3
+    make_trainer(tmp_path, "stopped", resume_from_checkpoint="auto").train()
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_updates_that_are_not_finite_are_skipped_and_told(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, eval_rows=None, max_steps=20)
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="10 updates in a row had a loss or a gradient that is not finite"):
+        trainer.train()
+    assert "the update was skipped" in capsys.readouterr().out
+
+
+def test_adapters_are_trained_and_merged(tmp_path):
+    pytest.importorskip("peft")
+    trainer = make_trainer(tmp_path, use_peft=True, lora_r=2, lora_target_modules="all-linear", max_steps=2)
+    trainer.train()
+    assert (tmp_path / "run" / "merged" / "model.safetensors").exists()
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["command"] == "sft" and state["model_digest"]
+
+
+def test_a_checkpoint_of_another_command_is_refused(tmp_path):
+    from runs import make_trainer as make_grpo
+
+    make_trainer(tmp_path, max_steps=1).train()
+    with pytest.raises(ValueError, match=r"checkpoint-1 was written by python -m fastgrpo.sft; continue it by that"):
+        make_grpo(tmp_path, resume_from_checkpoint="auto")
+
+
+MISTAKES = {
+    "no data": ({"rows": None}, "train_dataset is needed: rows with a `prompt` and a `completion`"),
+    "no completion": ({"rows": [*ROWS, {"prompt": "1+"}]}, "train_dataset row 16: the row has no column 'completion'"),
+    "a held-out row": ({"eval_rows": [*HELD_OUT, {"prompt": "1+"}]}, "eval_dataset row 2: the row has no column"),
+    "too long": (
+        {"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]},
+        "row 0: the example has 2061 tokens, which exceeds the model's context of 2048",
+    ),
+    "settings of GRPO": ({"beta": 0.1}, "unknown setting 'beta'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_told_before_the_first_step(tmp_path, name):
+    changes, message = MISTAKES[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_trainer(tmp_path, **changes)
+
+
+def test_another_kind_of_settings(tmp_path):
+    from fastgrpo import GRPOConfig
+
+    with pytest.raises(ValueError, match=r"args is of type GRPOConfig; pass a fastgrpo\.SFTConfig"):
+        SFTTrainer(tiny.model(), GRPOConfig(), ROWS)
