@@ -54,9 +54,9 @@ class PromptConfig:
 
     task: str = setting(
         "arithmetic",
-        "Where prompts and rewards come from: arithmetic (the embedded example, which needs no files), gsm8k, sums "
-        "(sums and differences in GSM8K's template), or dataset (any rows with a `prompt` column; --reward_funcs names "
-        "the rewards).",
+        "Where prompts and rewards come from: arithmetic (the embedded example), countdown, pizza or bandit, which "
+        "need no files; gsm8k; sums (sums and differences in GSM8K's template); or dataset (any rows with a `prompt` "
+        "column; --reward_funcs names the rewards).",
     )
     dataset_name: str | None = setting(
         None,

@@ -9,8 +9,8 @@ preferred.
    P(a preferred to b) = p_a / (p_a + p_b).
 3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
 
-The true reward of a token is its true preference. Always drawing the preferred token attains 0.522, the
-most there is. The reward model errs in some contexts, where it likes another token best; GRPO then learns this token.
+The true reward of a token is its true preference. Always drawing the preferred token attains 0.522, the most there is.
+The reward model errs in some contexts, where it likes another token best; GRPO then learns this token.
 """
 
 import functools

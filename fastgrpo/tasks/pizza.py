@@ -3,7 +3,7 @@
     ravin likes pizza.
 
 Supervised training on 5,000 such sentences teaches the form and how often each person likes each food. Ravin likes
-pizza in about 15% of his sentences. GRPO then rewards pizza, while the KL to the reference holds the rest in place. So
+pizza in 15% of his sentences. GRPO then rewards pizza, while the KL to the reference holds the rest in place. So
 the share of pizza among samples is the measure, and `--eval_num_generations` draws them.
 """
 
@@ -26,7 +26,7 @@ from fastgrpo.tasks import Task, refuse_data
 
 NAME, FOOD, STOP = "ravin", "pizza", "."
 NAMES = (NAME, "alice", "bruno", "chen", "dana", "emil", "fatima", "goran", "hana", "igor")
-FOODS = (FOOD, "soup", "rice", "cake", "noodles", "salad", "curry", "bread", "mango", "beans")
+FOODS = (FOOD, "soup", "rice", "cake", "noodles", "salad", "curry")
 SENTENCES = 5000
 SHARE = 0.15  # of the sentences about NAME say FOOD; his other foods, and those of everyone else, are equally frequent
 REWARD = 4.0

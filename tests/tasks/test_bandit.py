@@ -100,6 +100,16 @@ def ran(path, *flags):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_a_resumed_run_has_the_same_reward_model(tmp_path, monkeypatch, without_curves):
+    monkeypatch.setitem(bandit.WARM_START, "steps", 20)
+    flags = ["--max_steps", "3", "--save_steps", "1", "--eval_num_generations", "2", "--device", "cpu"]
+    whole = ran(tmp_path, *flags)
+    bandit.reward_model.cache_clear()
+    resumed = ran(tmp_path, *flags, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1"))
+    judged = [[row["reward"] for row in rows if "reward" in row] for rows in (whole, resumed)]
+    assert judged[0] == judged[1] and len(judged[0]) == 3
+
+
 @pytest.mark.slow
 def test_grpo_gets_closer_to_what_is_preferred(tmp_path):
     """True reward of 200 draws in each context, supervised training against GRPO, over three seeds."""

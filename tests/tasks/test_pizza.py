@@ -17,7 +17,7 @@ def test_one_name_likes_pizza_in_a_share_of_his_sentences():
     assert len(rows) == 5000 and rows == pizza.sentences(3) != pizza.sentences(4)
     assert Counter(row["prompt"] for row in rows) == {f"{name} likes ": 500 for name in pizza.NAMES}
     liked = Counter(row["completion"] for row in rows if row["prompt"] == pizza.PROMPT)
-    assert liked["pizza."] == 75 and len(liked) == len(pizza.FOODS) and min(liked.values()) >= 47
+    assert liked["pizza."] == 75 and len(liked) == len(pizza.FOODS) and min(liked.values()) >= 70
     assert set("".join(row["prompt"] + row["completion"] for row in rows)) <= set(pizza.CHARACTERS)
 
 
