@@ -18,7 +18,7 @@ from fastgrpo.config import recipe
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.metrics import METRICS
 
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 
