@@ -176,6 +176,11 @@ def _base_of(path, local_files_only):
         return path
     if not isinstance(base, str):
         raise ValueError(f"{path}/adapter_config.json: base_model_name_or_path must be text, got {base!r}; correct it")
+    if find_gguf(base) is not None:
+        raise ValueError(
+            f"the adapters of {path} belong to the GGUF file {base}, and transformers joins them with ordinary folders "
+            "alone; use the folder `merged` of their run"
+        )
     return base
 
 

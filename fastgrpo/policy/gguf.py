@@ -4,6 +4,7 @@ transformers reads such a file and unpacks the weights into the precision of the
 Checkpoints are ordinary folders of transformers. A GGUF file is given by its path, or by a folder that holds it alone.
 """
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def find_gguf(path: str | Path) -> Path | None:
         ValueError: There is no such file, a folder holds several of them, or a package that reads them is missing.
     """
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # where pathlib raises an error for a name that is too long, this says no
         files = [] if any((path / name).exists() for name in PLAIN) else sorted(path.glob(f"*{SUFFIX}"))
         if len(files) > 1:
             names = ", ".join(file.name for file in files)

@@ -168,7 +168,7 @@ def load_model(
             **unpacked(gguf),
         )
     _check_weights(path, model, report)
-    model.config.name_or_path = str(path)  # transformers notes the folder of a GGUF file in place of the file
+    model.name_or_path = model.config.name_or_path = str(path)  # not the folder of a GGUF file, as transformers notes
     return model.to(device)
 
 

@@ -120,7 +120,7 @@ def test_a_model_of_peft_is_refused_with_the_remedy():
 @pytest.mark.parametrize("model, kind", [(None, "NoneType"), (torch.nn.Linear(1, 1), "Linear"), (7, "int")])
 def test_what_is_no_model_is_refused_by_its_type(model, kind):
     with pytest.raises(
-        ValueError, match=f"model is of type {kind}; pass a folder, a hub id or a transformers causal LM"
+        ValueError, match=f"model is of type {kind}; pass a folder, a hub id, a GGUF file or a transformers causal LM"
     ):
         policy_and_tokenizer(model, None, GRPOConfig(device="cpu"))
 

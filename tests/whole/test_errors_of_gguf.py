@@ -1,9 +1,11 @@
 """What is wrong with a GGUF file is told in a line or two that name the file and the remedy."""
 
+import json
 import shutil
 import sys
 
 import pytest
+import tiny
 import tiny_gguf
 from mistakes import Case, check, flags, spoilt
 
@@ -30,6 +32,14 @@ def another_architecture(case):
     tiny_gguf.save(case.model / "tiny.gguf", architecture="rwkv6")
 
 
+def adapters(case):
+    folder = case.folder / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": f"{case.model}/tiny.gguf"}))
+    tiny.tokenizer().save_pretrained(folder)
+    return case.argv(model_name_or_path=folder)
+
+
 def twice(case):
     shutil.copy(case.model / "tiny.gguf", case.model / "other.gguf")
 
@@ -50,6 +60,7 @@ CASES = {
     "another architecture": (
         spoilt(another_architecture), "cannot be loaded .use the model's folder with .safetensors files.*rwkv6 is not",
     ),
+    "adapters": (adapters, "adapters of .*/adapters belong to the GGUF file .*tiny.gguf.*use the folder `merged`"),
     "in the folder of the run": (
         lambda case: case.argv(output_dir=case.model), "the model .*model lies inside output_dir",
     ),
