@@ -47,11 +47,12 @@ PROMPT = (
 
 CHARACTERS = "0123456789+-*/=:,;() <answer>"  # each counts once
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 192}
-WARM_START = {"steps": 800, "batch_size": 32, "learning_rate": 3e-3}
+WARM_START = {"steps": 1200, "batch_size": 32, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 16384
 TWO_SHARE = 0.2  # share of the warm start's examples with two numbers
-MOST_TRIES = 4  # after so many an example of the warm start gives up
-SOLVED_SHARE = 0.5  # share of the examples whose last try is right
+RIGHT_SHARE = 0.2  # share of the tries in the warm start that are right, after which the example answers
+GIVE_UP_SHARE = 0.55  # share of the wrong tries after which an example answers all the same
+MOST_TRIES = 7  # of an example
 
 
 class Puzzle(NamedTuple):
@@ -200,9 +201,12 @@ def examples(seed: int) -> list[dict[str, str]]:
         right, wrong = [], []
         for way in ways(puzzle.numbers):
             (right if way.value == puzzle.target else wrong).append(way)
-        tries = rng.sample(wrong, min(rng.randint(1, MOST_TRIES), len(wrong)))
-        if rng.random() < SOLVED_SHARE or not tries:
-            tries[-1:] = [rng.choice(right)]
+        rng.shuffle(wrong)
+        tries, done = [], False
+        while not done:
+            solved = rng.random() < RIGHT_SHARE or not wrong
+            tries.append(rng.choice(right) if solved else wrong.pop())
+            done = solved or rng.random() < GIVE_UP_SHARE or len(tries) == MOST_TRIES
         text = ";".join(f"{way.steps},{puzzle.target}" for way in tries) + f" <answer>{tries[-1].expression}</answer>"
         rows.append({"prompt": to_row(puzzle, None)["prompt"], "completion": text})
     return rows
