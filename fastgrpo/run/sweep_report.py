@@ -121,7 +121,7 @@ def draw_sweep(path: Path, runs: Sequence[tuple[str, Path]], say: Callable[[str]
     settings = {}
     for setting, run_dir in runs:
         settings.setdefault(setting, []).append(read_metrics(run_dir, say))
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{path.parent.name}: mean over the seeds of a setting, band of one standard deviation")
     colors = matplotlib.colormaps["viridis"]  # in the order of the values

@@ -1,18 +1,18 @@
 """Countdown: reach a number from given numbers with + - * /, each number used at most once.
 
-A puzzle has two or three numbers from 1 to `LARGEST`, which may be equal, and a target from 1 to `LARGEST_TARGET`. All
-of its numbers together reach the target through positive whole numbers, and fewer of them do not. The task has all
-1,791 such puzzles. `HELD_OUT` of those with three numbers are tested on: none of them, as numbers with their target,
-appears in the warm start or in GRPO, which goes from two numbers to three.
+A puzzle has two or three numbers from 1 to `LARGEST`, which may be equal, and a target. All of its numbers together
+reach the target through whole numbers from 1 to `LARGEST_VALUE`, and fewer of them do not. The task has all 1,351 such
+puzzles. `HELD_OUT` of those with three numbers are tested on: none of them, as numbers with their target, appears in
+the warm start or in GRPO, which goes from two numbers to three.
 
 A language model gets the puzzle in words. Without --model_name_or_path the task brings a small model of characters,
 which continues `2 3 7=20:` by
 
-    3*2=6 7+6=13;7+3=10 10*2=20 <answer>(7+3)*2</answer>
+    3*2=6 7+6=13,20;7+3=10 10*2=20,20 <answer>(7+3)*2</answer>
 
-It tries one way to combine the numbers after another, and answers the last one. The warm start shows ways that are
-drawn at random, and gives up early, so it teaches to compute, to compare and to answer, and hardly how to search. GRPO
-rewards the answer alone.
+It tries one way to combine the numbers after another, writes the target behind what it has reached, to compare them,
+and answers the last one. The warm start shows ways that are drawn at random, and gives up early, so it teaches to
+compute, to compare and to answer, and hardly how to search. GRPO rewards the answer alone.
 """
 
 import functools
@@ -35,8 +35,8 @@ from fastgrpo.tasks import Task
 
 __all__ = ["build", "correctness", "examples", "format_reward", "make_model", "puzzles_by_level", "warm_start", "ways"]
 
-LARGEST, LARGEST_TARGET = 10, 50
-HELD_OUT = 500
+LARGEST, LARGEST_VALUE = 9, 50
+HELD_OUT = 300
 PUZZLES_SEED = 0  # the same puzzles are held out in every run, so that runs can be compared
 THRESHOLD = 0.4  # accuracy at which the curriculum goes on to three numbers alone
 PROMPT = (
@@ -45,13 +45,14 @@ PROMPT = (
     "inside <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
 )
 
-CHARACTERS = "0123456789+-*/=:;() <answer>"  # each counts once
+CHARACTERS = "0123456789+-*/=:,;() <answer>"  # each counts once
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 192}
-WARM_START = {"steps": 450, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 1200, "batch_size": 32, "learning_rate": 3e-3}
 WARM_START_EXAMPLES = 16384
 TWO_SHARE = 0.2  # share of the warm start's examples with two numbers
-MOST_TRIES = 4  # after so many an example of the warm start gives up
-SOLVED_SHARE = 0.5  # share of the examples whose last try is right
+RIGHT_SHARE = 0.2  # share of the tries in the warm start that are right, after which the example answers
+GIVE_UP_SHARE = 0.55  # share of the wrong tries after which an example answers all the same
+MOST_TRIES = 7  # of an example
 
 
 class Puzzle(NamedTuple):
@@ -82,7 +83,7 @@ class Way(NamedTuple):
 
 @functools.cache
 def ways(numbers: tuple[int, ...]) -> list[Way]:
-    """Find every way to combine numbers through positive whole numbers.
+    """Find every way to combine numbers through whole numbers from 1 to `LARGEST_VALUE`.
 
     Args:
         numbers: The numbers, all of which are used.
@@ -103,7 +104,7 @@ def _combined(parts: list[Way]) -> Iterator[Way]:
         (a, _, left), (b, _, right) = large, small
         rest = [part for k, part in enumerate(parts) if k not in (i, j)]
         for sign, value in (("+", a + b), ("-", a - b), ("*", a * b), ("/", 0 if a % b else a // b)):
-            if value > 0:
+            if 0 < value <= LARGEST_VALUE:
                 steps = f"{parts[0].steps} {a}{sign}{b}={value}".strip()
                 yield from _combined([Way(value, steps, f"{_bracketed(left)}{sign}{_bracketed(right)}"), *rest])
 
@@ -126,7 +127,7 @@ def puzzles_by_level() -> tuple[list[Puzzle], ...]:
             subsets = (subset for n in range(1, count) for subset in itertools.combinations(numbers, n))
             with_fewer = {way.value for subset in subsets for way in ways(subset)}
             reached = {way.value for way in ways(numbers)} - with_fewer
-            level += [Puzzle(numbers, target) for target in sorted(reached) if target <= LARGEST_TARGET]
+            level += [Puzzle(numbers, target) for target in sorted(reached)]
         rng.shuffle(level)
         levels.append(level)
     two, three = levels
@@ -200,10 +201,13 @@ def examples(seed: int) -> list[dict[str, str]]:
         right, wrong = [], []
         for way in ways(puzzle.numbers):
             (right if way.value == puzzle.target else wrong).append(way)
-        tries = rng.sample(wrong, min(rng.randint(1, MOST_TRIES), len(wrong)))
-        if rng.random() < SOLVED_SHARE or not tries:
-            tries[-1:] = [rng.choice(right)]
-        text = f"{';'.join(way.steps for way in tries)} <answer>{tries[-1].expression}</answer>"
+        rng.shuffle(wrong)
+        tries, done = [], False
+        while not done:
+            solved = rng.random() < RIGHT_SHARE or not wrong
+            tries.append(rng.choice(right) if solved else wrong.pop())
+            done = solved or rng.random() < GIVE_UP_SHARE or len(tries) == MOST_TRIES
+        text = ";".join(f"{way.steps},{puzzle.target}" for way in tries) + f" <answer>{tries[-1].expression}</answer>"
         rows.append({"prompt": to_row(puzzle, None)["prompt"], "completion": text})
     return rows
 
