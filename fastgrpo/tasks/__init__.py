@@ -1,13 +1,15 @@
 """Built-in tasks: prompts and rewards. A task is a module here with `build(config, tokenizer) -> Task`.
 
 A task may also bring a small model of its own, for runs without --model_name_or_path. Then its module has
-`make_model(seed) -> (model, tokenizer)`, which makes it with random weights, and
-`warm_start(policy, tokenizer, config, announce)`, which teaches it enough for GRPO to begin. In such a run `build` is
-called before there is a model, and its tokenizer is None.
+`make_model(seed) -> (model, tokenizer)`, which makes it with random weights, and `WARM_START`: the steps, batch_size
+and learning_rate of the supervised training on `Task.supervised` that teaches it enough for GRPO to begin. A function
+`enough(policy, tokenizer) -> Callable[[int], bool]` of the module may end this training: what it returns is asked
+after each step. In such a run `build` is called before there is a model, and its tokenizer is None.
 
 A module's `PANELS`, where it has them, are what the picture of its runs shows.
 """
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -21,11 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
+from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer
 from fastgrpo.rewards.call import load_reward
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.step.optim import check_schedule
+from fastgrpo.step.supervised import sft
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,7 @@ def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[
     """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers.
 
     Args:
-        module: The task's module, with `make_model` and `warm_start`.
+        module: The task's module, with `make_model` and `WARM_START`.
         path: The folder to write the model to.
         config: The settings of the run; its seed, dtype and device are used.
         announce: A function that is called with the step, the number of steps and the loss.
@@ -198,6 +202,16 @@ def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[
     """
     save_model(path, *module.make_model(config.seed))
     policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
-    module.warm_start(policy, tokenizer, config, announce)
+    read = functools.cache(
+        lambda prompt, completion: to_examples(dict(prompt=prompt, completion=completion), tokenizer)
+    )
+    learned = [example for row in module.build(config, None).supervised() for example in read(**row)]  # rows may recur
+    enough = module.enough(policy, tokenizer) if hasattr(module, "enough") else None
+
+    def on_step(step, loss):
+        announce(step, module.WARM_START["steps"], loss)
+        return enough is not None and enough(step)
+
+    sft(policy, learned, seed=config.seed, on_step=on_step, **module.WARM_START)
     save_model(path, policy.module, tokenizer)
     return path

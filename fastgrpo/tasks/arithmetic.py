@@ -16,16 +16,13 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
-from fastgrpo.data.examples import to_examples
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task, refuse_data
 
 HELD_OUT = 500
@@ -183,16 +180,15 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return character_model(CHARACTERS, seed)
 
 
-def warm_start(
-    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
-) -> None:
-    """Teach the form and some of the sums, until GRPO can learn the rest.
+def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
+    """Make the test whether the warm start may end, because GRPO can learn the rest.
 
     Args:
-        policy: The policy with random weights.
+        policy: The policy that is taught.
         tokenizer: Its tokenizer.
-        config: The settings of the run; its seed is used.
-        announce: A function that is called with the step, the number of steps and the loss.
+
+    Returns:
+        A function of the number of steps done. It looks at the policy every `CHECK_STEPS` steps.
     """
     *_, carry, _ = pairs_by_level()
     probe = [to_prompt(to_row(*pair), tokenizer).ids for pair in carry[:CHECK_PROMPTS]]
@@ -200,12 +196,10 @@ def warm_start(
     engine = RolloutEngine(policy, max_num_seqs=CHECK_PROMPTS)
     greedy = SamplingParams(temperature=0, max_tokens=28, stop_token_ids=(tokenizer.eos_token_id,))
 
-    def enough(step, loss):
-        announce(step, WARM_START["steps"], loss)
+    def check(step):
         if step < CHECK_FROM or step % CHECK_STEPS:
             return False
         texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(probe, 1, greedy)]
         return sum(correctness(probe, texts, sums)) / len(sums) >= ENOUGH
 
-    learned = [example for row in examples(config.seed) for example in to_examples(row, tokenizer)]
-    sft(policy, learned, seed=config.seed, on_step=enough, **WARM_START)
+    return check

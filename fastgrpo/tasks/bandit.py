@@ -22,15 +22,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data import ShuffledRows
-from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.characters import character_model
-from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.run.curves import PANELS as USUAL
 from fastgrpo.run.curves import Panel
-from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task, refuse_data
 
 CONTEXTS, TOKENS = "ABCDE", "0123456789"
@@ -209,25 +205,3 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         The model and its tokenizer.
     """
     return character_model(CONTEXTS + TOKENS, seed, hidden_size=32, layers=1, heads=2, positions=8)
-
-
-def warm_start(
-    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
-) -> None:
-    """Teach to draw tokens as often as they are preferred.
-
-    Args:
-        policy: The policy with random weights.
-        tokenizer: Its tokenizer.
-        config: The settings of the run; its seed is used.
-        announce: A function that is called with the step, the number of steps and the loss.
-    """
-    read = functools.cache(
-        lambda prompt, completion: to_examples({"prompt": prompt, "completion": completion}, tokenizer)
-    )
-    learned = [example for row in draws(config.seed) for example in read(**row)]  # 50 of the rows differ
-
-    def on_step(step, loss):
-        announce(step, WARM_START["steps"], loss)
-
-    sft(policy, learned, seed=config.seed, on_step=on_step, **WARM_START)

@@ -8,20 +8,15 @@ the share of pizza among samples is the measure, and `--eval_num_generations` dr
 """
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data import ShuffledRows
-from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.characters import character_model
-from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.run.curves import Panel
-from fastgrpo.step.supervised import sft
 from fastgrpo.tasks import Task, refuse_data
 
 NAME, FOOD, STOP = "ravin", "pizza", "."
@@ -103,22 +98,3 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         The model and its tokenizer.
     """
     return character_model(CHARACTERS, seed)
-
-
-def warm_start(
-    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
-) -> None:
-    """Teach the sentences.
-
-    Args:
-        policy: The policy with random weights.
-        tokenizer: Its tokenizer.
-        config: The settings of the run; its seed is used.
-        announce: A function that is called with the step, the number of steps and the loss.
-    """
-    learned = [example for row in sentences(config.seed) for example in to_examples(row, tokenizer)]
-
-    def on_step(step, loss):
-        announce(step, WARM_START["steps"], loss)
-
-    sft(policy, learned, seed=config.seed, on_step=on_step, **WARM_START)

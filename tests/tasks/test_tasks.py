@@ -36,7 +36,7 @@ def test_written_sums(a, b, text):
 
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(arithmetic, "sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
+    monkeypatch.setattr("fastgrpo.tasks.sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
     path = make_policy(arithmetic, tmp_path / "model", GRPOConfig(device="cpu"), lambda *_: None)
     from transformers import AutoTokenizer
 
