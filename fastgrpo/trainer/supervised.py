@@ -10,7 +10,7 @@ from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.examples import is_example, to_examples
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.fit import examples_of
-from fastgrpo.run.curves import PANELS, Panel
+from fastgrpo.run.curves import SUPERVISED_PANELS, Panel
 from fastgrpo.run.log import RunLog
 from fastgrpo.step.supervised import learn, mean_loss
 from fastgrpo.trainer.base import Step, Trainer
@@ -48,7 +48,7 @@ class SFTTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_funcs: Callable | Sequence[Callable] = (),
         log: RunLog | None = None,
-        panels: Sequence[Panel] = PANELS,
+        panels: Sequence[Panel] = SUPERVISED_PANELS,
     ):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
 
