@@ -16,7 +16,7 @@ train: $(VENV)/.installed
 
 # A supervised start, GRPO, and distillation into a fresh model, on the embedded task; then one table of the three.
 stages: $(VENV)/.installed
-	$(BIN)/python -m fastgrpo.stages $(ARGS)
+	$(BIN)/python -m fastgrpo.stages --output_dir runs/stages $(ARGS)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)

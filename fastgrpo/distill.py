@@ -1,17 +1,17 @@
 """python -m fastgrpo.distill MODEL: complete the task's training prompts, and keep what is worth learning from."""
 
 import json
+import math
 import random
 import sys
 from collections import Counter
 
-from tqdm import tqdm
-
-from fastgrpo.config.command import new_file, quiet_libraries, run_command
+from fastgrpo.config.command import quiet_libraries, run_command, whole_file
 from fastgrpo.config.distillation import DistillConfig, parse
 from fastgrpo.data.prompts import to_completion
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import Rows, as_rows
+from fastgrpo.evaluation.heldout import progress_bar
 from fastgrpo.evaluation.selection import REASONS, select
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
@@ -50,7 +50,7 @@ def distill(argv: list[str]) -> None:
     prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length))
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
-    with new_file(config.output) as file, tqdm(total=drawn, desc="distill") as bar:
+    with whole_file(config.output) as file, progress_bar("distill") as bar:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             sampling = SamplingParams(
@@ -61,7 +61,13 @@ def distill(argv: list[str]) -> None:
                 stop_token_ids=stop_token_ids(policy, tokenizer),
                 seed=config.seed + start,
             )
-            rollouts = engine.generate([prompt.ids for prompt in chunk], config.num_generations, sampling, bar.update)
+            share = len(chunk) / len(prompts)
+            rollouts = engine.generate(
+                [prompt.ids for prompt in chunk],
+                config.num_generations,
+                sampling,
+                lambda done, share=share: bar.update(done * share),
+            )
             completions = [
                 to_completion(chunk[i // config.num_generations], rollout, tokenizer)
                 for i, rollout in enumerate(rollouts)
@@ -101,8 +107,9 @@ def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
 
 def _line(completion, reward):
     """Write a kept completion as a line of JSON, in the form that supervised training reads."""
-    row = {"prompt": completion.prompt.prompt, "completion": completion.content, "reward": reward}
-    return json.dumps({**row, "rewards": completion.rewards}, ensure_ascii=False) + "\n"
+    rewards = {name: None if math.isnan(value) else value for name, value in completion.rewards.items()}
+    row = {"prompt": completion.prompt.prompt, "completion": completion.content, "reward": reward, "rewards": rewards}
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:

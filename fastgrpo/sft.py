@@ -41,6 +41,8 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     if model is None:
         model, tokenizer = opened.module.make_model(config.seed)
     train = opened.task.supervised() if config.train_file is None else load_rows(config.train_file)
+    if train is None:
+        raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; name a .jsonl file")
     test = opened.task.test()
     trainer = SFTTrainer(model, config, train, test, tokenizer, opened.reward_funcs)
     size = sum(parameter.numel() for parameter in trainer.model.parameters())

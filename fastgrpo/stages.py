@@ -5,17 +5,18 @@
     distill    the trained policy writes, and what is good is kept     DIR/distilled.jsonl
     distilled  the model that sft began with learns from these rows    DIR/distilled
 
-Each stage is a process of its own: its command line is printed, and can be given by hand. A stage that was stopped goes
-on from its last checkpoint when the command is given again, and a stage that is done is passed over.
+Each stage is a process of its own: its command line is printed, and can be given by hand. Given again with the same
+--output_dir, the command passes over stages that are done, and goes on with the one that was stopped from its last
+checkpoint.
 """
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import documented, setting
@@ -23,8 +24,11 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.config.stages import STAGES, read_stages, to_flags
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.comparison import draw_stages, stage_table
+from fastgrpo.run.folder import claim_output_dir, contents, made_in
 from fastgrpo.run.signals import StopSignals
+from fastgrpo.tasks import find_task
 
+SETTINGS = "stages.json"  # the settings that the stages of a folder were begun with
 POLL_SECONDS = 0.1
 
 
@@ -34,7 +38,9 @@ class StagesConfig(Settings):
     """The settings of the command."""
 
     config: str = setting("three-stages", "YAML file with a section for each stage, or the name of a shipped one.")
-    output_dir: str = setting("runs/stages", "Folder in which the stages have their runs.")
+    output_dir: str | None = setting(
+        None, "Folder in which the stages have their runs. None makes a new numbered folder runs/stages-N."
+    )
 
 
 def run_stages(argv: list[str]) -> None:
@@ -47,31 +53,79 @@ def run_stages(argv: list[str]) -> None:
         ValueError: A flag is not allowed, the file of --config cannot be used, or a stage failed.
     """
     config = parse_flags(StagesConfig, argv, prog="python -m fastgrpo.stages", description=__doc__)
-    stages, root = read_stages(config.config), Path(config.output_dir)
-    rows, first = root / "distilled.jsonl", stages["sft"].get("model_name_or_path")
-    _train("sft", stages, root)
-    _train("train", stages, root, model_name_or_path=_last(root / "sft"))
-    if not rows.exists():
-        part = rows.with_suffix(".part")  # it gets its name when it is whole
-        part.unlink(missing_ok=True)
-        _run("distill", [str(_last(root / "train")), *to_flags(stages["distill"] | {"output": part})])
-        os.replace(part, rows)
-    _train("distilled", stages, root, train_file=rows, **({} if first is None else {"model_name_or_path": first}))
-    runs = {name: root / name for name in ("sft", "train", "distilled")}
-    print("\n" + stage_table(runs))
-    print(f"\n  {draw_stages(runs, root / 'stages.png')}")
+    stages = read_stages(config.config)
+    for settings in stages.values():
+        find_task(settings.get("task", "arithmetic"))
+    folder = claim_output_dir(config.output_dir, "stages", resume=True)
+    try:
+        _note_settings(folder, stages)
+        print(f"folder {folder.path}")
+        root, first = folder.path, stages["sft"].get("model_name_or_path")
+        _train("sft", stages, root)
+        _train("train", stages, root, model_name_or_path=_last(root / "sft"))
+        rows = _distill(folder, stages["distill"])
+        _train("distilled", stages, root, train_file=rows, **({} if first is None else {"model_name_or_path": first}))
+        runs = {name: root / name for name in ("sft", "train", "distilled")}
+        print("\n" + stage_table(runs))
+        print(f"\n  {draw_stages(runs, folder.claim('stages.png'))}")
+    finally:
+        folder.close()
+
+
+def _note_settings(folder, stages):
+    """Note the settings of all stages in the folder, or refuse a folder that has stages with other ones."""
+    text, path = json.dumps(stages, indent=2) + "\n", folder.path / SETTINGS
+    if SETTINGS in made_in(folder.path) and path.is_file():
+        if path.read_text() != text:
+            raise ValueError(
+                f"{folder.path} holds stages with other settings, which {SETTINGS} has; choose another --output_dir, "
+                "or give the file with which they were begun"
+            )
+        return
+    if contents(folder.path):
+        raise ValueError(
+            f"output_dir {folder.path} is not empty and holds no stages to go on with; choose another folder"
+        )
+    folder.claim(SETTINGS).write_text(text)
 
 
 def _train(name, stages, root, **more):
     """Run a training stage unless it is done, from its last checkpoint where there is one."""
     run = root / name
     if not (run / "summary.json").exists():
+        _refuse_later(root, name)
         _run(name, to_flags(stages[name] | more | {"output_dir": run, "resume_from_checkpoint": "auto"}))
 
 
+def _distill(folder, settings):
+    """Draw from the trained policy, unless that is done. The file gets its name when it is whole."""
+    rows, part = folder.claim("distilled.jsonl"), folder.claim("distilled.part")
+    if not rows.exists():
+        _refuse_later(folder.path, "distill")
+        part.unlink(missing_ok=True)
+        _run("distill", [str(_last(folder.path / "train")), *to_flags(settings | {"output": part})])
+        os.replace(part, rows)
+    return rows
+
+
+def _refuse_later(root, name):
+    """Refuse to run a stage where a later one is done, which was made from what this one had made before."""
+    results = {stage: root / stage / "summary.json" for stage in STAGES} | {"distill": root / "distilled.jsonl"}
+    for later in list(STAGES)[list(STAGES).index(name) + 1 :]:
+        if results[later].exists():
+            raise ValueError(
+                f"the stage {name} is to be run, and {results[later]} was made from an earlier one; delete it, or "
+                "choose another --output_dir"
+            )
+
+
 def _last(run):
-    """Return the last checkpoint of a run."""
+    """Return the weights that a run ended with: those that its adapters were merged into, or its last checkpoint."""
     found = checkpoints(run)
+    if (run / "merged").is_dir():
+        return run / "merged"
+    if not found:
+        raise ValueError(f"{run} is done and has lost its checkpoints; delete this folder, and the stage is run again")
     return found[max(found)]
 
 
@@ -95,7 +149,8 @@ def _run(name, flags):
         stop.leave()
     if process.returncode:
         raise ValueError(
-            f"the stage {name} ended with exit code {process.returncode}; give the same command again to go on"
+            f"the stage {name} ended with exit code {process.returncode}, for the reason above; the same command with "
+            "this --output_dir goes on with it"
         )
 
 

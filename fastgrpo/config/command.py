@@ -237,6 +237,27 @@ def new_file(path: str | None) -> Iterator[TextIO]:
             os.remove(path)
 
 
+@contextlib.contextmanager
+def whole_file(path: str) -> Iterator[TextIO]:
+    """Open a new file that stays only if it is whole: what was written is deleted where an exception ends the writing.
+
+    Args:
+        path: The path that --output names.
+
+    Yields:
+        The file, open for writing.
+
+    Raises:
+        ValueError: There is such a file, or it cannot be written.
+    """
+    with new_file(path) as file:
+        try:
+            yield file
+        except BaseException:
+            file.truncate(0)  # `new_file` deletes what is empty
+            raise
+
+
 def _open_new(path):
     """Open a new file, or the null device where path is None. Raises ValueError where the file exists."""
     if path is None:

@@ -14,7 +14,7 @@ from fastgrpo.config.sections import (
     TokenFilterConfig,
 )
 from fastgrpo.config.settings import Settings
-from fastgrpo.config.training import TrainingDataConfig
+from fastgrpo.config.training import CurriculumConfig, TrainingDataConfig
 from fastgrpo.loss.interval import TEMPERATURE
 
 COUNT = Interval(at_least=1)
@@ -58,6 +58,7 @@ class DistillConfig(
     EngineConfig,
     TokenFilterConfig,
     CompletionConfig,
+    CurriculumConfig,
     TrainingDataConfig,
     PromptConfig,
     LoadingConfig,

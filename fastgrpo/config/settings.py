@@ -23,6 +23,7 @@ from fastgrpo.config.sections import (
     TokenFilterConfig,
 )
 from fastgrpo.config.training import (
+    CurriculumConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -103,6 +104,7 @@ class GRPOConfig(
     TokenFilterConfig,
     RolloutConfig,
     CompletionConfig,
+    CurriculumConfig,
     TrainingDataConfig,
     PromptConfig,
     LoadingConfig,

@@ -13,17 +13,19 @@ from typing import Any
 
 from fastgrpo.config import distillation, recipe
 from fastgrpo.config.distillation import DistillConfig
+from fastgrpo.config.fields import did_you_mean, typed
 from fastgrpo.config.settings import GRPOConfig, Settings, check_name
 from fastgrpo.config.supervised import SFTConfig
 
 # The sections of the stages in their order -> the settings that a section may have.
 STAGES = {"sft": SFTConfig, "train": GRPOConfig, "distill": DistillConfig, "distilled": SFTConfig}
 # What follows from the stage before, and where the runs lie.
+_RUN = ("output_dir", "resume_from_checkpoint", "overwrite_output_dir")
 DECIDED = {
-    "sft": ("output_dir",),
-    "train": ("output_dir", "model_name_or_path"),
+    "sft": _RUN,
+    "train": (*_RUN, "model_name_or_path"),
     "distill": ("output", "model"),
-    "distilled": ("output_dir", "train_file", "model_name_or_path"),
+    "distilled": (*_RUN, "train_file", "model_name_or_path"),
 }
 
 
@@ -49,17 +51,23 @@ def read_stages(name: str) -> dict[str, dict[str, Any]]:
     for section, settings in sections.items():
         if not isinstance(settings, dict):
             raise ValueError(f"{path}: section {section} must hold lines of `setting: value`, got {settings!r}")
-    everywhere, stages = sections.get("all", {}), {}
-    for setting in everywhere:
-        if not any(setting in names_of(record) for record in STAGES.values()):
-            check_name(setting, GRPOConfig, f"{path}: all", ValueError)
+    stages, every = {}, {name for record in STAGES.values() for name in names_of(record)}
+    for setting in sections.get("all", {}):
+        if setting not in every:
+            raise ValueError(f"{path}: all: unknown setting {setting!r}{did_you_mean(str(setting), every)}")
     for section, record in STAGES.items():
+        names = names_of(record)
         for setting in sections[section]:
             check_name(setting, record, f"{path}: {section}", ValueError)
-            if setting in DECIDED[section]:
-                raise ValueError(f"{path}: {section}: {setting} follows from the other stages; leave it out")
-        shared = {setting: value for setting, value in everywhere.items() if setting in names_of(record)}
-        stages[section] = shared | sections[section]
+        shared = {setting: value for setting, value in sections.get("all", {}).items() if setting in names}
+        settings = shared | sections[section]
+        decided = [setting for setting in settings if setting in DECIDED[section]]
+        if decided:
+            raise ValueError(f"{path}: {section}: {decided[0]} follows from the other stages; leave it out")
+        types = {field.name: field.type for field in dataclasses.fields(record)}
+        stages[section] = {
+            name: typed(f"{path}: {section}: {name}", value, types[name]) for name, value in settings.items()
+        }
         _check(f"{path}: {section}", section, stages[section])
     return stages
 
@@ -83,7 +91,7 @@ def _check(where, section, settings):
         if section == "distill":
             distillation.parse(["MODEL", *flags])
         else:
-            recipe.parse(flags, STAGES[section])
+            recipe.parse([*flags, "--output_dir=DIR", "--resume_from_checkpoint=auto"], STAGES[section])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
@@ -92,12 +100,13 @@ def to_flags(settings: Mapping[str, Any]) -> list[str]:
     """Write settings as arguments of a command.
 
     Args:
-        settings: Values by name, as YAML has them.
+        settings: Values by name, of the types of their settings.
 
     Returns:
         The arguments.
     """
     flags = []
     for name, value in settings.items():
-        flags += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        # One word for a single value, which may itself begin with hyphens.
+        flags += [f"--{name}", *map(str, value)] if isinstance(value, tuple) else [f"--{name}={value}"]
     return flags

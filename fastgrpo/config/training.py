@@ -65,13 +65,20 @@ class TrainingDataConfig:
     """Which prompts are trained on, and in what order."""
 
     dataset_train_split: str = setting("train", "Split of the data set whose prompts are trained on.")
+    shuffle_dataset: bool = setting(True, "Draw the prompts in a new random order in every epoch.")
+
+
+@documented
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """Whether easier prompts come first."""
+
     curriculum_iters: int = setting(
         0,
         "Draw plain sums in the task's template for this many steps before its own problems; 0 turns it off.",
         within=Interval(at_least=0),
         active=ON_GSM8K,
     )
-    shuffle_dataset: bool = setting(True, "Draw the prompts in a new random order in every epoch.")
 
 
 @documented

@@ -1,16 +1,17 @@
 """Turns rows for supervised training into token ids: what is given, and what is learned.
 
 A row has a `prompt` and a `completion`, both text or both lists of messages; or `messages`, a conversation whose
-assistant messages are learned, each after all that came before it.
+assistant messages are learned, each after all that came before it. A completion is tokenized by itself, as a policy
+draws it after the prompt, and ends with a token at which rollouts stop.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as brief
 
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import shortened, to_prompt
+from fastgrpo.data.prompts import check_text, shortened, to_prompt
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Example:
     """A prompt and the completion that is learned after it.
 
     Attributes:
-        prompt_ids: Token ids of the prompt.
+        prompt_ids: Token ids of the prompt, at least one.
         completion_ids: Token ids of the completion, with the token that ends it.
     """
 
@@ -38,15 +39,17 @@ def is_example(row: dict) -> bool:
     Returns:
         Whether it has a `completion` or `messages`.
     """
-    return "completion" in row or "messages" in row
+    return isinstance(row, Mapping) and any(row.get(name) is not None for name in ("completion", "messages"))
 
 
-def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> list[Example]:
     """Tokenize a row for supervised training.
 
     Args:
         row: A row with `prompt` and `completion`, or with `messages`.
         tokenizer: The policy's tokenizer. Messages go through its chat template.
+        stops: The ids at which rollouts stop, see `stop_token_ids`. The tokenizer's end token is one of them, where it
+            has one; empty stands for it alone.
 
     Returns:
         One example for a row with a completion, and one for each assistant message of a row with messages.
@@ -57,69 +60,72 @@ def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt and a completion, got {brief(row)}")
-    if "messages" in row:
-        return _of_messages(row["messages"], tokenizer)
+    turns = [_pair(row)] if row.get("messages") is None else _turns(row["messages"])
+    return [_example(prompt, completion, tokenizer, stops) for prompt, completion in turns]
+
+
+def _pair(row):
+    """Return the prompt and the completion of a row that is no conversation."""
     for name in ("prompt", "completion"):
-        if name not in row:
+        if row.get(name) is None:
+            found = ", ".join(str(column) for column, value in row.items() if value is not None) or "nothing"
             raise ValueError(
-                f"the row has no column {name!r}, only {', '.join(map(str, row))}; supervised training needs a prompt "
-                "and a completion, or messages"
+                f"the row has no column {name!r}, only {found}; supervised training needs a prompt and a completion, "
+                "or messages"
             )
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list):
-        if not isinstance(completion, list) or len(completion) != 1:
-            raise ValueError(
-                "the prompt is a list of messages, so the completion must be a list with one assistant message, got "
-                f"{brief(completion)}"
-            )
-        return [_of_turn(prompt, completion[0], tokenizer)]
-    if not isinstance(completion, str):
-        raise ValueError(f"the completion must be a string where the prompt is one, got {brief(completion)}")
-    ids = to_prompt({"prompt": prompt}, tokenizer).ids
-    return [Example(ids, _completion_ids(completion, tokenizer))]
+    if not isinstance(prompt, list):
+        if not isinstance(completion, str):
+            raise ValueError(f"the completion must be a string where the prompt is one, got {brief(completion)}")
+        return prompt, completion
+    if not isinstance(completion, list) or len(completion) != 1:
+        raise ValueError(
+            "the prompt is a list of messages, so the completion must be a list with one assistant message, got "
+            f"{brief(completion)}"
+        )
+    return prompt, completion[0]
 
 
-def _completion_ids(completion, tokenizer):
-    """Tokenize a completion that is plain text, as a policy would draw it: without a token of the beginning."""
-    if not completion:
-        raise ValueError("the completion is empty; leave out rows that teach nothing")
-    return [*to_prompt({"prompt": completion}, _WithoutSpecials(tokenizer)).ids, tokenizer.eos_token_id]
-
-
-class _WithoutSpecials:
-    """A tokenizer that adds no special tokens to a text."""
-
-    chat_template = None
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def __call__(self, text):
-        return self.tokenizer(text, add_special_tokens=False)
-
-
-def _of_messages(messages, tokenizer):
-    """Make an example of each assistant message of a conversation."""
+def _turns(messages):
+    """Return each assistant message of a conversation, and what came before it."""
     if not isinstance(messages, list):
         raise ValueError(f"messages must be a list of messages, got {brief(messages)}")
     turns = [i for i, m in enumerate(messages) if i and isinstance(m, dict) and m.get("role") == "assistant"]
     if not turns:
         raise ValueError("the messages have no assistant message after the first one, so there is nothing to learn")
-    return [_of_turn(messages[:i], messages[i], tokenizer) for i in turns]
+    return [(messages[:i], messages[i]) for i in turns]
 
 
-def _of_turn(before, message, tokenizer):
-    """Make an example of one assistant message and what came before it."""
+def _example(prompt, completion, tokenizer, stops):
+    """Tokenize a prompt and what is learned after it."""
+    ids = to_prompt({"prompt": prompt}, tokenizer).ids
+    if not ids:
+        raise ValueError("the prompt is empty, and nothing stands before the first token that is learned")
+    plain = isinstance(completion, str)
+    text = completion if plain else _answer(prompt, completion, tokenizer)
+    if not text:
+        raise ValueError("the completion is empty; leave out rows that teach nothing")
+    check_text(text, "the completion")
+    learned = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    stops = [*stops] or [tokenizer.eos_token_id]
+    ends = [] if plain else [i for i, token in enumerate(learned) if token in stops]
+    if ends:
+        return Example(ids, learned[: ends[-1] + 1])  # templates write a line break behind the end
+    return Example(ids, [*learned, stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id])
+
+
+def _answer(before, message, tokenizer):
+    """Return what the chat template writes behind a conversation where an assistant message follows it."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         raise ValueError(f"the completion must be a message with the role assistant, got {brief(message)}")
-    prompt = to_prompt({"prompt": before}, tokenizer).ids
     to_prompt({"prompt": [*before, message]}, tokenizer)  # refuses a message that is none
-    whole = list(tokenizer.apply_chat_template([*before, message], tokenize=True, return_dict=True)["input_ids"])
-    if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
+    if not message.get("content") and not message.get("tool_calls"):
+        raise ValueError("the completion is empty; leave out rows that teach nothing")
+    start = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
+    whole = tokenizer.apply_chat_template([*before, message], tokenize=False)
+    if not whole.startswith(start):
         raise ValueError(
             f"the chat template writes the conversation before {shortened([message])} otherwise where the answer "
             "follows, so prompt and completion cannot be told apart; give them as text"
         )
-    learned = whole[len(prompt) :]
-    ends = [i for i, token in enumerate(learned) if token == tokenizer.eos_token_id]
-    return Example(prompt, learned[: ends[-1] + 1] if ends else learned)  # templates write a line break after the end
+    return whole[len(start) :]

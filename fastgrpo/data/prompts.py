@@ -51,15 +51,28 @@ def _check(prompt: Any) -> None:
             _check_message(message, f"message {index} of the prompt")
     elif not isinstance(prompt, str):
         raise ValueError(f"the prompt must be a string or a list of messages, got {brief(prompt)}")
+    check_text(prompt, "the prompt")
+
+
+def check_text(value: Any, name: str) -> None:
+    """Refuse text, or messages, that a line of JSON could not hold.
+
+    Args:
+        value: The text, or nested lists and dicts with texts.
+        name: What the error calls it.
+
+    Raises:
+        ValueError: It has half of a character, or holds something else than JSON can.
+    """
     try:
-        json.dumps(prompt, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the prompt has the lone surrogate {error.object[error.start]!r}, which is half of a character and no "
-            "text; mend the row where its text was cut or decoded"
+            f"{name} has the lone surrogate {error.object[error.start]!r}, which is half of a character and no text; "
+            "mend the row where its text was cut or decoded"
         ) from None
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"the prompt must be made of what JSON can hold: {error}") from None
+        raise ValueError(f"{name} must be made of what JSON can hold: {error}") from None
 
 
 def _check_message(message, name):

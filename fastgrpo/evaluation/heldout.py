@@ -84,7 +84,8 @@ def progress_bar(name: str) -> tqdm:
         The bar, which is full at 1.
     """
     shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    return tqdm(total=1.0, desc=name, leave=False, smoothing=0, bar_format=shape)
+    # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
+    return tqdm(total=1.0 + 1e-6, desc=name, leave=False, smoothing=0, bar_format=shape)
 
 
 def evaluate(

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from fastgrpo.config.distillation import SelectionConfig
 from fastgrpo.data.records import Completion
 from fastgrpo.evaluation.heldout import full_mark
+from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
 # Why a completion is left out, in the order in which the reasons are looked for.
-REASONS = ("wrong", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
+REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
 
 
 def repetition(ids: Sequence[int], length: int) -> float:
@@ -38,7 +39,7 @@ def select(
 ) -> tuple[list[tuple[Completion, float]], Counter]:
     """Keep the completions that are worth learning from, at most max_per_prompt of each prompt.
 
-    Kept are those that the first reward function calls right, that have the full mark of every function named
+    Kept are those that the first reward function calls right, that have text and the full mark of every function named
     ...format_reward, that ended by themselves, that do not repeat themselves, and that no other one equals. Of more
     than max_per_prompt, those with the highest reward are kept, and of equal ones the first.
 
@@ -81,6 +82,8 @@ def _reason(completion, forms: list[tuple[str, Callable]], config):
     """Say why a completion by itself is not worth learning from; None where it is."""
     if not next(iter(completion.rewards.values())) >= 1:
         return "wrong"
+    if not completion_text(completion.content):
+        return "empty"
     if not all(reached(completion.rewards[name]) for name, reached in forms):
         return "malformed"
     if completion.rollout.truncated:

@@ -72,15 +72,18 @@ def check_rows(
         pass
 
 
-def examples_of(rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> list[Example]:
+def examples_of(
+    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, stops: Sequence[int]
+) -> Iterator[Example]:
     """Tokenize every row for supervised training, and check that the policy can hold each example.
 
     Args:
         rows: Rows with `prompt` and `completion`, or with `messages`.
         tokenizer: The policy's tokenizer.
         policy: The policy.
+        stops: The ids at which rollouts stop.
 
-    Returns:
+    Yields:
         The examples in the order of the rows.
 
     Raises:
@@ -89,7 +92,7 @@ def examples_of(rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase,
     """
 
     def fitting(row):
-        examples = to_examples(row, tokenizer)
+        examples = to_examples(row, tokenizer, stops)
         for example in examples:
             policy.check_ids([*example.prompt_ids, *example.completion_ids], "the example")
             if policy.context is not None and len(example) > policy.context:
@@ -100,4 +103,5 @@ def examples_of(rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase,
         return examples
 
     checked = as_rows(rows, "data").each(fitting)
-    return [example for examples in tqdm(checked, "tokenize", len(rows), delay=2, leave=False) for example in examples]
+    for examples in tqdm(checked, "tokenize", len(rows), delay=2, leave=False):
+        yield from examples

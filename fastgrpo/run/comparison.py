@@ -77,14 +77,15 @@ def draw_stages(runs: Mapping[str, Path], path: Path) -> Path:
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)
     shares, lengths = figure.subplots(1, 2, width_ratios=(3, 1))
-    for axis, titles, unit in ((shares, SHARES, "share of held-out prompts"), (lengths, LENGTH, "tokens")):
-        for place, (run, folder) in enumerate(runs.items()):
-            measured = _measured(last_evaluation(folder), titles)
-            centres = [i + (place - (len(runs) - 1) / 2) * 0.27 for i in range(len(measured))]
-            values = [value for _, value, _, _ in measured]
-            errors = [[max(v - low, 0) for _, v, low, _ in measured], [max(high - v, 0) for _, v, _, high in measured]]
+    for axis, names, unit in ((shares, SHARES, "share of held-out prompts"), (lengths, LENGTH, "tokens")):
+        measured = {run: _measured(last_evaluation(folder), names) for run, folder in runs.items()}
+        titles = list(dict.fromkeys(title for rows in measured.values() for title, *_ in rows))
+        for place, (run, rows) in enumerate(measured.items()):
+            centres = [titles.index(title) + (place - (len(runs) - 1) / 2) * 0.27 for title, *_ in rows]
+            values = [value for _, value, _, _ in rows]
+            errors = [[max(v - low, 0) for _, v, low, _ in rows], [max(high - v, 0) for _, v, _, high in rows]]
             axis.bar(centres, values, 0.25, yerr=errors, capsize=3, label=run)
-            axis.set_xticks(range(len(measured)), [title for title, *_ in measured])
+        axis.set_xticks(range(len(titles)), titles)
         axis.set(ylabel=unit)
         axis.grid(axis="y", alpha=0.3)
     shares.legend()

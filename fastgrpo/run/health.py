@@ -44,7 +44,7 @@ CHECKS = (
     ),
     Check(
         "no rewards",
-        lambda v, args: "reward" not in v,
+        lambda v, args: v["frac_informative"] >= 0 and "reward" not in v,  # supervised training has neither of them
         1,
         "warning: no completion of this step got a reward, so the policy learned nothing from it. Check that the "
         "reward functions read columns that the rows of your data set have",

@@ -57,10 +57,11 @@ def _rows(config, split):
 
 def _with_system(row, system_prompt):
     """Put the system prompt before a prompt. What is no prompt stays as it is, for the check of rows to refuse."""
-    name = "messages" if "messages" in row else "prompt"
-    prompt = row.get(name)
-    if isinstance(prompt, str):
-        return {**row, name: f"{system_prompt}\n\n{prompt}"}
-    if isinstance(prompt, list) and prompt:
-        return {**row, name: [{"role": "system", "content": system_prompt}, *prompt]}
-    return row
+    changed = dict(row)
+    for name in ("prompt", "messages"):
+        given = row.get(name)
+        if isinstance(given, str):
+            changed[name] = f"{system_prompt}\n\n{given}"
+        elif isinstance(given, list) and given:
+            changed[name] = [{"role": "system", "content": system_prompt}, *given]
+    return changed

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.examples import is_example, to_examples
-from fastgrpo.data.sources import Source
+from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.fit import examples_of
+from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.run.curves import SUPERVISED_PANELS, Panel
 from fastgrpo.run.log import RunLog
 from fastgrpo.step.supervised import learn, mean_loss
@@ -22,8 +23,8 @@ class SFTTrainer(Trainer):
     Args:
         model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
         args: The settings; None for the defaults.
-        train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them. All rows are
-            checked here.
+        train_dataset: Rows with a `prompt` and a `completion`, or with `messages`, or a `Source` of them that is no
+            Curriculum. All rows are checked here.
         eval_dataset: Held-out rows, or None for no evaluation. Their loss is measured where they have completions or
             messages, and their prompts are completed and judged where there are reward functions.
         processing_class: The tokenizer; None loads the model's.
@@ -46,20 +47,28 @@ class SFTTrainer(Trainer):
         train_dataset: Source | Iterable[dict] | None = None,
         eval_dataset: Iterable[dict] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
-        reward_funcs: Callable | Sequence[Callable] = (),
+        reward_funcs: Callable | Sequence[Callable] | None = None,
         log: RunLog | None = None,
         panels: Sequence[Panel] = SUPERVISED_PANELS,
     ):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
 
     def _make_rewards(self, reward_funcs):
-        return super()._make_rewards(reward_funcs) if callable(reward_funcs) or len(reward_funcs) else None
+        if isinstance(self.source, Curriculum):
+            raise ValueError(
+                "train_dataset is a Curriculum, whose levels end at an accuracy in training, and supervised training "
+                "measures none; pass its rows"
+            )
+        given = callable(reward_funcs) or reward_funcs
+        return super()._make_rewards(reward_funcs) if given else None
 
     def _check_rows(self, train_rows):
-        examples_of(train_rows, self.tokenizer, self.policy)
+        self.stops = stop_token_ids(self.policy, self.tokenizer)
+        for _ in examples_of(train_rows, self.tokenizer, self.policy, self.stops):
+            pass
         self.held_out = []
-        if self.eval_rows and is_example(self.eval_rows[0]):
-            self.held_out = examples_of(self.eval_rows, self.tokenizer, self.policy)
+        if any(map(is_example, self.eval_rows or ())):
+            self.held_out = list(examples_of(self.eval_rows, self.tokenizer, self.policy, self.stops))
         if self.rewards is not None:
             super()._check_rows(train_rows.head(0))
 
@@ -68,7 +77,7 @@ class SFTTrainer(Trainer):
 
     def _step(self, step, logged):
         rows = self.source.take(self.args.batch_size)
-        examples = [example for row in rows for example in to_examples(row, self.tokenizer)]
+        examples = [example for row in rows for example in to_examples(row, self.tokenizer, self.stops)]
         learning_rate = self.updater.learning_rate
         learned = learn(self.policy, self.updater, examples)
         norm = learned.norm.item()
@@ -92,4 +101,6 @@ class SFTTrainer(Trainer):
             self.log.say(f"step {self.state.global_step}: held-out loss {values['eval/loss']:.4f}")
         if self.rewards is not None:
             values |= super().evaluate() or {}
+        elif not values and self.state.global_step == 0:
+            self.log.say("no held-out completions and no reward functions: nothing is measured on held-out rows")
         return values or None

@@ -27,8 +27,8 @@ def test_a_section_overrides_what_is_for_all(tmp_path):
 
 
 def test_settings_become_arguments():
-    assert to_flags({"reward_weights": [1, 0], "use_peft": True, "max_steps": 3}) == [
-        "--reward_weights", "1", "0", "--use_peft", "True", "--max_steps", "3",
+    assert to_flags({"reward_weights": (1.0, 0.0), "use_peft": True, "system_prompt": "--x"}) == [
+        "--reward_weights", "1.0", "0.0", "--use_peft=True", "--system_prompt=--x",
     ]  # fmt: skip
 
 
@@ -46,6 +46,10 @@ def test_settings_become_arguments():
             r"distill: .*max_repetition must be in \[0, 1\]",
         ),
         (EMPTY.replace("train: {}", "train: {output_dir: x}"), "train: output_dir follows from the other stages"),
+        (EMPTY + "all: {output_dir: x}\n", "sft: output_dir follows from the other stages"),
+        (EMPTY + "all: {max_per_promt: 2}\n", "all: unknown setting 'max_per_promt'; did you mean 'max_per_prompt'"),
+        (EMPTY.replace("sft: {}", "sft: {max_steps: 2.5}", 1), "sft: max_steps must be a whole number, got 2.5"),
+        (EMPTY.replace("train: {}", "train: {overwrite_output_dir: true}"), "overwrite_output_dir follows"),
     ],
 )
 def test_mistakes_are_told_before_the_first_stage(tmp_path, text, message):

@@ -8,6 +8,7 @@ import pytest
 from fastgrpo.config import validation
 from fastgrpo.config.sections import EngineConfig, EvaluationConfig
 from fastgrpo.config.settings import GRPOConfig, Settings
+from fastgrpo.config.supervised import SFTConfig
 
 CASES = {
     # rule: settings, what the refusal says
@@ -41,21 +42,27 @@ CASES = {
         {"metric_for_best_model": "eval/accuracy"},
         "must be a multiple of eval_steps, got eval_steps=None",
     ),
+    "_one_source_of_rows": (
+        {"train_file": "x.jsonl", "dataset_train_split": "dev"},
+        "dataset_train_split=dev would do nothing, because train_file=x.jsonl gives the rows",
+    ),
 }
+RECORDS = {"_one_source_of_rows": SFTConfig}  # the record that has a rule's settings, where it is not GRPOConfig
 
 
 @pytest.mark.parametrize("rule", CASES)
 def test_settings_that_do_not_go_together(rule):
     settings, match = CASES[rule]
     with pytest.raises(ValueError, match=match) as error:
-        GRPOConfig(**settings)
+        RECORDS.get(rule, GRPOConfig)(**settings)
     assert error.traceback[-1].name == rule
 
 
 def test_every_rule_is_tried_and_looks_at_settings_that_exist():
     assert [rule.__name__ for rule in validation.RULES] == list(CASES)
     for rule in validation.RULES:
-        assert all(hasattr(GRPOConfig(), name) for name in inspect.signature(rule).parameters), rule.__name__
+        record = RECORDS.get(rule.__name__, GRPOConfig)()
+        assert all(hasattr(record, name) for name in inspect.signature(rule).parameters), rule.__name__
 
 
 @pytest.mark.parametrize(

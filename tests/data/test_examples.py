@@ -23,9 +23,42 @@ def test_messages_are_an_example_for_each_answer():
     first, second = to_examples({"messages": talk}, tokenizer)
     assert first == to_examples({"prompt": talk[:2], "completion": talk[2:3]}, tokenizer)[0]
     whole = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
-    learned = [*second.prompt_ids, *second.completion_ids]
-    assert whole[: len(learned)] == learned and "three" in tokenizer.decode(second.completion_ids)
+    assert whole == [*second.prompt_ids, *second.completion_ids[:-1]] and second.completion_ids[-1] == 1
+    assert "three" in tokenizer.decode(second.completion_ids)
     assert "three" not in tokenizer.decode(second.prompt_ids)
+
+
+def with_end(tokenizer, end):
+    """A chat template that ends each message as real ones do, with a token and a line break."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + end + "\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return tokenizer
+
+
+def test_what_is_learned_ends_where_a_rollout_stops():
+    """At the template's own end where it is a stop token; by the end token, behind the template's text, where not."""
+    row = {"prompt": [QUESTION], "completion": [ANSWER]}
+    [cut] = to_examples(row, with_end(tiny.tokenizer(), "<eos>"))
+    assert cut.completion_ids == [*tiny.tokenizer()("two")["input_ids"], 1]
+    [other] = to_examples(row, with_end(tiny.tokenizer(), "<pad>"), stops=(0, 1))  # the model's config names another
+    assert other.completion_ids == [*tiny.tokenizer()("two")["input_ids"], 0]
+    [behind] = to_examples(row, with_end(tiny.tokenizer(), "!"))
+    assert behind.completion_ids == [*tiny.tokenizer()("two!\n")["input_ids"], 1]
+    endless = tiny.tokenizer()
+    endless.eos_token = None
+    [plain] = to_examples({"prompt": "a", "completion": "b"}, endless, stops=(5, 7))
+    assert plain.completion_ids[-1] == 5
+
+
+def test_an_answer_that_begins_with_line_breaks_is_tokenized_by_itself():
+    """As a policy draws it: a tokenizer that joins the template's line break with them would hide the boundary."""
+    tokenizer = with_end(tiny.tokenizer(), "<eos>")
+    tokenizer.chat_template = tokenizer.chat_template.replace("]", "]\n")
+    answer = {"role": "assistant", "content": "\n\n4"}
+    [example] = to_examples({"messages": [QUESTION, answer]}, tokenizer)
+    assert tokenizer.decode(example.completion_ids) == "\n\n4<eos>"
 
 
 MISTAKES = {
@@ -33,6 +66,11 @@ MISTAKES = {
     "no completion": ({"prompt": "a", "answer": "b"}, "no column 'completion', only prompt, answer"),
     "no prompt": ({"completion": "a"}, "no column 'prompt', only completion"),
     "an empty completion": ({"prompt": "a", "completion": ""}, "the completion is empty"),
+    "an empty prompt": ({"prompt": "", "completion": "a"}, "the prompt is empty, and nothing stands before"),
+    "an empty answer": ({"messages": [QUESTION, {**ANSWER, "content": ""}]}, "the completion is empty"),
+    "half a character": ({"prompt": "a", "completion": "b\ud83d"}, "the completion has the lone surrogate"),
+    "nothing": ({}, "no column 'prompt', only nothing"),
+    "null messages": ({"messages": None, "prompt": "a"}, "no column 'completion', only prompt"),
     "a number": ({"prompt": "a", "completion": 3}, "the completion must be a string where the prompt is one, got 3"),
     "text after messages": ({"prompt": [QUESTION], "completion": "a"}, "a list with one assistant message, got 'a'"),
     "another's turn": ({"prompt": [QUESTION], "completion": [QUESTION]}, "a message with the role assistant"),

@@ -11,7 +11,7 @@ LIMITS = SelectionConfig(max_per_prompt=2, repetition_n_grams=2, max_repetition=
 
 
 def right(completions, **columns):
-    return [float("right" in text) for text in completions]
+    return [float("right" in text or not text) for text in completions]
 
 
 def neat_format_reward(completions, **columns):
@@ -39,6 +39,7 @@ def test_each_reason_is_found_and_counted():
     ids = [1, 2, 3, 4]
     completions, rewards = judged(
         ("a", "wrong neat", "stop", ids),
+        ("a", "", "stop", ids[:1]),
         ("a", "right untidy", "stop", ids),
         ("a", "right neat, cut", "length", ids),
         ("a", "right neat, again and again", "stop", [1, 2] * 4),

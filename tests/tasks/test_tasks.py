@@ -146,7 +146,13 @@ def test_rows_keep_their_lines_in_a_task(tmp_path):
 @pytest.mark.parametrize("prompt", [None, 7, []])
 def test_a_system_prompt_leaves_what_is_no_prompt_as_it_is(prompt):
     row = {"prompt": prompt}
-    assert dataset._with_system(row, "S") is row
+    assert dataset._with_system(row, "S") == row
+
+
+def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
+    talk = [{"role": "user", "content": "hi"}]
+    both = dataset._with_system({"prompt": "hi", "messages": talk}, "S")
+    assert both == {"prompt": "S\n\nhi", "messages": [{"role": "system", "content": "S"}, *talk]}
 
 
 def test_data_sets_of_ones_own(tmp_path):

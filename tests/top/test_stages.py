@@ -1,10 +1,12 @@
 """The command stages: the order of its processes, what each is given, and how it goes on."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from mistakes import check
 from paths import ROOT
 
 from fastgrpo import stages
+from fastgrpo.run.lock import FolderLock
 
 SHORT = """
 all: {task: arithmetic, device: cpu, max_eval_samples: 4, max_completion_length: 20, eval_num_generations: 2}
@@ -29,14 +32,13 @@ def commands(tmp_path, monkeypatch):
 
     def run(command, process_group):
         started.append(command[2:])
-        flags = dict(zip(command[3::2], command[4::2], strict=False))
-        if "--output_dir" in flags:
-            folder = stages.Path(flags["--output_dir"])
+        if any(word.startswith("--output_dir=") for word in command):
+            folder = Path(flag(command, "--output_dir"))
             (folder / "checkpoint-2").mkdir(parents=True)
             (folder / "summary.json").write_text("{}")
             (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "eval/accuracy": 0.5}) + "\n")
         else:
-            stages.Path(command[command.index("--output") + 1]).write_text("rows\n")
+            Path(flag(command, "--output")).write_text("rows\n")
         return SimpleNamespace(returncode=0, poll=lambda: 0)
 
     monkeypatch.setattr(stages.subprocess, "Popen", run)
@@ -45,7 +47,8 @@ def commands(tmp_path, monkeypatch):
 
 
 def flag(command, name):
-    return command[command.index(name) + 1]
+    """The value behind a flag, or in one word with it."""
+    return next(word.partition("=")[2] for word in command if word.startswith(name + "="))
 
 
 def test_each_stage_is_given_what_the_one_before_it_made(tmp_path, commands, capsys):
@@ -54,27 +57,82 @@ def test_each_stage_is_given_what_the_one_before_it_made(tmp_path, commands, cap
     assert stages.main(argv) == 0
     assert [command[0] for command in commands] == [f"fastgrpo.{n}" for n in ("sft", "train", "distill", "sft")]
     sft, train, distill, distilled = commands
-    assert "--model_name_or_path" not in sft and "--train_file" not in sft
+    assert not [word for word in sft if word.startswith(("--model_name_or_path", "--train_file"))]
     assert flag(train, "--model_name_or_path") == str(out / "sft" / "checkpoint-2")
     assert distill[1] == str(out / "train" / "checkpoint-2")
-    assert flag(distilled, "--train_file") == str(out / "distilled.jsonl") and "--model_name_or_path" not in distilled
+    assert flag(distilled, "--train_file") == str(out / "distilled.jsonl")
+    assert not [word for word in distilled if word.startswith("--model_name_or_path")]
     assert all(flag(c, "--resume_from_checkpoint") == "auto" for c in (sft, train, distilled))
     told = capsys.readouterr().out
     assert "| stage     | accuracy" in told and (out / "stages.png").exists()
     assert stages.main(argv) == 0 and len(commands) == 4  # what is done is passed over
-    (out / "train" / "summary.json").unlink()
-    (out / "train" / "checkpoint-2").rmdir()
+    for name in ("train", "distilled"):
+        (out / name / "summary.json").unlink()
+        (out / name / "checkpoint-2").rmdir()
     (out / "distilled.jsonl").unlink()
+    (out / "train" / "merged").mkdir()
     assert stages.main(argv) == 0
-    assert [command[0] for command in commands[4:]] == ["fastgrpo.train", "fastgrpo.distill"]
+    assert [command[0] for command in commands[4:]] == ["fastgrpo.train", "fastgrpo.distill", "fastgrpo.sft"]
+    assert commands[5][1] == str(out / "train" / "merged")  # adapters are merged into it
+
+
+def test_a_folder_is_for_one_file_of_settings_and_one_chain(tmp_path, commands, capfd):
+    out = tmp_path / "out"
+    argv = ["--config", str(tmp_path / "short.yaml"), "--output_dir", str(out)]
+    assert stages.main(argv) == 0
+    (tmp_path / "other.yaml").write_text(SHORT.replace("sft: {max_steps: 2", "sft: {max_steps: 3"))
+    check(stages.main, ["--config", str(tmp_path / "other.yaml"), *argv[2:]], "holds stages with other settings", capfd)
+    (out / "sft" / "summary.json").unlink()
+    check(stages.main, argv, "the stage sft is to be run, and .*train.*summary.json was made from an earlier", capfd)
+    (out / "sft" / "summary.json").write_text("{}")
+    (out / "sft" / "checkpoint-2").rmdir()
+    check(stages.main, argv, "sft is done and has lost its checkpoints; delete this folder", capfd)
+    assert len(commands) == 4
+
+
+def test_what_stages_did_not_make_they_do_not_touch(tmp_path, commands, capfd):
+    out = tmp_path / "out"
+    out.mkdir()
+    argv = ["--config", str(tmp_path / "short.yaml"), "--output_dir", str(out)]
+    (out / "distilled.part").write_text("mine")
+    check(stages.main, argv, "is not empty and holds no stages to go on with", capfd)
+    (out / "distilled.part").unlink()
+    assert stages.main(argv) == 0
+    (out / "stages.png").unlink()
+    (out / "stages.png").write_text("noted as ours, so it is drawn again")
+    assert stages.main(argv) == 0 and (out / "stages.png").read_bytes().startswith(b"\x89PNG")
+    lock = FolderLock(out)
+    try:
+        check(stages.main, argv, "is in use by", capfd)
+    finally:
+        lock.close()
 
 
 def test_a_stage_that_fails_ends_the_command(tmp_path, commands, monkeypatch, capfd):
     failed = SimpleNamespace(returncode=2, poll=lambda: 2)
     monkeypatch.setattr(stages.subprocess, "Popen", lambda command, process_group: failed)
     argv = ["--config", str(tmp_path / "short.yaml"), "--output_dir", str(tmp_path / "out")]
-    check(stages.main, argv, "the stage sft ended with exit code 2; give the same command again", capfd)
+    check(stages.main, argv, "the stage sft ended with exit code 2, for the reason above", capfd)
     check(stages.main, ["--config", "none"], "no such file: none", capfd)
+
+
+def test_the_stages_as_processes(tmp_path, capfd):
+    """A reward that is always given keeps what a model without skill writes, so that every stage has its input."""
+    (tmp_path / "stage_rewards.py").write_text(
+        "def given(completions, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    text = SHORT.replace("distill: {", "distill: {reward_funcs: ['stage_rewards:given'], max_prompts: 40, ")
+    (tmp_path / "short.yaml").write_text(text)
+    command = [sys.executable, "-m", "fastgrpo.stages", "--config", "short.yaml", "--output_dir", "out"]
+    path = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("| ")][2:] == [
+        "sft", "train", "distilled",
+    ]  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "out" / "distilled.jsonl").read_text().splitlines()]
+    state = json.loads((tmp_path / "out" / "distilled" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert rows and state["rows"] == len(rows)
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import tiny
-from paths import ROOT
+from paths import DATA, ROOT
 
 from fastgrpo import train
 from fastgrpo.config.recipe import parse
@@ -58,3 +58,16 @@ except SystemExit as stop:
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.strip().splitlines()[-1] == "0 False", result.stderr
+
+
+def test_r1_runs_with_short_completions(tmp_path, without_curves):
+    """The recipe as it is, on a model and a scale for a test."""
+    model, run = tiny.save(tmp_path / "model"), tmp_path / "run"
+    counts = {"max_steps": 2, "max_completion_length": 16, "prompts_per_step": 2, "max_eval_samples": 2}
+    short = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
+    given = ["--config", "r1", "--model_name_or_path", str(model), "--dataset_name", str(DATA / "gsm8k-64.jsonl")]
+    assert train.main([*given, *short, "--device", "cpu", "--output_dir", str(run)]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    config = json.loads((run / "config.json").read_text())
+    assert [row["step"] for row in rows if "kl" in row] == [1, 2]
+    assert (config["num_generations"], config["beta"], config["learning_rate"]) == (16, 0.01, 1e-6)

@@ -1,7 +1,9 @@
 """Supervised training: the trainer from Python, its loss and gradient, and its resumption."""
 
+import itertools
 import json
 import signal
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -11,10 +13,13 @@ from runs import share_of_a
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
 from fastgrpo.data.examples import to_examples
+from fastgrpo.data.records import Sample
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
-from fastgrpo.step.supervised import _samples, mean_loss
+from fastgrpo.step.supervised import learn, mean_loss
+from fastgrpo.step.update import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
 HELD_OUT = [{"prompt": "2+7=", "completion": "9"}, {"prompt": "8+8=", "completion": "16"}]
@@ -33,7 +38,7 @@ def make_trainer(tmp_path, name="run", rows=ROWS, eval_rows=HELD_OUT, reward_fun
     return SFTTrainer(str(model), SFTConfig(**defaults | settings), rows, eval_rows, reward_funcs=reward_funcs)
 
 
-def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path):
+def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path, capsys):
     trainer = make_trainer(tmp_path)
     examples = [example for row in HELD_OUT for example in to_examples(row, trainer.tokenizer)]
     logps = []
@@ -45,31 +50,45 @@ def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path):
     expected = -torch.cat(logps).mean().item()
     assert mean_loss(trainer.policy, examples, max_tokens=8) == pytest.approx(expected, abs=1e-5)
     summary = trainer.train()
+    assert "warning" not in capsys.readouterr().out  # of rewards, which supervised training has not
     assert summary["steps"] == 6 and summary["accuracy_after"] is None
     written = {row["step"]: row["eval/loss"] for row in lines(tmp_path / "run") if "eval/loss" in row}
     assert written[0] == pytest.approx(expected, abs=1e-5) and list(written) == [0, 3, 6] and written[6] < written[0]
 
 
-def test_the_gradient_is_the_policy_gradient_with_unit_weights():
-    """Advantage 1, ratio 1, a mean over tokens: linear_grpo_loss and supervised training then move the same way."""
+class Gradient:
+    """Stands in for an optimizer: notes the gradient of an update and leaves the weights as they are."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def step(self, max_grad_norm, loss):
+        self.loss = loss
+        self.gradient = torch.cat([p.grad.flatten() for p in self.module.parameters()])
+        self.module.zero_grad()
+        return self.gradient.norm()
+
+
+@pytest.mark.parametrize("max_tokens", [1000, 12])
+def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
+    """At advantage 1, ratio 1 and a mean over tokens linear_grpo_loss moves the same way, in any micro-batches."""
     policy = Policy(tiny.model(vocab_size=258))
-    tokenizer = tiny.tokenizer()
-    samples = _samples([example for row in ROWS[:5] for example in to_examples(row, tokenizer)])
-    batch = Batch.pack(samples, policy.device)
-    gradients = []
-    for kind in ("supervised", "policy gradient"):
-        policy.module.zero_grad()
-        if kind == "supervised":
-            loss = -policy.logps(batch).sum() / len(batch.targets)
-        else:
-            bounds = torch.tensor([0, *torch.tensor([len(s.completion_ids) for s in samples]).cumsum(0)])
-            loss = linear_grpo_loss(
-                policy.completion_states(batch), policy.head[0], batch.targets, torch.ones(len(samples)),
-                cu_seqlens=bounds, loss_type="dapo",
-            ).loss  # fmt: skip
-        loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.module.parameters()]))
-    assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm() and gradients[0].norm() > 0.1
+    examples = [example for row in ROWS[:5] for example in to_examples(row, tiny.tokenizer())]
+    taken = Gradient(policy.module)
+    schedule = SimpleNamespace(step=lambda: None)
+    updater = Updater(taken, schedule, max_grad_norm=0, max_tokens=max_tokens, device=policy.device)
+    learned = learn(policy, updater, examples)
+    batch = Batch.pack([Sample(e.prompt_ids, e.completion_ids, 1.0) for e in examples], policy.device)
+    lengths = [len(example.completion_ids) for example in examples]
+    out = linear_grpo_loss(
+        policy.completion_states(batch), policy.head[0], batch.targets, torch.ones(len(examples)),
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]), loss_type="dapo",
+    )  # fmt: skip
+    out.loss.backward()
+    expected = torch.cat([p.grad.flatten() for p in policy.module.parameters()])
+    assert (taken.gradient - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0.1
+    assert learned.loss == pytest.approx(-out.logps.mean().item(), rel=1e-5) == pytest.approx(taken.loss.item())
+    assert learned.tokens == sum(lengths)
 
 
 def test_reward_functions_measure_held_out_prompts_too(tmp_path):
@@ -140,6 +159,11 @@ MISTAKES = {
         {"rows": [{"prompt": "a" * 2000, "completion": "b" * 60}]},
         "row 0: the example has 2061 tokens, which exceeds the model's context of 2048",
     ),
+    "levels": (
+        {"rows": Curriculum([Level("easy", ShuffledRows(ROWS), 0.5), Level("hard", ShuffledRows(ROWS))])},
+        "train_dataset is a Curriculum, .* pass its rows",
+    ),
+    "an empty prompt": ({"rows": [*ROWS, {"prompt": "", "completion": "1"}]}, "row 16: the prompt is empty"),
     "settings of GRPO": ({"beta": 0.1}, "unknown setting 'beta'"),
 }
 
@@ -149,6 +173,18 @@ def test_mistakes_are_told_before_the_first_step(tmp_path, name):
     changes, message = MISTAKES[name]
     with pytest.raises((ValueError, TypeError), match=message):
         make_trainer(tmp_path, **changes)
+
+
+def test_what_cannot_be_measured_is_said(tmp_path, capsys):
+    make_trainer(tmp_path, eval_rows=[{"prompt": "1+"}], max_steps=1).train()
+    assert "nothing is measured on held-out rows" in capsys.readouterr().out
+
+
+def test_the_picture_shows_the_loss(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("fastgrpo.run.curves.draw_curves", lambda run_dir, say, panels: drawn.append(panels))
+    make_trainer(tmp_path, max_steps=1).train()
+    assert [panel.title for panel in drawn[0]] == ["Loss", "Accuracy", "Gradient norm", "Learning rate"]
 
 
 def test_another_kind_of_settings(tmp_path):
