@@ -138,7 +138,7 @@ _SYSTEM = {
     errno.EROFS: _DENIED,
     errno.ENOTDIR: "a part of the path{where} is a file and no folder; name another path",
     errno.EISDIR: "the path{where} is a folder, where a file is needed; name another path",
-    errno.EEXIST: "the path{where} exists already; name another path",
+    errno.EEXIST: "the path{where} exists already and is in the way; name another path",
     errno.ENAMETOOLONG: "the path{where} has a name that is too long for the file system; choose a shorter one",
 }
 

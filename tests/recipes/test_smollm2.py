@@ -101,5 +101,8 @@ def test_files_of_a_person_are_not_overwritten(tmp_path, hub, capsys, name):
 
 
 def test_a_file_is_no_folder(tmp_path, capsys):
-    for path, message in ((__file__, "is a file; name a folder"), (f"{__file__}/x", "is a file and no folder")):
+    for path, message in (
+        (__file__, "is a file; name a folder"),
+        (f"{__file__}/x", "exists already and is in the way"),
+    ):
         assert smollm2.main([str(path)]) == 2 and message in capsys.readouterr().err
