@@ -16,7 +16,6 @@ from pathlib import Path
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.settings import Settings
-from fastgrpo.policy.gguf import SUFFIX
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # the hub has the weights in other formats too
@@ -88,7 +87,7 @@ def has_model(folder: Path) -> bool:
 
 def _is_gguf(path):
     """Tell whether a path is a GGUF file, by its name and its first bytes."""
-    if path.suffix.lower() != SUFFIX or not path.is_file():
+    if path.suffix.lower() != Path(MEMBER).suffix or not path.is_file():
         return False
     with open(path, "rb") as file:
         return file.read(len(MAGIC)) == MAGIC
