@@ -61,7 +61,7 @@ def parse(argv: list[str]) -> EvaluateConfig:
         ValueError: A flag does not exist, or a value is not allowed.
     """
     argv, task = take_flag(argv, "--task")
-    task = task or "arithmetic"
+    task = "arithmetic" if task is None else task
     known = {field.name for field in dataclasses.fields(EvaluateConfig)}
     recipe = {name: value for name, value in task_defaults(task).items() if name in known}
     config = parse_flags(

@@ -4,13 +4,15 @@ Modules that need transformers are imported inside the functions that use them, 
 package is reported as a mistake.
 """
 
+import functools
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.sweep import runs_of, take_sweep
+from fastgrpo.config.sweep import SweepRun, runs_of, take_sweep
 
 if TYPE_CHECKING:
     from fastgrpo.trainer import GRPOTrainer
@@ -30,15 +32,12 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             checked before it.
     """
     from fastgrpo.policy.load import load_tokenizer
-    from fastgrpo.rewards.call import Rewards
     from fastgrpo.run.inputs import inputs_of
     from fastgrpo.run.log import RunLog
-    from fastgrpo.tasks import needed_rewards, open_task, panels_of
+    from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 
-    opened = open_task(config)
-    train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
-    Rewards(functions, config.reward_weights)  # a mistake here should not wait for the warm start
+    opened, train, test, functions = _checked(config, load_tokenizer)  # a mistake should not wait for the warm start
     path, panels = config.model_name_or_path, panels_of(opened.module)
     if path is not None:
         trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer, panels=panels)
@@ -58,6 +57,33 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         f"{config.prompts_per_step} prompts x {config.num_generations} completions"
     )
     return trainer
+
+
+def check_runs(runs: Sequence[SweepRun]) -> None:
+    """Check all runs of a sweep as `make_trainer` checks one before its warm start. The seed changes nothing of this.
+
+    Args:
+        runs: The runs of the sweep.
+
+    Raises:
+        ValueError: A run has settings, files or packages that do not fit together.
+    """
+    from fastgrpo.policy.load import load_tokenizer
+
+    load = functools.cache(load_tokenizer)
+    for config in {run.setting: run.config for run in runs}.values():
+        _checked(config, load)
+
+
+def _checked(config, load):
+    """Open the task of a run, its rows and its reward functions. A mistake in any of them raises ValueError."""
+    from fastgrpo.rewards.call import Rewards
+    from fastgrpo.tasks import needed_rewards, open_task
+
+    opened = open_task(config, load)
+    train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
+    Rewards(functions, config.reward_weights)
+    return opened, train, test, functions
 
 
 def _make_policy(task_module, config, log):
@@ -90,11 +116,10 @@ def train(argv: list[str]) -> None:
     argv, sweep = take_sweep(argv)
     if sweep is not None:
         from fastgrpo.run.sweep import run_sweep
-        from fastgrpo.tasks import check_task
 
         runs = runs_of(argv, sweep)
-        for run in runs:
-            check_task(run.config)  # a mistake here should not wait for the run's turn
+        quiet_libraries()
+        check_runs(runs)  # a mistake should not wait for the run's turn
         return run_sweep(sweep, runs)
     config = parse(argv)
     quiet_libraries()

@@ -1,8 +1,9 @@
 """Code that all commands share: it reads flags, and reports a mistake in a line or two with exit code 2.
 
 A ValueError counts as a mistake that the user can fix, and its text names the cause and the remedy. A full disk, a
-folder without write permission, a package that is not installed, and a machine or a GPU without enough memory count as
-such mistakes too. Everything else is a bug and keeps its traceback. `--debug` shows the traceback of a mistake as well.
+folder without write permission, a path that cannot be one, a package that is not installed, and a machine or a GPU
+without enough memory count as such mistakes too. Everything else is a bug and keeps its traceback. `--debug` shows the
+traceback of a mistake as well.
 """
 
 import contextlib
@@ -135,6 +136,10 @@ _SYSTEM = {
     errno.EACCES: _DENIED,
     errno.EPERM: _DENIED,
     errno.EROFS: _DENIED,
+    errno.ENOTDIR: "a part of the path{where} is a file and no folder; name another path",
+    errno.EISDIR: "the path{where} is a folder, where a file is needed; name another path",
+    errno.EEXIST: "the path{where} exists already and is in the way; name another path",
+    errno.ENAMETOOLONG: "the path{where} has a name that is too long for the file system; choose a shorter one",
 }
 
 

@@ -189,6 +189,8 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         what = {bool: "true or false", str: "text (in quotes)"}.get(kind, "a number")
         raise ValueError(f"{where} must be {what}, got {value!r}")
+    if kind is str and "\0" in value:
+        raise ValueError(f"{where} must not have a NUL character in it, got {value!r}")
     return value
 
 

@@ -1,12 +1,14 @@
 """YAML files of settings: a person's own (`--config FILE`), and those that tasks ship in recipes/."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastgrpo.config.command import parse_flags
 from fastgrpo.config.fields import typed
 from fastgrpo.config.settings import GRPOConfig, Settings, TrainingConfig, check_name
+from fastgrpo.config.supervised import SFTConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 KINDS = {"train": "Train a policy by GRPO.", "sft": "Train a policy on the completions of rows."}
@@ -50,7 +52,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def load_yaml(path: str | Path, record: type[Settings] = GRPOConfig) -> dict[str, Any]:
+def load_yaml(path: str | Path, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
     """Read a file of settings.
 
     Args:
@@ -61,13 +63,30 @@ def load_yaml(path: str | Path, record: type[Settings] = GRPOConfig) -> dict[str
         The settings by name, each of its field's type.
 
     Raises:
-        ValueError: The file cannot be read, see `read_settings`, or a name is not a setting (the nearest one is named).
+        ValueError: The file cannot be read, see `read_settings`, it holds the settings of another command, or a name is
+            not a setting (the nearest one is named).
     """
     settings = read_settings(path)
     types = {field.name: field.type for field in dataclasses.fields(record)}
+    command = _command_of(settings)
+    if not settings.keys() <= types.keys() and command not in (None, record.command):
+        raise ValueError(
+            f"{path} holds settings for python -m fastgrpo.{command}, not for python -m fastgrpo.{record.command}; "
+            "give it to that command"
+        )
     for name in settings:
         check_name(name, record, str(path), ValueError)
     return {name: typed(f"{path}: {name}", value, types[name]) for name, value in settings.items()}
+
+
+def _command_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the command that has all of these settings, or sections of them; None where there is none."""
+    if settings and all(isinstance(value, dict) for value in settings.values()):
+        return "stages"
+    for record in (GRPOConfig, SFTConfig):
+        if settings.keys() <= {field.name for field in dataclasses.fields(record)}:
+            return record.command
+    return None
 
 
 def recipe_file(name: str) -> Path:
@@ -78,9 +97,14 @@ def recipe_file(name: str) -> Path:
 
     Returns:
         The path of the file, which need not exist.
+
+    Raises:
+        ValueError: The name is empty.
     """
+    if not name:
+        raise ValueError("--config got an empty name; name a YAML file, or a recipe that comes with the package")
     shipped = RECIPES / f"{name}.yaml"
-    return shipped if shipped.exists() and not Path(name).exists() else Path(name)
+    return shipped if shipped.is_file() and not Path(name).is_file() else Path(name)
 
 
 def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
@@ -132,9 +156,9 @@ def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
         ValueError: A setting that is not allowed, or a flag that does not exist (the nearest one is named).
     """
     argv, config_file = take_flag(argv, "--config")
-    from_file = load_yaml(recipe_file(config_file), record) if config_file else {}
+    from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
     argv, task = take_flag(argv, "--task")
-    task = task or from_file.get("task", "arithmetic")
+    task = from_file.get("task", "arithmetic") if task is None else task
     defaults = unchecked(record, {**task_defaults(task, record), **from_file, "task": task})
     return parse_flags(
         record,

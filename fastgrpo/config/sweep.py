@@ -7,6 +7,7 @@ has no field in `GRPOConfig` and no line in a YAML file.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import re
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fastgrpo.config.recipe import parse, take_flag, take_flags
 from fastgrpo.config.settings import GRPOConfig, check_name
 
 FLAGS = ("--sweep", "--sweep_seeds", "--sweep_jobs")
+LONGEST_NAME = 120  # characters of what was swept in the name of a folder
 OWN = {  # settings that a sweep gives to each of its runs itself -> the remedy
     "seed": "use --sweep_seeds 0,1,2",
     "output_dir": "--output_dir names the folder of the whole sweep",
@@ -55,8 +57,11 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """The name of the run's folder: what was swept, with the seed."""
-        return re.sub(r"[^\w.,=+-]+", "-", ",".join(filter(None, (self.setting, f"seed={self.config.seed}"))))
+        """The name of the run's folder: what was swept, with the seed. Where it is cut, a digest tells it apart."""
+        name = re.sub(r"[^\w.,=+-]+", "-", self.setting, flags=re.ASCII)[:LONGEST_NAME]
+        if name != self.setting:
+            name += "-" + hashlib.sha256(self.setting.encode()).hexdigest()[:8]
+        return ",".join(filter(None, (name, f"seed={self.config.seed}")))
 
 
 def take_sweep(argv: list[str]) -> tuple[list[str], Sweep | None]:
@@ -140,7 +145,7 @@ def runs_of(argv: list[str], sweep: Sweep) -> list[SweepRun]:
             runs.append(SweepRun(setting, (*shared, *own), config))
     for i, run in enumerate(runs):
         for other in runs[:i]:
-            if run.config == other.config or run.name == other.name:
+            if run.config == other.config:
                 raise ValueError(
                     f"the sweep has the run {run.name} twice"
                     + ("" if run.name == other.name else f", once as {other.name}")

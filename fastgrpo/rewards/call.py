@@ -18,7 +18,7 @@ from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.rewards.guard import Failure, attempt, awaited
 from fastgrpo.rewards.notes import Notes
-from fastgrpo.rewards.values import read_verdicts, shown
+from fastgrpo.rewards.values import NUMBER, number, read_verdicts, shown
 
 
 def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
@@ -104,7 +104,8 @@ class Rewards:
             these either.
 
     Raises:
-        ValueError: There are no functions, one cannot be called, or there are not as many weights as functions.
+        ValueError: There are no functions, one cannot be called or has a `full_mark` that is no number, or there are
+            not as many weights as functions.
     """
 
     def __init__(
@@ -239,6 +240,12 @@ def _check_function(function):
             f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
             "f(prompts, completions, **columns) or a list of them"
             + ("; fastgrpo.rewards.call.load_reward finds module:function" if isinstance(function, str) else "")
+        )
+    mark = getattr(function, "full_mark", 1.0)
+    if number(mark) is None:
+        raise ValueError(
+            f"reward function {getattr(function, '__name__', type(function).__name__)!r}: its attribute full_mark must "
+            f"be {NUMBER}, got {shown(mark)}"
         )
 
 

@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rewards.values import plain, shown
 
 MAX_LENGTH = 100  # characters of an expression: six numbers with all their operators and brackets have fewer
 MAX_DEPTH = 8  # operations inside one another
@@ -36,12 +37,15 @@ def correctness(prompts: list, completions: list, nums: list, target: list, **co
     Returns:
         One reward per completion.
 
+    Raises:
+        ValueError: A row has something else than whole numbers in one of the columns.
+
     Example:
         >>> correctness(["?"] * 2, ["<answer>(3+7)*2</answer>", "<answer>3+7+7</answer>"], [[2, 3, 7]] * 2, [20, 17])
         [1.0, 0.0]
     """
-    answers = zip(completions, nums, target, strict=True)
-    return [float(answer_value(completion_text(text), numbers) == goal) for text, numbers, goal in answers]
+    values, goals = _values(completions, nums), [_whole("target", goal) for goal in target]
+    return [float(value is not None and value == goal) for value, goal in zip(values, goals, strict=True)]
 
 
 def format_reward(prompts: list, completions: list, nums: list, **columns: Any) -> list[float]:
@@ -55,12 +59,36 @@ def format_reward(prompts: list, completions: list, nums: list, **columns: Any) 
 
     Returns:
         One reward per completion.
+
+    Raises:
+        ValueError: A row has something else than a list of whole numbers in the column `nums`.
     """
-    answers = zip(completions, nums, strict=True)
-    return [FORMAT_REWARD * (answer_value(completion_text(text), numbers) is not None) for text, numbers in answers]
+    return [FORMAT_REWARD * (value is not None) for value in _values(completions, nums)]
 
 
 format_reward.full_mark = FORMAT_REWARD  # the format rate of an evaluation is the share of completions that get this
+
+
+def _values(completions, nums):
+    """Compute the answer of each completion; None stands for no value."""
+    texts = [completion_text(completion) for completion in completions]
+    return [answer_value(text, _numbers(numbers)) for text, numbers in zip(texts, nums, strict=True)]
+
+
+def _numbers(value):
+    """Read an item of the column nums."""
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError(f"column nums must hold a list of whole numbers in each row, got {shown(value)}")
+    return [_whole("nums", item) for item in listed]
+
+
+def _whole(column, value):
+    """Read a whole number of a column. A data frame may hold it as a float."""
+    number = plain(value)
+    if isinstance(number, bool) or not (isinstance(number, int) or (isinstance(number, float) and number.is_integer())):
+        raise ValueError(f"column {column} must hold whole numbers in each row, got {shown(value)}")
+    return int(number)
 
 
 def answer_value(text: str, numbers: list[int]) -> Fraction | None:

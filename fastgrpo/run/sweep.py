@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.sweep import Sweep, SweepRun
-from fastgrpo.run.folder import RunFolder, claim_output_dir, contents, made_in
+from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in
+from fastgrpo.run.lock import LOCK, FolderLock
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.sweep_report import draw_sweep, figures_of, printed_table, write_table
 
-TABLE, PICTURE = "sweep.csv", "sweep.png"
+PICTURE = "sweep.png"
 COMMAND = (sys.executable, "-m", "fastgrpo.train")
 POLL_SECONDS = 0.2
 LAST_LINES = 3  # how much of a failed run's log is shown
@@ -41,14 +42,15 @@ def run_sweep(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]
         say: A function that prints a line for the user.
 
     Raises:
-        ValueError: The folder cannot be used, or holds a run of the same name with other settings. Or runs failed:
-            they are named once all others have ended.
+        ValueError: The folder cannot be used, or holds a run of the same name with other settings, or one that is still
+            alive. Or runs failed: they are named once all others have ended.
         KeyboardInterrupt: The sweep was stopped by SIGINT, after its runs have saved everything.
         SystemExit: It was stopped in another way: see `StopSignals.leave`.
     """
     folder = _claim(runs[0])
     try:
         waiting = [run for run in runs if not is_done(run, folder.path / run.name)]
+        _refuse_running(folder.path / run.name for run in waiting)
         say(f"sweep folder {folder.path}: {len(runs)} runs, {len(runs) - len(waiting)} of them done already")
         with StopSignals() as stop:
             failed = _Processes(folder, sweep.jobs, say).make(waiting, len(runs), stop)
@@ -60,7 +62,7 @@ def run_sweep(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]
     finally:
         folder.close()
     if failed:
-        again = "the same command makes them again" + _with_folder(runs[0], folder)
+        again = "mend what their logs tell, and the same command makes them again" + _with_folder(runs[0], folder)
         raise ValueError(f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}; {again}")
 
 
@@ -74,15 +76,22 @@ def _claim(run):
     output_dir = run.config.output_dir
     if output_dir is not None:
         path = Path(output_dir)
-        if path.is_dir() and contents(path) and TABLE not in made_in(path):
+        if path.is_dir() and contents(path) and SWEEP_TABLE not in made_in(path):
             raise ValueError(f"output_dir {path} is not empty and holds no sweep to go on with; choose another folder")
     folder = claim_output_dir(output_dir, f"sweep-{run.config.task}", resume=True)
     try:
-        folder.claim(TABLE)
+        folder.claim(SWEEP_TABLE)
     except BaseException:
         folder.close()
         raise
     return folder
+
+
+def _refuse_running(paths):
+    """Refuse folders of runs that are alive. Runs outlive a sweep that was killed by SIGKILL."""
+    for path in paths:
+        if (path / LOCK).exists():
+            FolderLock(path).close()  # this raises where a run holds it
 
 
 def is_done(run: SweepRun, path: Path) -> bool:
@@ -93,14 +102,17 @@ def is_done(run: SweepRun, path: Path) -> bool:
         path: Its folder, which need not be there.
 
     Returns:
-        Whether it has. A run that may go on, for instance to a larger max_steps, has not.
+        Whether it has. A run that may go on, for instance to a larger max_steps, has not, nor has one with a damaged
+        file.
 
     Raises:
         ValueError: The folder holds a run with settings that this one could not go on with.
     """
     try:
         before = json.loads((path / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(before, dict):
         return False
     now, same = json.loads(json.dumps(asdict(run.config))), True  # through JSON, where tuples are lists
     for field in fields(run.config):
@@ -112,7 +124,7 @@ def is_done(run: SweepRun, path: Path) -> bool:
         same = same and (rule == "free" or old == new)
     summary, config = path / "summary.json", path / "config.json"
     # A run that goes on writes config.json at its start, and every run writes summary.json at its end.
-    return same and summary.exists() and summary.stat().st_mtime_ns >= config.stat().st_mtime_ns
+    return same and figures_of(run, path) is not None and summary.stat().st_mtime_ns >= config.stat().st_mtime_ns
 
 
 class _Processes:
@@ -172,9 +184,9 @@ class _Processes:
                 continue
             del self.running[run]
             path = self.folder.path / run.name
-            if code == 0:
+            figures = figures_of(run, path) if code == 0 else None
+            if figures is not None:
                 bar.update()
-                figures = figures_of(run, path)
                 accuracy = f"accuracy {_shown(figures['accuracy_before'])} -> {_shown(figures['accuracy_after'])}"
                 self.say(f"{run.name}: {accuracy}, reward {_shown(figures['reward'])}, {figures['wall_seconds']} s")
             elif stopped:
@@ -183,7 +195,8 @@ class _Processes:
                 failed.append(run.name)
                 lines = path.with_name(path.name + ".log").read_text(errors="replace").split("\n")
                 last = [line.rpartition("\r")[2] for line in lines if line.strip()][-LAST_LINES:]
-                self.say("\n  ".join([f"{run.name}: failed with exit code {code}; the end of {path}.log:", *last]))
+                problem = f"failed with exit code {code}" if code else "left no summary.json or metrics.jsonl to read"
+                self.say("\n  ".join([f"{run.name}: {problem}; the end of {path}.log:", *last]))
         return failed
 
     def _state(self, run):
@@ -203,7 +216,7 @@ def _report(folder, sweep, done, say):
     if not done:
         return
     figures = [figures_of(run, folder.path / run.name) for run in done]
-    write_table(folder.claim(TABLE), [*sweep.grid, "seed"], figures)
+    write_table(folder.claim(SWEEP_TABLE), [*sweep.grid, "seed"], figures)
     say(printed_table(figures))
     draw_sweep(folder.claim(PICTURE), [(run.setting, folder.path / run.name) for run in done], say)
-    say(f"table {folder.path / TABLE}, picture {folder.path / PICTURE}")
+    say(f"table {folder.path / SWEEP_TABLE}, picture {folder.path / PICTURE}")

@@ -11,6 +11,7 @@ from fastgrpo.config.sweep import SweepRun
 from fastgrpo.run.curves import WINDOW, moving_average, read_metrics
 
 FIGURES = ("accuracy_before", "accuracy_after", "reward", "steps", "num_tokens", "wall_seconds")
+SUMMARY = tuple(name for name in FIGURES if name != "reward")  # those that summary.json has
 SHOWN = {"accuracy_before": "accuracy before", "accuracy_after": "after", "reward": "reward", "wall_seconds": "seconds"}
 PANELS = (
     # (title, label of the vertical axis, metric, the lines that its moving average is over)
@@ -19,7 +20,7 @@ PANELS = (
 )
 
 
-def figures_of(run: SweepRun, path: Path) -> dict[str, Any]:
+def figures_of(run: SweepRun, path: Path) -> dict[str, Any] | None:
     """Read the figures of a run that is done.
 
     Args:
@@ -28,10 +29,16 @@ def figures_of(run: SweepRun, path: Path) -> dict[str, Any]:
 
     Returns:
         Its setting in words, its settings by name, `FIGURES` by name, and the name of its folder. The reward is the
-        mean over the last `WINDOW` lines of metrics.jsonl that have one. What was not measured is None.
+        mean over the last `WINDOW` lines of metrics.jsonl that have one. What was not measured is None. In place of all
+        of this, None where summary.json or metrics.jsonl is missing or damaged.
     """
-    summary = json.loads((path / "summary.json").read_text())
-    rewards = read_metrics(path, lambda text: None).get("reward", ([], []))[1][-WINDOW:]
+    try:
+        summary = json.loads((path / "summary.json").read_text())
+        rewards = read_metrics(path, lambda text: None).get("reward", ([], []))[1][-WINDOW:]
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not (isinstance(summary, dict) and all(_is_figure(summary.get(name, "missing")) for name in SUMMARY)):
+        return None
     measured = {**summary, "reward": statistics.mean(rewards) if rewards else None}
     return {
         "setting": run.setting,
@@ -39,6 +46,10 @@ def figures_of(run: SweepRun, path: Path) -> dict[str, Any]:
         **{name: measured.get(name) for name in FIGURES},
         "folder": path.name,
     }
+
+
+def _is_figure(value):
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 def write_table(path: Path, swept: Sequence[str], figures: Sequence[dict[str, Any]]) -> None:

@@ -108,11 +108,12 @@ def check_task(config: TrainingConfig) -> ModuleType:
     return module
 
 
-def open_task(config: TrainingConfig) -> Opened:
+def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedTokenizerBase] = load_tokenizer) -> Opened:
     """Build the task of a training run, and check what can be checked before a model is loaded or made.
 
     Args:
         config: The settings of the run.
+        load: What loads the tokenizer: a function of model_name_or_path and trust_remote_code.
 
     Returns:
         The task with its reward functions and, where a model is named, its tokenizer.
@@ -121,7 +122,7 @@ def open_task(config: TrainingConfig) -> Opened:
         ValueError: There is no such tokenizer or reward function, or for the reasons of `check_task`.
     """
     module, path = check_task(config), config.model_name_or_path
-    tokenizer = None if path is None else load_tokenizer(path, config.trust_remote_code)
+    tokenizer = None if path is None else load(path, config.trust_remote_code)
     task = module.build(config, tokenizer)
     return Opened(module, task, reward_functions(task, config.reward_funcs), tokenizer)
 

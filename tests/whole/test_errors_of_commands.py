@@ -21,6 +21,7 @@ CASES = {
     "evaluate: draws that nobody makes": (
         words("m --top_k 5"), "eval_top_k has an effect only where eval_num_generations is above 0; leave it out",
     ),
+    "evaluate: empty task": (lambda c: [str(c.model), "--task", ""], "task must be one of .*, got ''"),
     "evaluate: flag without value": (words("m --task"), "--task needs a value"),
     "evaluate: unknown flag": (words("m --eval_num_generation 2"), "did you mean --eval_num_generations"),
     "chat: no model": (words(""), "an argument is missing: A folder, hub id or GGUF file of a causal LM.; see"),

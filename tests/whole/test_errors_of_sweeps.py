@@ -1,9 +1,11 @@
 """What a person can mend in the flags of a sweep: all of it is told before the first run starts."""
 
 import pytest
+import tiny
 from mistakes import Case, check, flags, words
 
-from fastgrpo.train import main
+from fastgrpo.config.sweep import runs_of, take_sweep
+from fastgrpo.train import check_runs, main
 
 
 def another_folder(case):
@@ -42,6 +44,18 @@ CASES = {
     "jobs alone": (words("--sweep_jobs 2"), "--sweep_jobs has an effect only with --sweep or --sweep_seeds"),
     "an unknown task": (words("--sweep task=arithmetic,gsm8"), "task must be one of .*, got 'gsm8'"),
     "an unknown schedule": (words("--sweep lr_scheduler_type=linear,lineal"), "lr_scheduler_type.*lineal"),
+    "no reward function": (
+        flags(reward_funcs=None, sweep="reward_funcs=own_rewards:share,own_rewards:shared"),
+        "reward function 'own_rewards:shared' cannot be imported",
+    ),
+    "no such model": (
+        lambda case: case.argv(model_name_or_path=None, sweep=f"model_name_or_path={case.model},/no/such/model"),
+        "no such model folder: /no/such/model",
+    ),
+    "weights that do not fit": (
+        flags(sweep="reward_weights=1,1 2"), "reward_weights has 2 entries for 1 reward functions",
+    ),
+    "no data": (flags(dataset_name=None, sweep="dataset_name=train.jsonl,none.jsonl"), "none.jsonl"),
     "no model": (words("--task gsm8k --sweep beta=0,1"), "task gsm8k needs --model_name_or_path"),
     "a folder with something else": (another_folder, "is not empty and holds no sweep to go on with; choose another"),
     "a file for a folder": (flags(output_dir=__file__, sweep_seeds="0,1"), "is a file; name a folder"),
@@ -55,4 +69,11 @@ def test_a_mistake_is_told_before_any_run_starts(name, tmp_path, saved, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fastgrpo.run.sweep.COMMAND", ("no such command",))
     check(main, build(case), message, capfd)
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs").exists() and not list(tmp_path.rglob("sweep.*"))
+
+
+def test_a_tokenizer_is_loaded_once_for_each_model(tmp_path, saved, monkeypatch):
+    case, loaded = Case(tmp_path, saved, monkeypatch), []
+    case.patch("fastgrpo.policy.load.load_tokenizer", lambda path, trust: loaded.append(path) or tiny.tokenizer())
+    check_runs(runs_of(*take_sweep(case.argv(sweep="beta=0,0.1,0.2", sweep_seeds="0,1,2"))))
+    assert loaded == [str(case.model)]
