@@ -51,7 +51,8 @@ def _panels(run):
         if config.get("command") == "sft":
             return SUPERVISED_PANELS
         return panels_of(find_task(config["task"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        print(f"{run / 'config.json'} names no task of this package; the usual diagrams are drawn", file=sys.stderr)
         return PANELS
 
 

@@ -69,7 +69,7 @@ def _logits(hidden, weight, bias, temperature, softcap):
     slope = None
     if softcap is not None:  # y = cap tanh(x / cap), dy/dx = 1 - tanh^2
         z.div_(softcap).tanh_()
-        slope = 1 - z.square()
+        slope = z.square().neg_().add_(1)
         z *= softcap
     if isinstance(temperature, torch.Tensor):
         z /= temperature.to(z.dtype)[:, None]
@@ -147,7 +147,7 @@ def linear_logprob_fwd(
     entropy = torch.empty_like(logps) if return_entropy else None
     for part in row_slices(len(targets), size):
         where = part if index is None else index[part]
-        z, _ = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)
+        z = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)[0]
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
         del z  # free them before the next chunk's logits are allocated
         if return_entropy:

@@ -222,7 +222,11 @@ def check_conditions(record: Any) -> None:
     for field in dataclasses.fields(record):
         active = setting_of(field).active
         if active is not None and getattr(record, field.name) != field.default and not active.holds(record):
-            raise ValueError(f"{field.name} has an effect only where {active.text}; leave it out")
+            default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            raise ValueError(
+                f"{field.name} has an effect only where {active.text}; leave it out or, where a recipe sets it, "
+                f"pass --{field.name} {default}"
+            )
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:

@@ -22,6 +22,8 @@ class Panel:
         metrics: The names of the metrics. Those of evaluations, which begin with eval/, are drawn as they are.
         labels: How the legend calls the metrics; empty where it takes their names.
         window: How many logged steps the moving average is over; 1 draws the values alone.
+        dashed: Metrics of evaluations to compare `metrics` with, each drawn as a dashed line in the color of the one at
+            its place, without an entry in the legend.
     """
 
     title: str
@@ -29,6 +31,7 @@ class Panel:
     metrics: tuple[str, ...]
     labels: tuple[str, ...] = ()
     window: int = WINDOW
+    dashed: tuple[str, ...] = ()
 
 
 # What the picture shows where a task does not say otherwise.
@@ -143,6 +146,9 @@ def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels:
             if panel.window > 1:
                 axis.plot(steps, values, color=color, alpha=0.25)
             axis.plot(steps, moving_average(values, panel.window), color=color, label=label)
+        for i, name in enumerate(panel.dashed):
+            if name in series:
+                axis.plot(*series[name], "--", color=f"C{i}")
         if axis.lines:
             axis.legend(fontsize="small")
         else:
@@ -194,23 +200,32 @@ def conclude(
         name: file for name, file in optional.items() if (run_dir / file).exists() and (run_dir / file).stat().st_size
     }
     shown = [(name, value) for name, value in summary.items() if value is not None]
-    shown += _held_out(run_dir, panels, say)
+    shown += _held_out(run_dir, panels)
     return table([*shown, *((name, run_dir / file) for name, file in files.items())])
 
 
-def _held_out(run_dir, panels, say):
-    """Compare the first and the last evaluation, for every held-out metric that the panels show.
+def _held_out(run_dir, panels):
+    """Say how pass@1, and every held-out metric that the panels show, went from before the first step to the end.
 
-    The greedy accuracy is left out, because the summary has it.
+    Where nothing was measured before it, the last value stands alone. The greedy accuracy is left out, because the
+    summary has it.
     """
-    names = {
+    names = {"eval/pass@1": "pass@1"} | {
         name: f"{panel.title}: {label}"
         for panel in panels
         for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True)
         if name.startswith("eval/") and name != "eval/accuracy"
     }
-    series = read_metrics(run_dir, say) if names else {}
-    return [(names[name], f"{series[name][1][0]:.3f} -> {series[name][1][-1]:.3f}") for name in names if name in series]
+    try:
+        rows, series = [], read_metrics(run_dir, say=lambda _: None)
+    except OSError:  # which was told when the picture could not be drawn, as damaged lines were
+        return []
+    for name in names:
+        steps, values = series.get(name, ([], []))
+        if values:
+            before = f"{values[0]:.3f} -> " if steps[0] == 0 and len(steps) > 1 else ""
+            rows.append((names[name], f"{before}{values[-1]:.3f}"))
+    return rows
 
 
 def table(rows: list[tuple[str, Any]]) -> str:

@@ -104,10 +104,11 @@ def plan(
         tokens = f"({slots.prompts} prompts x {slots.longest_prompt} tokens + {tokens})"
 
     vocabulary, hidden = model.get_output_embeddings().weight.shape
-    chunk, logit = chunk_rows(vocabulary), FP32
-    if config.objective.full_kl:  # logits of the policy and the reference, and as many to compute with
-        logit = 3 * FP32
-    elif device.type == "cuda" and HAS_TRITON:
+    # Without Triton: the logits, with the full KL those of the reference and as many to compute with, and the slope of
+    # the soft-cap.
+    capped = getattr(shape, "final_logit_softcapping", None) is not None
+    chunk, logit = chunk_rows(vocabulary), FP32 * (1 + 2 * config.objective.full_kl + capped)
+    if not config.objective.full_kl and device.type == "cuda" and HAS_TRITON:
         from fastgrpo.kernels.launch import CHUNK_ROWS
 
         chunk, logit = CHUNK_ROWS, dtype.itemsize

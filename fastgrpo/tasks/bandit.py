@@ -10,7 +10,7 @@ preferred.
 3. GRPO follows the reward model. `--reward_funcs preferred` rewards the truly preferred token in its place (RLVR).
 
 The true reward of a token is its true preference. Always drawing the preferred token attains 0.522, the most there is.
-The reward model errs in some contexts, where it likes another token best; GRPO then learns this token.
+With some seeds the reward model errs in a context, where it likes another token best; GRPO then learns this token.
 """
 
 import functools
@@ -34,6 +34,9 @@ PREFERENCES_SEED = 42  # the same preferences in every run, so that runs can be 
 WARM_START = {"steps": 100 * 20, "batch_size": 32, "learning_rate": 1e-2}
 COMPARISONS = {"batches": 200, "pairs": 64, "learning_rate": 1e-3}
 WIDTH = 64  # of the reward model: its embeddings and its hidden layer
+# Where a tokenizer's config keeps the seed of the run's reward model. It is saved beside every checkpoint, so that
+# `python -m fastgrpo.evaluate` judges each model by the reward model of its own run, whatever --seed is there.
+JUDGE = "reward_model_seed"
 
 TRUE = torch.softmax(2 * torch.randn(5, 10, generator=torch.Generator().manual_seed(PREFERENCES_SEED)), 1)  # [5, 10]
 
@@ -44,13 +47,14 @@ PANELS = (
         "True reward",
         "mean over contexts",
         (f"{DRAWN}/true_reward", f"{DRAWN}/favourite_reward", f"{DRAWN}/best_reward"),
-        ("drawn by the policy", "favourite of the reward model", "best attainable"),
+        ("drawn by the policy", "favourite of the reward function", "best attainable"),
     ),
     Panel(
         "True reward by context",
-        "mean of the draws",
+        "mean of the draws; dashed: the favourite",
         tuple(f"{DRAWN}/true_reward/{context}" for context in CONTEXTS),
         tuple(CONTEXTS),
+        dashed=tuple(f"{DRAWN}/favourite_reward/{context}" for context in CONTEXTS),
     ),
     *(panel for panel in USUAL if panel.title in ("KL to the reference", "Clipped tokens", "Entropy")),
 )
@@ -85,7 +89,8 @@ def learned_reward(seed: int) -> Callable[..., list[float]]:
 
     def learned_reward(prompts, completions, log_metric, **columns):
         scores = reward_model(seed)
-        return _rewards(1 + scores - scores.max(1, keepdim=True).values, prompts, completions, log_metric)
+        # The difference comes first: it is exactly 0 for the favourite, whose reward is then exactly 1.
+        return _rewards(1 + (scores - scores.max(1, keepdim=True).values), prompts, completions, log_metric)
 
     return learned_reward
 
@@ -103,7 +108,9 @@ def _rewards(table, prompts, completions, log_metric):
         true = 0.0 if token is None else TRUE[context, token].item()
         log_metric("true_reward", true)
         log_metric(f"true_reward/{prompt}", true)
-        log_metric("favourite_reward", TRUE[context, table[context].argmax()].item())
+        favourite = TRUE[context, table[context].argmax()].item()
+        log_metric("favourite_reward", favourite)
+        log_metric(f"favourite_reward/{prompt}", favourite)
         log_metric("best_reward", TRUE[context].max().item())
     return rewards
 
@@ -161,7 +168,8 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
     Args:
         config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: Not needed here.
+        tokenizer: The tokenizer of a model that `make_model` made, which says whose reward model judges; with None, or
+            another tokenizer, the seed of the settings does.
 
     Returns:
         The task, with the rewards `learned_reward` and `preferred`. Its recipe names the first.
@@ -175,7 +183,9 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     def train():
         return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
 
-    return Task(train, lambda: rows, [learned_reward(config.seed), preferred], lambda: draws(config.seed))
+    made_with = {} if tokenizer is None else tokenizer.init_kwargs
+    judge = learned_reward(made_with.get(JUDGE, config.seed))
+    return Task(train, lambda: rows, [judge, preferred], lambda: draws(config.seed))
 
 
 def draws(seed: int) -> list[dict[str, str]]:
@@ -202,6 +212,8 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         seed: Seed of the weights.
 
     Returns:
-        The model and its tokenizer.
+        The model and its tokenizer, which remembers the seed.
     """
-    return character_model(CONTEXTS + TOKENS, seed, hidden_size=32, layers=1, heads=2, positions=8)
+    model, tokenizer = character_model(CONTEXTS + TOKENS, seed, hidden_size=32, layers=1, heads=2, positions=8)
+    tokenizer.init_kwargs[JUDGE] = seed
+    return model, tokenizer

@@ -5,6 +5,7 @@ import pytest
 from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults, unchecked
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.tasks import find_task
 
 SINGLE = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem != "three-stages"]
 
@@ -56,6 +57,19 @@ def test_supervised_training_has_recipes_of_its_own():
     assert (config.command, config.batch_size, config.max_completion_length) == ("sft", 64, 28)
     with pytest.raises(ValueError, match="Unrecognized options: --num_iterations"):
         parse(["--num_iterations", "2"], SFTConfig)
+
+
+WARM_STARTED = [name for name in ("bandit", "countdown", "pizza") if (RECIPES / f"{name}-sft.yaml").exists()]
+
+
+@pytest.mark.parametrize("task", WARM_STARTED)
+def test_supervised_training_of_a_task_alone_is_its_warm_start(task):
+    config, run = parse(["--task", task], SFTConfig), parse(["--task", task])
+    known = {"steps": config.max_steps, "batch_size": config.batch_size, "learning_rate": config.learning_rate}
+    assert known == find_task(task).WARM_START
+    assert (config.lr_scheduler_type, config.warmup_steps, config.weight_decay) == ("linear", 0.05, 0.0)
+    for name in ("max_completion_length", "reward_funcs", "eval_num_generations", "max_num_seqs"):
+        assert getattr(config, name) == getattr(run, name), name
 
 
 def test_yaml_names_the_nearest_setting(tmp_path):

@@ -75,13 +75,43 @@ def test_a_task_chooses_the_panels(tmp_path, monkeypatch):
     assert "moving average over 5 or 10 logged steps" in drawn[0].get_suptitle()
 
 
-def test_the_table_compares_the_first_evaluation_with_the_last_one(tmp_path, monkeypatch):
+def test_a_dashed_line_has_the_color_of_what_it_is_compared_with(tmp_path, monkeypatch):
+    write_metrics(tmp_path, [{"step": i, "eval/pass@1": 0.5, "eval/pass@2": i / 4, "eval/pass@4": 1.0} for i in (0, 4)])
+    panels = (
+        Panel("Shares", "share", ("eval/pass@1", "eval/pass@2"), dashed=("eval/pass@8", "eval/pass@4")),
+        Panel("Nothing", "share", ("kl",), dashed=("eval/pass@8",)),
+    )
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: drawn.append(figure))
+    draw_curves(tmp_path, panels=panels)
+    shares, nothing = drawn[0].axes
+    first, second, dashed = shares.lines  # eval/pass@8 was not measured
+    assert dashed.get_linestyle() == "--" and dashed.get_xydata().tolist() == [[0, 1], [4, 1]]
+    assert dashed.get_color() == second.get_color() != first.get_color()
+    assert [text.get_text() for text in shares.get_legend().get_texts()] == ["eval/pass@1", "eval/pass@2"]
+    assert nothing.texts[0].get_text() == "not measured in this run"
+
+
+def test_the_table_compares_the_evaluation_before_the_first_step_with_the_last_one(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "draw_curves", lambda run_dir, *_: (run_dir / "curves.png").write_text("a picture"))
-    measured = ((0, 0.25, 0.1), (5, 0.5, 0.2), (9, 0.75, 0.3))
-    write_metrics(tmp_path, [{"step": step, "eval/pass@1": p, "eval/accuracy": a} for step, p, a in measured])
-    panels = (Panel("Held out", "share", ("eval/pass@1", "eval/pass@2", "eval/accuracy", "kl"), ("a", "b", "c", "d")),)
-    text = conclude(RunFolder(tmp_path), {"steps": 9}, tmp_path / "checkpoint-9", pytest.fail, panels)
-    assert [line.split("  ")[1:] for line in text.splitlines() if "->" in line] == [["Held out: a", "0.250 -> 0.750"]]
+    names = ("eval/pass@1", "eval/loss", "eval/accuracy", "eval/pass@2")
+    measured = [{"step": 0, "eval/loss": 2.0}, *({"step": i, "eval/pass@1": i / 10, "eval/loss": 1.0} for i in (5, 9))]
+    panels = (Panel("Held out", "share", (*names[1:], "kl"), ("a", "b", "c", "d")),)
+
+    def rows(lines):
+        write_metrics(tmp_path, lines)
+        text = conclude(RunFolder(tmp_path), {"steps": 9}, tmp_path / "checkpoint-9", pytest.fail, panels)
+        known = ("pass@1", "Held out")
+        return [line.strip().split("  ") for line in text.splitlines() if line.strip().startswith(known)]
+
+    assert [[row[0], row[-1].strip()] for row in rows(measured)] == [
+        ["pass@1", "0.900"],
+        ["Held out: a", "2.000 -> 1.000"],
+    ]
+    every = [{"step": step, **dict.fromkeys(names, step / 8)} for step in (0, 4, 8)]
+    assert [row[0] for row in rows(every)] == ["pass@1", "Held out: a", "Held out: c"]  # the summary has the accuracy
+    assert [row[-1].strip() for row in rows(every)] == ["0.000 -> 1.000"] * 3
+    assert [row[-1].strip() for row in rows(every[:1])] == ["0.000"] * 3
 
 
 def test_a_run_ends_with_its_summary_and_a_table_of_what_it_left(tmp_path, monkeypatch):

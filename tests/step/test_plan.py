@@ -53,12 +53,16 @@ def test_keys_and_values_of_a_rollout(tmp_path):
     assert parts["reference"].bytes == 0 and parts["reference"].how == "none: beta is 0"
 
 
-def test_the_head_with_the_full_kl(tmp_path):
-    """Three chunks of logits in fp32, whatever the dtype: those of all tokens, as they fit into one."""
-    path = tiny.save(tmp_path / "model")
-    config = GRPOConfig(beta=0.1, kl="full", use_peft=True, max_tokens_per_microbatch=100)
-    parts = plan(config, outline(path), dtype=torch.bfloat16, device=CPU, prompt_tokens=10)
-    assert next(part for part in parts if part.name == "head").bytes == 3 * 100 * 258 * 4
+@pytest.mark.parametrize(
+    "kl, softcap, chunks", [("full", None, 3), ("full", 30.0, 4), ("k3", 30.0, 2), ("k3", None, 1)]
+)
+def test_the_head_on_the_cpu(tmp_path, kl, softcap, chunks):
+    """So many chunks of logits in fp32, whatever the dtype: those of all tokens, as they fit into one."""
+    model = outline(tiny.save(tmp_path / "model"))
+    model.config.final_logit_softcapping = softcap
+    config = GRPOConfig(beta=0.1, kl=kl, use_peft=True, max_tokens_per_microbatch=100)
+    parts = plan(config, model, dtype=torch.bfloat16, device=CPU, prompt_tokens=10)
+    assert next(part for part in parts if part.name == "head").bytes == chunks * 100 * 258 * 4
 
 
 def flatten(value):

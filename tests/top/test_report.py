@@ -6,7 +6,7 @@ import pytest
 
 from fastgrpo import report
 from fastgrpo.report import main
-from fastgrpo.run.curves import PANELS
+from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS
 from fastgrpo.run.folder import MADE, RunFolder, made_in
 from fastgrpo.tasks import pizza
 
@@ -14,8 +14,10 @@ from fastgrpo.tasks import pizza
 def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
     rows = "".join(json.dumps({"step": step, "reward": step / 3}) + "\n" for step in range(3))
     (tmp_path / "metrics.jsonl").write_text(rows)
+    (tmp_path / "config.json").write_text('{"task": "arithmetic"}')
     assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "curves.png")
+    told = capsys.readouterr()
+    assert told.out.strip() == str(tmp_path / "curves.png") and not told.err
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
@@ -26,16 +28,23 @@ def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):
     assert "curves.png is a folder where the picture belongs; move it away" in capsys.readouterr().err
 
 
-def test_the_picture_shows_what_the_task_names(tmp_path, monkeypatch):
-    """A run from Python may have any task; then, and without config.json, it is the usual picture."""
+def test_the_picture_shows_what_the_task_names(tmp_path, monkeypatch, capsys):
+    """A run from Python may have any task; then, and with a config.json that cannot be read, a line says what it is."""
     shown = []
     monkeypatch.setattr(report, "draw_curves", lambda run, panels: shown.append(panels))
     (tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path)]) == 0
-    for task in ("pizza", "arithmetic", "mine", None):
-        (tmp_path / "config.json").write_text(json.dumps({"task": task}))
+    line = f"{tmp_path / 'config.json'} names no task of this package; the usual diagrams are drawn\n"
+    assert capsys.readouterr().err == line
+    cases = {
+        '{"task": "pizza"}': pizza.PANELS, '{"task": "arithmetic"}': PANELS, '{"command": "sft"}': SUPERVISED_PANELS,
+        '{"task": "mine"}': None, '{"task": null}': None, "{}": None, "[1]": None, '{"task": "piz': None,
+    }  # fmt: skip
+    for text, panels in cases.items():
+        (tmp_path / "config.json").write_text(text)
         assert main([str(tmp_path)]) == 0
-    assert shown == [PANELS, pizza.PANELS, PANELS, PANELS, PANELS]
+        assert capsys.readouterr().err == ("" if panels else line), text
+        assert shown[-1] is (panels or PANELS), text
 
 
 @pytest.mark.parametrize("noted", [False, True])
