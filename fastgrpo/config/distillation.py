@@ -82,7 +82,7 @@ def parse(argv: list[str]) -> DistillConfig:
         ValueError: A flag does not exist, or a value is not allowed.
     """
     argv, task = take_flag(argv, "--task")
-    task = task or "arithmetic"
+    task = "arithmetic" if task is None else task
     recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}
     default = unchecked(DistillConfig, {**recipe, "task": task})
     return parse_flags(
