@@ -13,8 +13,7 @@ which continues `2 3 7=20:` by
 It goes through the numbers from the largest one down. Behind each number it writes what the other two would have to
 make, and behind the comma what they do make. Where both have a number in common, 10 here, it answers. The warm start
 shows this on the puzzles that are not held out, and ends when `ENOUGH` of the answers are right: the form is known by
-then, and much of the arithmetic is wrong. GRPO rewards answers, and not how
-they were found.
+then, and much of the arithmetic is wrong. GRPO rewards right answers, and not how they were found.
 """
 
 import functools
@@ -45,10 +44,10 @@ PROMPT = (
 
 CHARACTERS = "0123456789+-*/=:,;() <answer>"  # each counts once
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 128}
-WARM_START = {"steps": 600, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 3e-3}
 ENOUGH = 0.25  # greedy accuracy on CHECK_PROMPTS puzzles of three numbers at which the warm start ends
 CHECK_PROMPTS = 100
-CHECKS = {"first": 100, "every": 10}  # the steps at which the accuracy is looked at
+CHECKS = {"first": 200, "every": 20}  # the steps at which the accuracy is looked at
 LONGEST = 90  # tokens of a completion
 
 
