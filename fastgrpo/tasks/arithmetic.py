@@ -17,12 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
-from fastgrpo.data.prompts import to_prompt
+from fastgrpo.evaluation.probe import reaches
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks import Task, refuse_data
 
 HELD_OUT = 500
@@ -191,15 +189,5 @@ def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int]
         A function of the number of steps done. It looks at the policy every `CHECK_STEPS` steps.
     """
     *_, carry, _ = pairs_by_level()
-    probe = [to_prompt(to_row(*pair), tokenizer).ids for pair in carry[:CHECK_PROMPTS]]
-    sums = [str(a + b) for a, b in carry[:CHECK_PROMPTS]]
-    engine = RolloutEngine(policy, max_num_seqs=CHECK_PROMPTS)
-    greedy = SamplingParams(temperature=0, max_tokens=28, stop_token_ids=(tokenizer.eos_token_id,))
-
-    def check(step):
-        if step < CHECK_FROM or step % CHECK_STEPS:
-            return False
-        texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(probe, 1, greedy)]
-        return sum(correctness(probe, texts, sums)) / len(sums) >= ENOUGH
-
-    return check
+    rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
+    return reaches(ENOUGH, policy, tokenizer, rows, correctness, max_tokens=28, first=CHECK_FROM, every=CHECK_STEPS)

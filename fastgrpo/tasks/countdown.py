@@ -26,11 +26,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
+from fastgrpo.evaluation.probe import reaches
 from fastgrpo.policy.characters import END, character_model
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.countdown import correctness, format_reward
 from fastgrpo.tasks import Task, refuse_data
-from fastgrpo.tasks.probe import reaches
 
 LARGEST, LARGEST_VALUE = 10, 50
 HELD_OUT = 300
