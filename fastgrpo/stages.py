@@ -24,11 +24,11 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.config.stages import STAGES, read_stages, to_flags
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.comparison import draw_stages, stage_table
+from fastgrpo.run.folder import STAGES_SETTINGS as SETTINGS
 from fastgrpo.run.folder import claim_output_dir, contents, made_in
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.tasks import find_task
 
-SETTINGS = "stages.json"  # the settings that the stages of a folder were begun with
 POLL_SECONDS = 0.1
 
 
@@ -61,10 +61,11 @@ def run_stages(argv: list[str]) -> None:
         _note_settings(folder, stages)
         print(f"folder {folder.path}")
         root, first = folder.path, stages["sft"].get("model_name_or_path")
-        _train("sft", stages, root)
-        _train("train", stages, root, model_name_or_path=_last(root / "sft"))
+        _train("sft", stages, root, dict)
+        _train("train", stages, root, lambda: {"model_name_or_path": _last(root / "sft")})
         rows = _distill(folder, stages["distill"])
-        _train("distilled", stages, root, train_file=rows, **({} if first is None else {"model_name_or_path": first}))
+        base = {} if first is None else {"model_name_or_path": first}
+        _train("distilled", stages, root, lambda: {"train_file": rows} | base)
         runs = {name: root / name for name in ("sft", "train", "distilled")}
         print("\n" + stage_table(runs))
         print(f"\n  {draw_stages(runs, folder.claim('stages.png'))}")
@@ -89,12 +90,15 @@ def _note_settings(folder, stages):
     folder.claim(SETTINGS).write_text(text)
 
 
-def _train(name, stages, root, **more):
-    """Run a training stage unless it is done, from its last checkpoint where there is one."""
+def _train(name, stages, root, more):
+    """Run a training stage unless it is done, from its last checkpoint where there is one.
+
+    `more` returns the settings that follow from the stages before. A stage that is done does not ask for them.
+    """
     run = root / name
     if not (run / "summary.json").exists():
         _refuse_later(root, name)
-        _run(name, to_flags(stages[name] | more | {"output_dir": run, "resume_from_checkpoint": "auto"}))
+        _run(name, to_flags(stages[name] | more() | {"output_dir": run, "resume_from_checkpoint": "auto"}))
 
 
 def _distill(folder, settings):

@@ -21,7 +21,11 @@ NAMES = re.compile(
     r"config\.json|metrics\.jsonl|samples\.jsonl|curves\.png|summary\.json|trace\.json\.gz|merged|warm-start|tensorboard"
     r"|wandb|sweep\.(csv|png)|stages\.(json|png)|distilled\.(jsonl|part)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
-SWEEP_TABLE = "sweep.csv"  # a folder is that of a sweep where it is noted
+SWEEP_TABLE, STAGES_SETTINGS = "sweep.csv", "stages.json"
+OF_SEVERAL = {
+    SWEEP_TABLE: "a sweep",
+    STAGES_SETTINGS: "stages",
+}  # a folder holds several runs where one of these is noted
 _GONE = "deleted "  # begins the line of a name whose thing a run has deleted
 
 

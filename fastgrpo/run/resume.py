@@ -8,7 +8,7 @@ from pathlib import Path
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.run.checkpoint import NEEDED, checkpoints, read_state, step_of, verify
-from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in, note
+from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
 
 
 def open_run(
@@ -28,8 +28,10 @@ def open_run(
         ValueError: The folder cannot be claimed, the checkpoint that was named cannot be used, or a setting changed.
     """
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
-    if output_dir is not None and SWEEP_TABLE in made_in(Path(output_dir)):
-        raise ValueError(f"output_dir {output_dir} holds a sweep; choose another output_dir")
+    noted = () if output_dir is None else made_in(Path(output_dir))
+    held = [what for name, what in OF_SEVERAL.items() if name in noted]
+    if held:
+        raise ValueError(f"output_dir {output_dir} holds {held[0]}; choose another output_dir")
     if resume is None:
         return claim_output_dir(output_dir, config.run_name, config.overwrite_output_dir, inputs=inputs), None
     if resume != "auto":

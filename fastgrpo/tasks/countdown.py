@@ -1,44 +1,41 @@
 """Countdown: reach a number from given numbers with + - * /, each number used at most once.
 
 A puzzle has two or three numbers from 1 to `LARGEST`, which may be equal, and a target. All of its numbers together
-reach the target through whole numbers from 1 to `LARGEST_VALUE`, and fewer of them do not. The task has all 1,351 such
+reach the target through whole numbers from 1 to `LARGEST_VALUE`, and fewer of them do not. The task has all 1,777 such
 puzzles. `HELD_OUT` of those with three numbers are tested on: none of them, as numbers with their target, appears in
 the warm start or in GRPO, which goes from two numbers to three.
 
 A language model gets the puzzle in words. Without --model_name_or_path the task brings a small model of characters,
 which continues `2 3 7=20:` by
 
-    3*2=6 7+6=13,20;7+3=10 10*2=20,20 <answer>(7+3)*2</answer>
+    7:13 27,5 1 6;3:17 23,9 5 14;2:18 22 10 40,10 4 21;<answer>(7+3)*2</answer>
 
-It tries one way to combine the numbers after another, writes the target behind what it has reached, to compare them,
-and answers the last one. The warm start shows ways that are drawn at random, and gives up early, so it teaches to
-compute, to compare and to answer, and hardly how to search. GRPO rewards the answer alone.
+It goes through the numbers from the largest one down. Behind each number it writes what the other two would have to
+make, and behind the comma what they do make. Where both have a number in common, 10 here, it answers. The warm start
+shows this on the puzzles that are not held out, and ends when `ENOUGH` of the answers are right: the form is known by
+then, and much of the arithmetic is wrong. GRPO rewards right answers, and not how they were found.
 """
 
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
-from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.characters import END, character_model
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.countdown import correctness, format_reward
-from fastgrpo.step.supervised import sft
-from fastgrpo.tasks import Task
+from fastgrpo.tasks import Task, refuse_data
+from fastgrpo.tasks.probe import reaches
 
-__all__ = ["build", "correctness", "examples", "format_reward", "make_model", "puzzles_by_level", "warm_start", "ways"]
-
-LARGEST, LARGEST_VALUE = 9, 50
+LARGEST, LARGEST_VALUE = 10, 50
 HELD_OUT = 300
 PUZZLES_SEED = 0  # the same puzzles are held out in every run, so that runs can be compared
-THRESHOLD = 0.4  # accuracy at which the curriculum goes on to three numbers alone
+THRESHOLD = 0.5  # accuracy at which the curriculum goes on to three numbers alone
 PROMPT = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use the operations + - * / and "
     "brackets, and each number at most once. Show your work inside <think> and </think>, then give the expression "
@@ -46,13 +43,12 @@ PROMPT = (
 )
 
 CHARACTERS = "0123456789+-*/=:,;() <answer>"  # each counts once
-MODEL = {"hidden_size": 64, "layers": 3, "positions": 192}
-WARM_START = {"steps": 1200, "batch_size": 32, "learning_rate": 3e-3}
-WARM_START_EXAMPLES = 16384
-TWO_SHARE = 0.2  # share of the warm start's examples with two numbers
-RIGHT_SHARE = 0.2  # share of the tries in the warm start that are right, after which the example answers
-GIVE_UP_SHARE = 0.55  # share of the wrong tries after which an example answers all the same
-MOST_TRIES = 7  # of an example
+MODEL = {"hidden_size": 64, "layers": 3, "positions": 128}
+WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 3e-3}
+ENOUGH = 0.25  # greedy accuracy on CHECK_PROMPTS puzzles of three numbers at which the warm start ends
+CHECK_PROMPTS = 100
+CHECKS = {"first": 200, "every": 20}  # the steps at which the accuracy is looked at
+LONGEST = 90  # tokens of a completion
 
 
 class Puzzle(NamedTuple):
@@ -67,50 +63,89 @@ class Puzzle(NamedTuple):
     target: int
 
 
-class Way(NamedTuple):
-    """A way to combine all of some numbers.
-
-    Attributes:
-        value: The number that it reaches.
-        steps: One operation after another, such as 7+3=10 10*2=20.
-        expression: All of them at once, such as (7+3)*2.
-    """
-
-    value: int
-    steps: str
-    expression: str
-
-
-@functools.cache
-def ways(numbers: tuple[int, ...]) -> list[Way]:
-    """Find every way to combine numbers through whole numbers from 1 to `LARGEST_VALUE`.
+def made(a: int, b: int) -> dict[int, str]:
+    """List what two numbers make.
 
     Args:
-        numbers: The numbers, all of which are used.
+        a: The first number.
+        b: The second number.
 
     Returns:
-        The ways. Of two numbers the larger one is written first.
+        Their sum, difference, product and quotient as far as they are whole numbers from 1 to `LARGEST_VALUE`. Each has
+        an expression, which begins with the larger number.
     """
-    return list(dict.fromkeys(_combined([Way(number, "", str(number)) for number in numbers])))
+    small, large = sorted((a, b))
+    return _in_range(
+        (large + small, f"{large}+{small}"),
+        (large - small, f"{large}-{small}"),
+        (large * small, f"{large}*{small}"),
+        (_quotient(large, small), f"{large}/{small}"),
+    )
 
 
-def _combined(parts: list[Way]) -> Iterator[Way]:
-    """Yield the ways to combine parts, the first of which has the steps that were made so far."""
-    if len(parts) == 1:
-        yield parts[0]
-        return
-    for i, j in itertools.combinations(range(len(parts)), 2):
-        small, large = sorted((parts[i], parts[j]), key=lambda part: part.value)
-        (a, _, left), (b, _, right) = large, small
-        rest = [part for k, part in enumerate(parts) if k not in (i, j)]
-        for sign, value in (("+", a + b), ("-", a - b), ("*", a * b), ("/", 0 if a % b else a // b)):
-            if 0 < value <= LARGEST_VALUE:
-                steps = f"{parts[0].steps} {a}{sign}{b}={value}".strip()
-                yield from _combined([Way(value, steps, f"{_bracketed(left)}{sign}{_bracketed(right)}"), *rest])
+def needed(target: int, number: int) -> dict[int, str]:
+    """List what makes a target together with a number.
+
+    Args:
+        target: The number to reach.
+        number: The number at hand.
+
+    Returns:
+        Whole numbers from 1 to `LARGEST_VALUE`. Each has the expression that is the target, with {} in its own place.
+    """
+    return _in_range(
+        (abs(target - number), f"{{}}+{number}" if target > number else f"{number}-{{}}"),
+        (target + number, f"{{}}-{number}"),
+        (_quotient(target, number), f"{{}}*{number}"),
+        (target * number, f"{{}}/{number}"),
+        (_quotient(number, target), f"{number}/{{}}"),
+    )
 
 
-def _bracketed(expression: str) -> str:
-    return expression if expression.isdigit() else f"({expression})"
+def _quotient(a: int, b: int) -> int:
+    """Return the quotient if it is a whole number, else 0."""
+    return 0 if a % b else a // b
+
+
+def _in_range(*found: tuple[int, str]) -> dict[int, str]:
+    """Keep the numbers from 1 to `LARGEST_VALUE`, and the first expression of each."""
+    kept = {}
+    for value, expression in found:
+        if 1 <= value <= LARGEST_VALUE:
+            kept.setdefault(value, expression)
+    return kept
+
+
+def written(puzzle: Puzzle) -> str | None:
+    """Solve a puzzle, and write it out as the warm start teaches it.
+
+    Args:
+        puzzle: Two or three numbers and a target.
+
+    Returns:
+        The text. None where the numbers, all of them together, do not reach the target.
+    """
+    if len(puzzle.numbers) == 2:
+        values = made(*puzzle.numbers)
+        return f"{_listed(values)};{_answer(values[puzzle.target])}" if puzzle.target in values else None
+    text = ""
+    for number in sorted(set(puzzle.numbers), reverse=True):
+        others = list(puzzle.numbers)
+        others.remove(number)
+        wanted, values = needed(puzzle.target, number), made(*others)
+        text += f"{number}:{_listed(wanted)},{_listed(values)};"
+        for value in values:
+            if value in wanted:
+                return text + _answer(wanted[value].format(f"({values[value]})"))
+    return None
+
+
+def _listed(values):
+    return " ".join(map(str, values))
+
+
+def _answer(expression):
+    return f"<answer>{expression}</answer>"
 
 
 @functools.cache
@@ -120,18 +155,22 @@ def puzzles_by_level() -> tuple[list[Puzzle], ...]:
     Returns:
         Three lists: puzzles of two numbers; those of three to learn from; the held-out ones of three.
     """
-    rng, levels = random.Random(PUZZLES_SEED), []
+    levels = []
     for count in (2, 3):
-        level = []
-        for numbers in itertools.combinations_with_replacement(range(1, LARGEST + 1), count):
-            subsets = (subset for n in range(1, count) for subset in itertools.combinations(numbers, n))
-            with_fewer = {way.value for subset in subsets for way in ways(subset)}
-            reached = {way.value for way in ways(numbers)} - with_fewer
-            level += [Puzzle(numbers, target) for target in sorted(reached)]
-        rng.shuffle(level)
+        groups = itertools.combinations_with_replacement(range(1, LARGEST + 1), count)
+        puzzles = [Puzzle(numbers, target) for numbers in groups for target in range(1, LARGEST_VALUE + 1)]
+        level = [puzzle for puzzle in puzzles if written(puzzle) and puzzle.target not in _with_fewer(puzzle.numbers)]
+        random.Random(PUZZLES_SEED).shuffle(level)
         levels.append(level)
     two, three = levels
     return two, three[HELD_OUT:], three[:HELD_OUT]
+
+
+@functools.cache
+def _with_fewer(numbers):
+    """Find what some of the numbers reach, but not all of them: one of them, or two of three."""
+    pairs = itertools.combinations(numbers, 2) if len(numbers) == 3 else ()
+    return set(numbers).union(*(made(*pair) for pair in pairs))
 
 
 def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
@@ -167,9 +206,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     Raises:
         ValueError: A setting for data sets is given. This task makes its own data and would not read it.
     """
-    for name in ("dataset_name", "dataset_config", "system_prompt"):
-        if getattr(config, name):
-            raise ValueError(f"task=countdown makes its own data; use {name} with --task gsm8k or --task dataset")
+    refuse_data("countdown", config)
     two, three, held_out = puzzles_by_level()
 
     def source(puzzles):
@@ -182,34 +219,17 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
         return Curriculum([mixed, Level("three numbers", source(three))])
 
     rewards = [correctness, format_reward]
-    return Task(train, lambda: [to_row(p, tokenizer) for p in held_out], rewards, lambda: examples(config.seed))
+    return Task(train, lambda: [to_row(p, tokenizer) for p in held_out], rewards, examples)
 
 
-def examples(seed: int) -> list[dict[str, str]]:
-    """Draw examples that try ways at random and answer the last one, right or wrong. None has a held-out puzzle.
-
-    Args:
-        seed: Seed of the draws.
+def examples() -> list[dict[str, str]]:
+    """Write out every puzzle that is not held out.
 
     Returns:
         Rows with `prompt` and `completion`.
     """
-    rng, rows = random.Random(seed), []
     two, three, _ = puzzles_by_level()
-    for _ in range(WARM_START_EXAMPLES):
-        puzzle = rng.choice(two if rng.random() < TWO_SHARE else three)
-        right, wrong = [], []
-        for way in ways(puzzle.numbers):
-            (right if way.value == puzzle.target else wrong).append(way)
-        rng.shuffle(wrong)
-        tries, done = [], False
-        while not done:
-            solved = rng.random() < RIGHT_SHARE or not wrong
-            tries.append(rng.choice(right) if solved else wrong.pop())
-            done = solved or rng.random() < GIVE_UP_SHARE or len(tries) == MOST_TRIES
-        text = ";".join(f"{way.steps},{puzzle.target}" for way in tries) + f" <answer>{tries[-1].expression}</answer>"
-        rows.append({"prompt": to_row(puzzle, None)["prompt"], "completion": text})
-    return rows
+    return [{"prompt": to_row(puzzle, None)["prompt"], "completion": written(puzzle)} for puzzle in [*two, *three]]
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -224,20 +244,16 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return character_model("".join(dict.fromkeys(CHARACTERS)), seed, **MODEL)
 
 
-def warm_start(
-    policy: Policy, tokenizer: PreTrainedTokenizerBase, config: GRPOConfig, announce: Callable[[int, int, float], None]
-) -> None:
-    """Teach to compute, to compare and to answer, so that some answers are right.
+def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
+    """Make the test whether the warm start may end, because GRPO can learn the rest.
 
     Args:
-        policy: The policy with random weights.
+        policy: The policy that is taught.
         tokenizer: Its tokenizer.
-        config: The settings of the run; its seed is used.
-        announce: A function that is called with the step, the number of steps and the loss.
+
+    Returns:
+        A function of the number of steps done. It looks at puzzles of three numbers that are not held out.
     """
-    learned = [example for row in examples(config.seed) for example in to_examples(row, tokenizer)]
-
-    def on_step(step, loss):
-        announce(step, WARM_START["steps"], loss)
-
-    sft(policy, learned, seed=config.seed, on_step=on_step, **WARM_START)
+    _, three, _ = puzzles_by_level()
+    rows = [to_row(puzzle, tokenizer) for puzzle in three[:CHECK_PROMPTS]]
+    return reaches(ENOUGH, policy, tokenizer, rows, correctness, max_tokens=LONGEST, **CHECKS)

@@ -77,7 +77,18 @@ def test_a_checkpoint_that_is_loaded_again_has_the_share_of_the_run(tmp_path, mo
     """To the last draw, where --seed is that of the run. So the column of step 100 on the page is of the checkpoint."""
     monkeypatch.setitem(pizza.WARM_START, "steps", 60)
     draws = ["--eval_num_generations", "200", "--seed", "5", "--device", "cpu"]
-    few = "--max_steps 2 --save_steps 1 --eval_steps 1 --learning_rate 5e-4 --num_generations 64".split()
+    few = [
+        "--max_steps",
+        "2",
+        "--save_steps",
+        "1",
+        "--eval_steps",
+        "1",
+        "--learning_rate",
+        "5e-4",
+        "--num_generations",
+        "64",
+    ]
     assert main(["--task", "pizza", "--output_dir", str(tmp_path), *draws, *few]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     shares = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]

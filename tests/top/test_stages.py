@@ -13,7 +13,7 @@ import pytest
 from mistakes import check
 from paths import ROOT
 
-from fastgrpo import stages
+from fastgrpo import stages, train
 from fastgrpo.run.lock import FolderLock
 
 SHORT = """
@@ -86,6 +86,10 @@ def test_a_folder_is_for_one_file_of_settings_and_one_chain(tmp_path, commands, 
     check(stages.main, argv, "the stage sft is to be run, and .*train.*summary.json was made from an earlier", capfd)
     (out / "sft" / "summary.json").write_text("{}")
     (out / "sft" / "checkpoint-2").rmdir()
+    assert stages.main(argv) == 0 and len(commands) == 4  # what is done needs no checkpoint
+    for name in ("train", "distilled"):
+        (out / name / "summary.json").unlink()
+    (out / "distilled.jsonl").unlink()
     check(stages.main, argv, "sft is done and has lost its checkpoints; delete this folder", capfd)
     assert len(commands) == 4
 
@@ -101,6 +105,8 @@ def test_what_stages_did_not_make_they_do_not_touch(tmp_path, commands, capfd):
     (out / "stages.png").unlink()
     (out / "stages.png").write_text("noted as ours, so it is drawn again")
     assert stages.main(argv) == 0 and (out / "stages.png").read_bytes().startswith(b"\x89PNG")
+    for flags in ("--resume_from_checkpoint auto", "--overwrite_output_dir True"):
+        check(train.main, ["--output_dir", str(out), *flags.split()], "holds stages; choose another output_dir", capfd)
     lock = FolderLock(out)
     try:
         check(stages.main, argv, "is in use by", capfd)
