@@ -1,7 +1,7 @@
 # make train   install what is pinned, then run the embedded example to its end
 # make stages  the three stages of R1 on the embedded task: supervised start, GRPO, distillation
 # make test    the same environment, then the tests
-# make real    a pretrained language model of 135M parameters learns sums, and is measured on GSM8K
+# make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
 # make docs    write docs/settings.md anew from the settings in the code
 # PIP_ARGS=... is passed to pip; README.md has an example.
 

@@ -149,6 +149,7 @@ def test_a_step_of_a_language_model(tmp_path, without_curves):
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="the recipe does not learn yet: docs/recipes/countdown.md")
 def test_grpo_learns_to_solve_puzzles(tmp_path):
     """Greedy accuracy on held-out puzzles of three numbers, of the recipe as it stands."""
     _, _, summary = run(tmp_path, "")
