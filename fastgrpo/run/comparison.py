@@ -88,7 +88,7 @@ def draw_stages(runs: Mapping[str, Path], path: Path) -> Path:
         axis.set_xticks(range(len(titles)), titles)
         axis.set(ylabel=unit)
         axis.grid(axis="y", alpha=0.3)
-    shares.legend()
+    figure.legend(*shares.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
     shares.set_ylim(0, 1.02)
     figure.suptitle("Held-out prompts after each stage, with 95% intervals")
     figure.savefig(path, dpi=100)
