@@ -28,7 +28,7 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
         ValueError: Settings, files or packages do not fit together.
     """
     from fastgrpo.data import load_rows
-    from fastgrpo.tasks import open_task
+    from fastgrpo.tasks import open_task, reward_functions
     from fastgrpo.trainer import SFTTrainer
 
     opened = open_task(config)
@@ -43,8 +43,8 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     train = opened.task.supervised() if config.train_file is None else load_rows(config.train_file)
     if train is None:
         raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; name a .jsonl file")
-    test = opened.task.test()
-    trainer = SFTTrainer(model, config, train, test, tokenizer, opened.reward_funcs)
+    test, functions = opened.task.test(), reward_functions(opened.task, config.reward_funcs)
+    trainer = SFTTrainer(model, config, train, test, tokenizer, functions)
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(

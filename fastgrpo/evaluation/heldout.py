@@ -23,6 +23,7 @@ from fastgrpo.rewards.answers import completion_text, final_answer
 from fastgrpo.rewards.call import Judged, Rewards, reward_matrix
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.curves import markdown_table
 
 
 @dataclass(frozen=True)
@@ -266,9 +267,7 @@ def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> str:
     """
     names = dict.fromkeys(name for result in results for name in result.values)
     names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # the most quoted ones come first
-    lines = [["metric", *models], ["---"] * (len(models) + 1)]
-    lines += [[name.removeprefix("eval/"), *(result.cell(name) for result in results)] for name in names]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    lines = [["metric", *models]] + [
+        [name.removeprefix("eval/"), *(result.cell(name) for result in results)] for name in names
+    ]
+    return markdown_table(lines)

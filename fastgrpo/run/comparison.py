@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastgrpo.run.curves import read_metrics
+from fastgrpo.run.curves import markdown_table, read_metrics
 
 # title -> metric of metrics.jsonl; @ stands for the largest k that was measured
 SHARES = {"accuracy": "eval/accuracy", "pass@": "eval/pass@", "format rate": "eval/format_rate"}
@@ -53,12 +53,8 @@ def stage_table(runs: Mapping[str, Path]) -> str:
         for measured in [_measured(last_evaluation(folder), SHARES | LENGTH)]
     }
     titles = list(dict.fromkeys(title for row in cells.values() for title in row))
-    lines = [["stage", *titles], ["---"] * (len(titles) + 1)]
-    lines += [[run, *(row.get(title, "") for title in titles)] for run, row in cells.items()]
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    lines = [["stage", *titles]] + [[run, *(row.get(title, "") for title in titles)] for run, row in cells.items()]
+    return markdown_table(lines)
 
 
 def draw_stages(runs: Mapping[str, Path], path: Path) -> Path:

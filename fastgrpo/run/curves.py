@@ -239,3 +239,19 @@ def table(rows: list[tuple[str, Any]]) -> str:
     """
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Lay out a Markdown table whose columns are aligned.
+
+    Args:
+        lines: The cells of each line, the titles first.
+
+    Returns:
+        The table as text.
+    """
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )

@@ -78,34 +78,12 @@ class Opened:
     Attributes:
         module: The task's module.
         task: The task.
-        reward_funcs: The reward functions that the settings name, or else all of the task's own.
         tokenizer: The tokenizer of --model_name_or_path; None where the task's own model is used.
     """
 
     module: ModuleType
     task: Task
-    reward_funcs: list[Callable]
     tokenizer: PreTrainedTokenizerBase | None
-
-
-def check_task(config: TrainingConfig) -> ModuleType:
-    """Find the module of a run's task, and refuse settings that cannot be used whatever the model and the data are.
-
-    Args:
-        config: The settings of the run.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: There is no such task, device or schedule, or the task needs a model.
-    """
-    module = find_task(config.task)
-    choose_device(config.device)
-    check_schedule(config.lr_scheduler_type)
-    if config.model_name_or_path is None and not hasattr(module, "make_model"):
-        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
-    return module
 
 
 def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedTokenizerBase] = load_tokenizer) -> Opened:
@@ -116,15 +94,18 @@ def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedToke
         load: What loads the tokenizer: a function of model_name_or_path and trust_remote_code.
 
     Returns:
-        The task with its reward functions and, where a model is named, its tokenizer.
+        The task and, where a model is named, its tokenizer.
 
     Raises:
-        ValueError: There is no such tokenizer or reward function, or for the reasons of `check_task`.
+        ValueError: There is no such task, device, schedule or tokenizer, or the task needs a model.
     """
-    module, path = check_task(config), config.model_name_or_path
+    module, path = find_task(config.task), config.model_name_or_path
+    choose_device(config.device)
+    check_schedule(config.lr_scheduler_type)
+    if path is None and not hasattr(module, "make_model"):
+        raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
     tokenizer = None if path is None else load(path, config.trust_remote_code)
-    task = module.build(config, tokenizer)
-    return Opened(module, task, reward_functions(task, config.reward_funcs), tokenizer)
+    return Opened(module, module.build(config, tokenizer), tokenizer)
 
 
 def reward_functions(task: Task, names: Sequence[str]) -> list[Callable]:
@@ -162,17 +143,20 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
     return functions
 
 
-def refuse_data(task: str, config: PromptConfig) -> None:
+def refuse_data(
+    task: str, config: PromptConfig, names: Sequence[str] = ("dataset_name", "dataset_config", "system_prompt")
+) -> None:
     """Refuse the settings of data sets in a task that makes its own data and would not read them.
 
     Args:
         task: The task's name.
         config: The settings.
+        names: The settings that the task would not read.
 
     Raises:
         ValueError: One of them is given.
     """
-    for name in ("dataset_name", "dataset_config", "system_prompt"):
+    for name in names:
         if getattr(config, name):
             raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import ShuffledRows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
-from fastgrpo.tasks import Task
+from fastgrpo.tasks import Task, refuse_data
 from fastgrpo.tasks.gsm8k import sums, to_row
 
 
@@ -26,10 +26,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     Raises:
         ValueError: A setting for data sets is given. This task makes its own data and would not read it.
     """
-    for name in ("dataset_name", "dataset_config"):
-        if getattr(config, name):
-            raise ValueError(f"task=sums makes its own data; use {name} with --task gsm8k or --task dataset")
-
+    refuse_data("sums", config, ("dataset_name", "dataset_config"))
     conversational = tokenizer.chat_template is not None
     trained, held_out = ([to_row(row, config.system_prompt, conversational) for row in part] for part in sums())
 
