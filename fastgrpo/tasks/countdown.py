@@ -6,29 +6,25 @@ puzzles. `HELD_OUT` of those with three numbers are tested on: none of them, as 
 the warm start or in GRPO, which goes from two numbers to three.
 
 A language model gets the puzzle in words. Without --model_name_or_path the task brings a small model of characters,
-which continues `2 3 7=20:` by
+which continues `2 3 7=20:` by trying one way after another, until a value is the target, and then answers:
 
-    7:13 27,5 1 6;3:17 23,9 5 14;2:18 22 10 40,10 4 21;<answer>(7+3)*2</answer>
+    7+3=10,10+2=12;7+3=10,10*2=20!<answer>(7+3)*2</answer>
 
-It goes through the numbers from the largest one down. Behind each number it writes what the other two would have to
-make, and behind the comma what they do make. Where both have a number in common, 10 here, it answers. The warm start
-shows this on the puzzles that are not held out, and ends when `ENOUGH` of the answers are right: the form is known by
-then, and much of the arithmetic is wrong. GRPO rewards right answers, and not how they were found.
+The warm start teaches the form, the arithmetic and to see when a value is the target. But most of its examples give up
+after the first wrong try and answer that, so the model solves few puzzles. GRPO rewards right answers alone, and it
+finds that trying on is worth it.
 """
 
 import functools
 import itertools
 import random
-from collections.abc import Callable
 from typing import NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
-from fastgrpo.evaluation.probe import reaches
 from fastgrpo.policy.characters import END, character_model
-from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.countdown import correctness, format_reward
 from fastgrpo.tasks import Task, refuse_data
 
@@ -42,13 +38,11 @@ PROMPT = (
     "inside <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
 )
 
-CHARACTERS = "0123456789+-*/=:,;() <answer>"  # each counts once
-MODEL = {"hidden_size": 64, "layers": 3, "positions": 128}
-WARM_START = {"steps": 1000, "batch_size": 32, "learning_rate": 3e-3}
-ENOUGH = 0.25  # greedy accuracy on CHECK_PROMPTS puzzles of three numbers at which the warm start ends
-CHECK_PROMPTS = 100
-CHECKS = {"first": 200, "every": 20}  # the steps at which the accuracy is looked at
-LONGEST = 90  # tokens of a completion
+CHARACTERS = "0123456789+-*/=:,;!() <answer>"  # each counts once
+MODEL = {"hidden_size": 64, "layers": 3, "positions": 320}
+WARM_START = {"steps": 1000, "batch_size": 64, "learning_rate": 3e-3}
+PATIENT = 0.4  # share of the examples that try on; the others give up after their first wrong try
+SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, which are few, have twice as many
 
 
 class Puzzle(NamedTuple):
@@ -63,89 +57,90 @@ class Puzzle(NamedTuple):
     target: int
 
 
-def made(a: int, b: int) -> dict[int, str]:
-    """List what two numbers make.
+class Try(NamedTuple):
+    """One way to put the numbers together.
+
+    Attributes:
+        expression: The expression, such as "(7+3)*2".
+        steps: How it is computed: "7+3=10,10*2=20".
+        value: Its value.
+    """
+
+    expression: str
+    steps: str
+    value: int
+
+
+@functools.cache
+def tries(numbers: tuple[int, ...]) -> tuple[Try, ...]:
+    """List ways to put all numbers together, one for each value.
 
     Args:
-        a: The first number.
-        b: The second number.
+        numbers: Two or three numbers in ascending order.
 
     Returns:
-        Their sum, difference, product and quotient as far as they are whole numbers from 1 to `LARGEST_VALUE`. Each has
-        an expression, which begins with the larger number.
+        The first way to each value. Values, also those on the way, are whole numbers from 1 to `LARGEST_VALUE`, and the
+        larger of two numbers stands first.
     """
-    small, large = sorted((a, b))
-    return _in_range(
-        (large + small, f"{large}+{small}"),
-        (large - small, f"{large}-{small}"),
-        (large * small, f"{large}*{small}"),
-        (_quotient(large, small), f"{large}/{small}"),
-    )
+    given = [Try(str(number), "", number) for number in numbers]
+    if len(given) == 2:
+        found = _joined(*given)
+    else:
+        found = []
+        for i, third in enumerate(given):
+            for pair in _joined(*given[:i], *given[i + 1 :]):
+                inner = Try(f"({pair.expression})", f"{pair.steps},", pair.value)
+                found += _joined(inner, third)
+    first_ways = {}
+    for each in found:
+        first_ways.setdefault(each.value, each)
+    return tuple(first_ways.values())
 
 
-def needed(target: int, number: int) -> dict[int, str]:
-    """List what makes a target together with a number.
+def _joined(a: Try, b: Try) -> list[Try]:
+    """Join two parts by each operation that gives a whole number from 1 to `LARGEST_VALUE`."""
+    large, small = sorted((a, b), key=lambda part: part.value, reverse=True)
+    quotient = 0 if large.value % small.value else large.value // small.value
+    values = {
+        "+": large.value + small.value,
+        "-": large.value - small.value,
+        "*": large.value * small.value,
+        "/": quotient,
+    }
+    return [
+        Try(
+            f"{large.expression}{sign}{small.expression}",
+            f"{a.steps}{b.steps}{large.value}{sign}{small.value}={value}",
+            value,
+        )
+        for sign, value in values.items()
+        if 1 <= value <= LARGEST_VALUE
+    ]
+
+
+def written(puzzle: Puzzle, rng: random.Random) -> str:
+    """Write a completion as the warm start shows it.
 
     Args:
-        target: The number to reach.
-        number: The number at hand.
+        puzzle: The puzzle.
+        rng: Draws whether the completion tries on after a wrong try, and which wrong tries it leaves out.
 
     Returns:
-        Whole numbers from 1 to `LARGEST_VALUE`. Each has the expression that is the target, with {} in its own place.
+        Tries in their order, and the answer: the right one, or the first wrong one.
+
+    Raises:
+        ValueError: The puzzle has no solution.
     """
-    return _in_range(
-        (abs(target - number), f"{{}}+{number}" if target > number else f"{number}-{{}}"),
-        (target + number, f"{{}}-{number}"),
-        (_quotient(target, number), f"{{}}*{number}"),
-        (target * number, f"{{}}/{number}"),
-        (_quotient(number, target), f"{number}/{{}}"),
-    )
-
-
-def _quotient(a: int, b: int) -> int:
-    """Return the quotient if it is a whole number, else 0."""
-    return 0 if a % b else a // b
-
-
-def _in_range(*found: tuple[int, str]) -> dict[int, str]:
-    """Keep the numbers from 1 to `LARGEST_VALUE`, and the first expression of each."""
-    kept = {}
-    for value, expression in found:
-        if 1 <= value <= LARGEST_VALUE:
-            kept.setdefault(value, expression)
-    return kept
-
-
-def written(puzzle: Puzzle) -> str | None:
-    """Solve a puzzle, and write it out as the warm start teaches it.
-
-    Args:
-        puzzle: Two or three numbers and a target.
-
-    Returns:
-        The text. None where the numbers, all of them together, do not reach the target.
-    """
-    if len(puzzle.numbers) == 2:
-        values = made(*puzzle.numbers)
-        return f"{_listed(values)};{_answer(values[puzzle.target])}" if puzzle.target in values else None
-    text = ""
-    for number in sorted(set(puzzle.numbers), reverse=True):
-        others = list(puzzle.numbers)
-        others.remove(number)
-        wanted, values = needed(puzzle.target, number), made(*others)
-        text += f"{number}:{_listed(wanted)},{_listed(values)};"
-        for value in values:
-            if value in wanted:
-                return text + _answer(wanted[value].format(f"({values[value]})"))
-    return None
-
-
-def _listed(values):
-    return " ".join(map(str, values))
-
-
-def _answer(expression):
-    return f"<answer>{expression}</answer>"
+    if puzzle.target not in _values(puzzle.numbers):
+        raise ValueError(f"{puzzle} has no solution")
+    patient, kept, text = rng.random() < PATIENT, rng.random() ** 2, ""
+    for each in tries(puzzle.numbers):
+        right = each.value == puzzle.target
+        if right or rng.random() < kept:
+            text += each.steps + ("!" if right else ";")
+            if right or not patient:
+                break
+    return f"{text}<answer>{each.expression}</answer>"
 
 
 @functools.cache
@@ -159,7 +154,7 @@ def puzzles_by_level() -> tuple[list[Puzzle], ...]:
     for count in (2, 3):
         groups = itertools.combinations_with_replacement(range(1, LARGEST + 1), count)
         puzzles = [Puzzle(numbers, target) for numbers in groups for target in range(1, LARGEST_VALUE + 1)]
-        level = [puzzle for puzzle in puzzles if written(puzzle) and puzzle.target not in _with_fewer(puzzle.numbers)]
+        level = [each for each in puzzles if each.target in _values(each.numbers) - _with_fewer(each.numbers)]
         random.Random(PUZZLES_SEED).shuffle(level)
         levels.append(level)
     two, three = levels
@@ -170,7 +165,11 @@ def puzzles_by_level() -> tuple[list[Puzzle], ...]:
 def _with_fewer(numbers):
     """Find what some of the numbers reach, but not all of them: one of them, or two of three."""
     pairs = itertools.combinations(numbers, 2) if len(numbers) == 3 else ()
-    return set(numbers).union(*(made(*pair) for pair in pairs))
+    return set(numbers).union(*(_values(pair) for pair in pairs))
+
+
+def _values(numbers):
+    return {each.value for each in tries(numbers)}
 
 
 def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
@@ -223,13 +222,15 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def examples() -> list[dict[str, str]]:
-    """Write out every puzzle that is not held out.
+    """Write examples of each puzzle that is not held out.
 
     Returns:
         Rows with `prompt` and `completion`.
     """
     two, three, _ = puzzles_by_level()
-    return [{"prompt": to_row(puzzle, None)["prompt"], "completion": written(puzzle)} for puzzle in [*two, *three]]
+    rng = random.Random(PUZZLES_SEED)
+    shown = [*two * 2, *three] * SHOWN
+    return [{"prompt": to_row(each, None)["prompt"], "completion": written(each, rng)} for each in shown]
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -242,18 +243,3 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         The model and its tokenizer.
     """
     return character_model("".join(dict.fromkeys(CHARACTERS)), seed, **MODEL)
-
-
-def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
-    """Make the test whether the warm start may end, because GRPO can learn the rest.
-
-    Args:
-        policy: The policy that is taught.
-        tokenizer: Its tokenizer.
-
-    Returns:
-        A function of the number of steps done. It looks at puzzles of three numbers that are not held out.
-    """
-    _, three, _ = puzzles_by_level()
-    rows = [to_row(puzzle, tokenizer) for puzzle in three[:CHECK_PROMPTS]]
-    return reaches(ENOUGH, policy, tokenizer, rows, correctness, max_tokens=LONGEST, **CHECKS)

@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
 )
 # The problem that stands answered before each prompt. A model that was told of the tags alone may never write them.
 WORKED = ("What is 30 + 12?", "<think>30 + 12 = 42</think><answer>42</answer>")
-SUMS, HELD_OUT_SUMS = 4096, 200
+LARGEST, HELD_OUT_SUMS = 30, 200
 SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be compared
 
 
@@ -92,19 +92,17 @@ def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
 
 
 def sums() -> tuple[list[dict], list[dict]]:
-    """Make sums and differences of two numbers below 100 in the form of GSM8K's rows.
+    """Make sums and differences of two numbers from 2 to `LARGEST` in the form of GSM8K's rows.
 
     Returns:
-        `SUMS` rows with `question` and `answer` to train on, and `HELD_OUT_SUMS` held-out rows. A pair of numbers that
-        is held out has neither its sum nor its difference among the rows to train on.
+        The rows with `question` and `answer` to train on, and `HELD_OUT_SUMS` held-out rows. A pair of numbers that is
+        held out has neither its sum nor its difference among the rows to train on.
     """
     rng = random.Random(SUMS_SEED)
-    pairs = [(a, b) for a in range(2, 100) for b in range(2, a + 1) if f"{a} + {b}" not in WORKED[0]]
+    pairs = [(a, b) for a in range(2, LARGEST + 1) for b in range(2, a + 1) if f"{a} + {b}" not in WORKED[0]]
     rng.shuffle(pairs)
-    held_out = [(a, b, rng.choice("+-")) for a, b in pairs[:HELD_OUT_SUMS]]
-    trained = [(a, b, sign) for a, b in pairs[HELD_OUT_SUMS:] for sign in "+-"]
-    rng.shuffle(trained)
-    return [_sum_row(*drawn) for drawn in trained[:SUMS]], [_sum_row(*drawn) for drawn in held_out]
+    held_out = [_sum_row(a, b, rng.choice("+-")) for a, b in pairs[:HELD_OUT_SUMS]]
+    return [_sum_row(a, b, sign) for a, b in pairs[HELD_OUT_SUMS:] for sign in "+-"], held_out
 
 
 def _sum_row(a, b, sign):
