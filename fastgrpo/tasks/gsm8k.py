@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
 )
 # The problem that stands answered before each prompt. A model that was told of the tags alone may never write them.
 WORKED = ("What is 30 + 12?", "<think>30 + 12 = 42</think><answer>42</answer>")
-LARGEST, HELD_OUT_SUMS = 30, 200
+LARGEST, HELD_OUT_SUMS = 99, 200
 SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be compared
 
 
