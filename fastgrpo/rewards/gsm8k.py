@@ -1,4 +1,4 @@
-"""The reward functions of GSM8K: a correct value, the requested format, and a completion that ends in time.
+"""The reward functions of GSM8K: a correct value, right digits, the requested format, and an end in time.
 
 Their sum cannot teach a model to say nothing: an empty completion gets `-LENGTH_PENALTY`, and no completion gets less.
 
@@ -80,6 +80,43 @@ def _format_steps(text: str) -> int:
         steps += text.count(closing) == 1 and -1 < start < end
     answers = _ANSWER.findall(text)
     return steps + bool(answers and read_number(answers[-1]) is not None)
+
+
+def digits_reward(prompts: list, completions: list, answer: list, **columns: list) -> list[float]:
+    """Give the share of digits that are right in their places, counted from the units.
+
+    It is for references that are whole numbers, and reads the number that `format_reward` counts. Missing digits, and
+    digits beyond the length of the reference, count as wrong.
+
+    Args:
+        prompts: Not used.
+        completions: Strings, or lists of messages.
+        answer: The references, as in `correctness`.
+        columns: Not used.
+
+    Returns:
+        One reward from 0.0 to 1.0 per completion; 0.0 where the completion or its reference holds no whole number.
+
+    Raises:
+        ValueError: There are not as many references as completions.
+
+    Example:
+        >>> digits_reward(["?"] * 3, ["<answer>43</answer>", "<answer>3</answer>", "23"], ["#### 23"] * 3)
+        [0.5, 0.5, 0.0]
+    """
+    rewards = []
+    for completion, reference in zip(completions, answer, strict=True):
+        answers = _ANSWER.findall(completion_text(completion))
+        given, wanted = _digits(answers[-1] if answers else ""), _digits(str(reference))
+        right = sum(a == b for a, b in zip(reversed(given), reversed(wanted), strict=False))
+        rewards.append(right / max(len(given), len(wanted)) if given and wanted else 0.0)
+    return rewards
+
+
+def _digits(text: str) -> str:
+    """Return the whole number that a text ends in, or an empty text where it is none."""
+    value = read_number(text)
+    return str(value) if value is not None and value.denominator == 1 else ""
 
 
 def length_reward(

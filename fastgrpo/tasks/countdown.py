@@ -6,13 +6,13 @@ puzzles. `HELD_OUT` of those with three numbers are tested on: none of them, as 
 the warm start or in GRPO, which goes from two numbers to three.
 
 A language model gets the puzzle in words. Without --model_name_or_path the task brings a small model of characters,
-which continues `2 3 7=20:` by trying one way after another, until a value is the target, and then answers:
+which continues `2 3 7=20:` with one try after another, until a value is the target, and then answers:
 
-    7+3=10,10+2=12;7+3=10,10*2=20!<answer>(7+3)*2</answer>
+    7+3=10,10+2=12;7+3=10,10-2=8;7+3=10,10*2=20!<answer>(7+3)*2</answer>
 
-The warm start teaches the form, the arithmetic and to see when a value is the target. But most of its examples give up
-after the first wrong try and answer that, so the model solves few puzzles. GRPO rewards right answers alone, and it
-finds that trying on is worth it.
+The warm start teaches the form, the arithmetic and the mark `!` for the target. But half of its examples go straight to
+the right try, which a model cannot foresee, and most of the others give up after their first wrong try and answer that.
+So the model solves few puzzles. GRPO rewards right answers alone, and finds that trying on is worth it.
 """
 
 import functools
@@ -30,7 +30,7 @@ from fastgrpo.tasks import Task, refuse_data
 
 LARGEST, LARGEST_VALUE = 10, 50
 HELD_OUT = 300
-PUZZLES_SEED = 0  # the same puzzles are held out in every run, so that runs can be compared
+PUZZLES_SEED = 0  # runs can be compared: they hold out the same puzzles, and their warm starts show the same examples
 THRESHOLD = 0.5  # accuracy at which the curriculum goes on to three numbers alone
 PROMPT = (
     "Using the numbers {numbers}, create an equation that equals {target}. You can use the operations + - * / and "
@@ -38,10 +38,10 @@ PROMPT = (
     "inside <answer> and </answer>, for example <answer>(1 + 2) / 3</answer>."
 )
 
-CHARACTERS = "0123456789+-*/=:,;!() <answer>"  # each counts once
+CHARACTERS = "0123456789+-*/=:,;!() <answer>"
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 320}
 WARM_START = {"steps": 1000, "batch_size": 64, "learning_rate": 3e-3}
-PATIENT = 0.4  # share of the examples that try on; the others give up after their first wrong try
+PATIENT = 0.4  # share of the examples that try on after a wrong try; the others answer it
 SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, which are few, have twice as many
 
 
@@ -58,61 +58,51 @@ class Puzzle(NamedTuple):
 
 
 class Try(NamedTuple):
-    """One way to put the numbers together.
+    """One try to reach the target.
 
     Attributes:
         expression: The expression, such as "(7+3)*2".
-        steps: How it is computed: "7+3=10,10*2=20".
+        steps: How it is computed, such as ("7+3=10", "10*2=20"); empty for a number alone.
         value: Its value.
     """
 
     expression: str
-    steps: str
+    steps: tuple[str, ...]
     value: int
 
 
 @functools.cache
 def tries(numbers: tuple[int, ...]) -> tuple[Try, ...]:
-    """List ways to put all numbers together, one for each value.
+    """List expressions of all numbers, one for each value.
 
     Args:
         numbers: Two or three numbers in ascending order.
 
     Returns:
-        The first way to each value. Values, also those on the way, are whole numbers from 1 to `LARGEST_VALUE`, and the
-        larger of two numbers stands first.
+        The first try for each value, in a fixed order. Values, also those on the way, are whole numbers from 1 to
+        `LARGEST_VALUE`, and the larger of two numbers stands first.
     """
-    given = [Try(str(number), "", number) for number in numbers]
+    given = [Try(str(number), (), number) for number in numbers]
     if len(given) == 2:
         found = _joined(*given)
     else:
         found = []
         for i, third in enumerate(given):
             for pair in _joined(*given[:i], *given[i + 1 :]):
-                inner = Try(f"({pair.expression})", f"{pair.steps},", pair.value)
-                found += _joined(inner, third)
-    first_ways = {}
+                found += _joined(pair._replace(expression=f"({pair.expression})"), third)
+    first = {}
     for each in found:
-        first_ways.setdefault(each.value, each)
-    return tuple(first_ways.values())
+        first.setdefault(each.value, each)
+    return tuple(first.values())
 
 
 def _joined(a: Try, b: Try) -> list[Try]:
-    """Join two parts by each operation that gives a whole number from 1 to `LARGEST_VALUE`."""
-    large, small = sorted((a, b), key=lambda part: part.value, reverse=True)
-    quotient = 0 if large.value % small.value else large.value // small.value
-    values = {
-        "+": large.value + small.value,
-        "-": large.value - small.value,
-        "*": large.value * small.value,
-        "/": quotient,
-    }
+    """Join two expressions by each operation that gives a whole number from 1 to `LARGEST_VALUE`."""
+    large, small = sorted((a, b), key=lambda each: each.value, reverse=True)
+    x, y = large.value, small.value
+    values = {"+": x + y, "-": x - y, "*": x * y, "/": 0 if x % y else x // y}
     return [
-        Try(
-            f"{large.expression}{sign}{small.expression}",
-            f"{a.steps}{b.steps}{large.value}{sign}{small.value}={value}",
-            value,
-        )
+        Try(f"{large.expression}{sign}{small.expression}", (*a.steps, *b.steps, f"{x}{sign}{y}={value}"), value)
         for sign, value in values.items()
         if 1 <= value <= LARGEST_VALUE
     ]
@@ -133,11 +123,14 @@ def written(puzzle: Puzzle, rng: random.Random) -> str:
     """
     if puzzle.target not in _values(puzzle.numbers):
         raise ValueError(f"{puzzle} has no solution")
-    patient, kept, text = rng.random() < PATIENT, rng.random() ** 2, ""
+    patient = rng.random() < PATIENT
+    # Most wrong tries are left out: the mark is learned late where only one of a dozen values has it.
+    share_written = rng.random() ** 2
+    text = ""
     for each in tries(puzzle.numbers):
         right = each.value == puzzle.target
-        if right or rng.random() < kept:
-            text += each.steps + ("!" if right else ";")
+        if right or rng.random() < share_written:
+            text += ",".join(each.steps) + ("!" if right else ";")
             if right or not patient:
                 break
     return f"{text}<answer>{each.expression}</answer>"
@@ -242,4 +235,4 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Returns:
         The model and its tokenizer.
     """
-    return character_model("".join(dict.fromkeys(CHARACTERS)), seed, **MODEL)
+    return character_model(CHARACTERS, seed, **MODEL)

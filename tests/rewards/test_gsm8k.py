@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from paths import DATA
 
-from fastgrpo.rewards.gsm8k import LENGTH_PENALTY, correctness, format_reward, length_reward
+from fastgrpo.rewards.gsm8k import LENGTH_PENALTY, correctness, digits_reward, format_reward, length_reward
 
 SAMPLE = DATA / "gsm8k-64.jsonl"
 GSM8K = os.environ.get("FASTGRPO_GSM8K")
@@ -218,3 +218,31 @@ def test_every_reward_takes_what_the_trainer_passes():
     completions = ["<think>6 x 7</think><answer>42</answer>"]
     rewards = [reward(["6 x 7?"], completions, **passed) for reward in (correctness, format_reward, length_reward)]
     assert rewards == [[1.0], [pytest.approx(0.5)], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        ("<think>?</think><answer>12</answer>", 1.0),
+        ("<answer> 13\n</answer>", 0.5),
+        ("<answer>2</answer>", 0.5),
+        ("<answer>21</answer>", 0.0),
+        ("<answer>112</answer>", 2 / 3),
+        ("<answer>012</answer>", 1.0),
+        ("<answer>12.", 1.0),
+        ("<answer>12.5</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("12", 0.0),
+        ("<answer>12</answer><answer>x</answer>", 0.0),
+        ("<answer>9</answer><answer>12</answer>", 1.0),
+        ([{"role": "assistant", "content": "<answer>12</answer>"}], 1.0),
+    ],
+)
+def test_digits_count_in_their_places(completion, reward):
+    assert digits_reward([""], [completion], ["5 + 7 = 12\n#### 12"]) == [reward]
+
+
+def test_references_that_are_no_whole_numbers_give_no_digits():
+    assert digits_reward([""] * 3, ["<answer>1</answer>"] * 3, ["#### 0.5", None, "#### one"]) == [0.0] * 3
+    with pytest.raises(ValueError, match="argument 2 is"):
+        digits_reward([""], ["<answer>1</answer>"], [])

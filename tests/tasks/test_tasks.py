@@ -9,6 +9,7 @@ from paths import DATA
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.sources import Curriculum
+from fastgrpo.rewards.gsm8k import digits_reward
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
 from fastgrpo.train import main
 
@@ -95,13 +96,13 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
     trained, held_out = gsm8k.sums()
     assert len({row["question"] for row in held_out}) == gsm8k.HELD_OUT_SUMS
     pairs = [{(a, b) for a, _, b in map(numbers, rows)} for rows in (trained, held_out)]
-    assert not pairs[0] & pairs[1] and len(trained) == 2 * len(pairs[0])
-    assert len(pairs[0] | pairs[1]) == 98 * 99 / 2 - 1  # all but the pair of the worked problem
+    assert not pairs[0] & pairs[1] and len(trained) == 2 * len(pairs[0]) == 9300
+    assert len(pairs[0] | pairs[1]) == 98 * 99 // 2 - 1  # all but the pair of the worked problem
     assert {sign for _, sign, _ in map(numbers, held_out)} == {"+", "-"}
     for row in trained[:25] + held_out[:25]:
         a, sign, b = numbers(row)
         value = a + b if sign == "+" else a - b
-        assert 2 <= b <= a <= gsm8k.LARGEST
+        assert 2 <= b <= a <= gsm8k.LARGEST_TERM
         assert gsm8k.correctness([""], [f"<answer>{value}</answer>"], [row["answer"]]) == [1.0]
         assert gsm8k.correctness([""], [f"<answer>{value + 1}</answer>"], [row["answer"]]) == [0.0]
 
@@ -113,20 +114,11 @@ def test_the_task_of_sums_has_the_prompt_and_the_rewards_of_gsm8k():
         assert row == gsm8k.to_row(row, None, tokenizer.chat_template is not None)
         assert len(task.train()) == len(gsm8k.sums()[0]) and len(task.test()) == gsm8k.HELD_OUT_SUMS
     config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
-    assert task.reward_funcs == [*gsm8k.build(config, tokenizer).reward_funcs, sums.digits_reward]
+    assert task.reward_funcs == [*gsm8k.build(config, tokenizer).reward_funcs, digits_reward]
     brief = sums.build(GRPOConfig(task="sums", system_prompt="Be brief."), tokenizer).test()[0]
     assert brief["prompt"].startswith("Be brief.\n\nProblem: What is ")
     with pytest.raises(ValueError, match="task=sums makes its own data; use dataset_name with --task gsm8k"):
         sums.build(GRPOConfig(task="sums", dataset_name="x"), tokenizer)
-
-
-def test_digits_count_in_their_places():
-    completions = [
-        f"<think>?</think><answer>{text}</answer>" for text in ("12", " 13\n", "2", "21", "112", "", "1 2", "x")
-    ]
-    completions += ["12", "<answer>12", [{"role": "assistant", "content": "<answer>9</answer><answer>12</answer>"}]]
-    rewards = sums.digits_reward([""] * 11, completions, ["5 + 7 = 12\n#### 12"] * 11)
-    assert rewards == [1, 0.5, 0.5, 0, 2 / 3, 0, 0, 0, 0, 0, 1]
 
 
 def test_gsm8k_rows_need_their_columns():
