@@ -40,7 +40,7 @@ PROMPT = (
 
 CHARACTERS = "0123456789+-*/=:,;!() <answer>"
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 320}
-WARM_START = {"steps": 1000, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 1400, "batch_size": 64, "learning_rate": 3e-3}
 PATIENT = 0.4  # share of the examples that try on after a wrong try; the others answer it
 SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, which are few, have twice as many
 
