@@ -96,7 +96,7 @@ def test_rows_are_appended(tmp_path):
 
 
 def results_on_disk():
-    return {path.name: path.read_bytes() for path in (ROOT / "benchmarks").glob("results/*")}
+    return {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
