@@ -21,10 +21,11 @@ stages: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
-# SmolLM2-135M-Instruct: about 32 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given again.
+# SmolLM2-135M-Instruct: about 32 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
+# again.
 REAL := runs/smollm2-135m-sums
 REAL_RESULTS := benchmarks/results/smollm2-135m
-# glibc gives the memory of large tensors back to the system after each use. Keeping it saves a third of a step's time.
+# glibc gives the memory of large tensors back to the system after each use. Keeping it makes steps shorter.
 real real-gsm8k: export MALLOC_MMAP_MAX_ = 0
 real real-gsm8k: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 real: $(VENV)/.installed
