@@ -24,7 +24,7 @@ SYSTEM_PROMPT = (
 )
 # The problem that stands answered before each prompt. A model that was told of the tags alone may never write them.
 WORKED = ("What is 30 + 12?", "<think>30 + 12 = 42</think><answer>42</answer>")
-LARGEST_TERM = 99  # of a sum or a difference
+LARGEST_TERM, LARGEST_SECOND = 99, 20  # of a sum or a difference
 HELD_OUT_SUMS = 200
 SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be compared
 
@@ -93,14 +93,18 @@ def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
 
 
 def sums() -> tuple[list[dict], list[dict]]:
-    """Make sums and differences of two numbers from 2 to `LARGEST_TERM` in the form of GSM8K's rows.
+    """Make sums and differences of two numbers in the form of GSM8K's rows.
+
+    The numbers are at least 2. The first is at most `LARGEST_TERM`, and the second at most the first and
+    `LARGEST_SECOND`.
 
     Returns:
-        9,300 rows with `question` and `answer` to train on, and `HELD_OUT_SUMS` held-out rows. A pair of numbers that
+        2,980 rows with `question` and `answer` to train on, and `HELD_OUT_SUMS` held-out rows. A pair of numbers that
         is held out has neither its sum nor its difference among the rows to train on.
     """
     rng = random.Random(SUMS_SEED)
-    pairs = [(a, b) for a in range(2, LARGEST_TERM + 1) for b in range(2, a + 1) if f"{a} + {b}" not in WORKED[0]]
+    pairs = [(a, b) for a in range(2, LARGEST_TERM + 1) for b in range(2, min(a, LARGEST_SECOND) + 1)]
+    pairs = [(a, b) for a, b in pairs if f"{a} + {b}" not in WORKED[0]]
     rng.shuffle(pairs)
     held_out = [_sum_row(a, b, rng.choice("+-")) for a, b in pairs[:HELD_OUT_SUMS]]
     return [_sum_row(a, b, sign) for a, b in pairs[HELD_OUT_SUMS:] for sign in "+-"], held_out

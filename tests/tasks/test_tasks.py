@@ -96,13 +96,13 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
     trained, held_out = gsm8k.sums()
     assert len({row["question"] for row in held_out}) == gsm8k.HELD_OUT_SUMS
     pairs = [{(a, b) for a, _, b in map(numbers, rows)} for rows in (trained, held_out)]
-    assert not pairs[0] & pairs[1] and len(trained) == 2 * len(pairs[0]) == 9300
-    assert len(pairs[0] | pairs[1]) == 98 * 99 // 2 - 1  # all but the pair of the worked problem
+    assert not pairs[0] & pairs[1] and len(trained) == 2 * len(pairs[0]) == 2980
+    assert len(pairs[0] | pairs[1]) == 98 * 19 - 18 * 19 // 2 - 1  # all but the pair of the worked problem
     assert {sign for _, sign, _ in map(numbers, held_out)} == {"+", "-"}
     for row in trained[:25] + held_out[:25]:
         a, sign, b = numbers(row)
         value = a + b if sign == "+" else a - b
-        assert 2 <= b <= a <= gsm8k.LARGEST_TERM
+        assert 2 <= b <= a <= gsm8k.LARGEST_TERM and b <= gsm8k.LARGEST_SECOND
         assert gsm8k.correctness([""], [f"<answer>{value}</answer>"], [row["answer"]]) == [1.0]
         assert gsm8k.correctness([""], [f"<answer>{value + 1}</answer>"], [row["answer"]]) == [0.0]
 
