@@ -21,7 +21,7 @@ stages: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
-# SmolLM2-135M-Instruct: about 32 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
+# SmolLM2-135M-Instruct: about 35 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
 # again.
 REAL := runs/smollm2-135m-sums
 REAL_RESULTS := benchmarks/results/smollm2-135m
