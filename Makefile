@@ -39,7 +39,9 @@ real: $(VENV)/.installed
 # The same model before and after on 200 held-out problems of GSM8K; GSM8K="--dataset_name FOLDER" reads them there.
 real-gsm8k:
 	$(BIN)/python -m fastgrpo.evaluate models/smollm2-135m $(REAL)/checkpoint-* --task gsm8k $(GSM8K) \
-	  --max_eval_samples 200 --max_completion_length 256 --max_num_seqs 32 > $(REAL_RESULTS)/gsm8k.md
+	  --max_eval_samples 200 --max_completion_length 256 --max_num_seqs 32 > $(REAL)-gsm8k.md
+	mkdir -p $(REAL_RESULTS)
+	mv $(REAL)-gsm8k.md $(REAL_RESULTS)/gsm8k.md
 	cat $(REAL_RESULTS)/gsm8k.md
 
 # Whole runs over three seeds and the shuffled-reward control: about 25 minutes on 2 cores.

@@ -24,7 +24,8 @@ SYSTEM_PROMPT = (
 )
 # The problem that stands answered before each prompt. A model that was told of the tags alone may never write them.
 WORKED = ("What is 30 + 12?", "<think>30 + 12 = 42</think><answer>42</answer>")
-LARGEST_TERM, LARGEST_SECOND = 99, 20  # of a sum or a difference
+LARGEST_TERM = 99  # of a sum or a difference
+LARGEST_SECOND = 20  # the second term; differences of larger numbers are learned slowly (docs/recipes/real.md)
 HELD_OUT_SUMS = 200
 SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be compared
 
