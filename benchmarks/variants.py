@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.batches import OBJECTIVE, Batch
 from fastgrpo import linear_grpo_loss
-from fastgrpo.kernels import chunked, products, reference
+from fastgrpo.kernels import chunked, reference
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.loss.checks import HAS_TRITON
@@ -132,7 +132,7 @@ def one_product(batch: Batch) -> torch.Tensor:
 
 
 def bare_products(batch: Batch) -> Gradients:
-    """Compute nothing but the three products that a forward and a backward pass need, with fp32 sums for the weight.
+    """Compute nothing but the three products that a forward and a backward pass need, in the dtype of the operands.
 
     There is no loss, no cast and no chunk, so that no head with gradients can be faster.
 
@@ -142,4 +142,4 @@ def bare_products(batch: Batch) -> Gradients:
     with torch.no_grad():
         hidden = batch.hidden[: len(batch.rows)]
         logits = hidden @ batch.weight.T
-        return logits @ batch.weight, products.mm_fp32(logits.T, hidden)
+        return logits @ batch.weight, logits.T @ hidden

@@ -145,7 +145,8 @@ def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_
     h = tl.load(h_ptr + row)
     constant = tl.load(g_ptr + row) + h * (tl.load(entropy_ptr + row) - tl.log(tl.load(norm_ptr + row)))
     e = tl.load(e_ptr + row * e_stride + cols, mask=cols < vocab, other=0.0).to(tl.float32)
-    x = tl.where(e == 0, 0.0, e * (constant + h * tl.log(tl.maximum(e, 1e-38))))
+    # Below 1.1755e-38, the least normal number of fp32, Triton would type the constant as fp64.
+    x = tl.where(e == 0, 0.0, e * (constant + h * tl.log(tl.maximum(e, 1.2e-38))))
     x = tl.where(cols == tl.load(target_ptr + row), tl.load(patch_ptr + row), x)
     tl.store(out_ptr + row * out_stride + cols, x.to(out_ptr.dtype.element_ty), mask=cols < vocab)
 

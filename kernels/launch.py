@@ -248,6 +248,9 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
         return Blocks(min(rows, 32), 16, depth, 4, 1)
     if dtype == torch.float32:
         return Blocks(min(rows, 32), 16, depth, 8, 2)
+    if depth > 128:
+        # Larger blocks want more than the 99 KiB of shared memory of sm_86, sm_89 and sm_120, and spill elsewhere.
+        return Blocks(min(rows, 64), 32, depth, 8, 2)
     if depth <= 64:
         return Blocks(min(rows, 128), 64 if rows > 32 else 128, depth, 8 if rows > 64 else 4, 3)
     return Blocks(128, 32, depth, 8, 3) if rows > 64 else Blocks(rows, 64, depth, 8 if rows == 64 else 4, 2)

@@ -26,9 +26,12 @@ Tensor = torch.Tensor
 @triton.jit
 def _row_place(place_ptr, row):
     """Return the place of a row among the kept ones, -1 where it is not kept. Without a map every row is kept."""
-    if place_ptr is None:
-        return row
-    return tl.load(place_ptr + row)
+    # One return for both: Triton goes on to trace what follows a return inside of a branch.
+    if place_ptr is None:  # noqa: SIM108 - the condition is known at compile time, and only one branch is traced
+        place = row
+    else:
+        place = tl.load(place_ptr + row)
+    return place
 
 
 @triton.jit

@@ -60,8 +60,10 @@ class MasterAdamW:
         self.pairs.append((parameter, master))
 
         def move(parameter):
-            gradient = parameter.grad.float()
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)  # the sum is fp32, without a copy of the addend in fp32
             parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(move)
@@ -89,8 +91,8 @@ class MasterAdamW:
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        for parameter, master in self.pairs:
-            parameter.copy_(master)
+        if self.pairs:
+            torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
         return torch.where(finite, norm, torch.nan)
 
     def bytes_to_come(self) -> int:

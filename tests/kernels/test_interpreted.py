@@ -9,14 +9,12 @@ not collect by itself, and this file hands them to fresh ones with the variable 
 Each of those files names the kernels that it mirrors. Marked slow are cases whose code other cases enter too.
 """
 
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from paths import ROOT
+from processes import run_pytest
 
 HERE = ROOT / "tests" / "kernels" / "interpreted"
 # Files that share a process, and how many of their tests pass at least, ordinary and slow ones: files that collect
@@ -61,7 +59,4 @@ def test_interpreted(name, marked, runs):
 
 
 def run_files(name, marked):
-    files = [str(HERE / file) for file in RUNS[name][0]]
-    command = [sys.executable, "-m", "pytest", *files, "-q", "-x", "-p", "no:cacheprovider", "-m", marked]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return run_pytest([HERE / file for file in RUNS[name][0]], marked, TRITON_INTERPRET="1")

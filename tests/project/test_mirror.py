@@ -31,6 +31,8 @@ ROLLOUT = ("group_decode", "sampling", "sampling_floor")
 # Test files, as a pattern -> why they have no module of their name, and the modules that they test.
 TOGETHER = {
     "tests/kernels/test_interpreted.py": ("starts the files of interpreted/, each in a process of its own", []),
+    "tests/kernels/test_stand_in.py": ("starts the files of gpu_stand_in/, each in a process of its own", []),
+    "tests/kernels/gpu_stand_in/*.py": ("launches all kernels for GPUs that are not there", ["kernels/launch.py"]),
     "tests/kernels/interpreted/losses*.py": (
         "the public losses on the Triton kernels",
         ["kernels/policy_loss.py", "kernels/products.py"],

@@ -80,6 +80,7 @@ class Compilation:
         registers, stack, shared, code = result
         print(f"sm_{self.capability}: {registers} registers, {stack} stack, {shared} shared")
         assert stack == 0 and not re.search(r"\b(STL|LDL)\b", code), (registers, stack)
+        assert not re.search(r"\b(DFMA|DADD|DMUL|DSETP|DMNMX|F2F\.F64)", code), "fp64, which is slow, and never meant"
         assert shared <= SHARED_LIMIT[self.capability]
         instruction = self.instruction or MATRIX_INSTRUCTION[self.capability]
         assert "EXIT" in code and (not self.matrix or re.search(rf"\b{instruction}", code))

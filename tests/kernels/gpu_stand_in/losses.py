@@ -1,0 +1,149 @@
+"""Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there.
+
+The head's kernels see dtype, temperature, bias, soft-cap and entropy, which are crossed with each other. They do not
+see the objective: it reaches the loss of log-probs alone, and is crossed with its own options there. The kept rows
+reach gather and scatter, and the kernels over given logits. Every test makes its arguments dtype first.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from fastgrpo.loss import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
+from fastgrpo.loss.objective import IMPORTANCE_SAMPLING_MODES, KL_KINDS, LOSS_TYPES
+
+N, D, V = 130, 128, 1000
+CU_SEQLENS = torch.tensor([0, 40, 90, 130])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS = {
+    "every": {},
+    "listed": {"rows": torch.arange(N)},
+    "some": {"rows": torch.arange(0, N, 2)},
+    "masked": {"mask": torch.arange(N) % 3 > 0},
+    "compacted": {"mask": torch.arange(N) % 3 > 0, "compact": "sync"},
+}
+TEMPERATURES = {"one": 1.0, "each": torch.full((N,), 0.7)}
+ENTROPIES = {"without": {}, "read": {"return_entropy": True}, "bonus": {"entropy_coef": 0.01}}
+# What a loss type does not have by default but needs.
+NEEDS = {
+    "dr_grpo": {"max_completion_length": 99},
+    "cispo": {"epsilon_high": 5.0},
+    "luspo": {"importance_sampling_level": "sequence"},
+}
+INPUTS = {
+    "first-update": {},
+    "ratio": {"old_logps": torch.zeros(N)},
+    "reference": {"old_logps": torch.zeros(N), "ref_logps": torch.zeros(N), "beta": 0.1},
+    "two-sided": {"old_logps": torch.zeros(N), "delta": 2.0},
+    "sequence": {"old_logps": torch.zeros(N), "importance_sampling_level": "sequence"},
+    "sampler": {
+        "old_logps": torch.zeros(N),
+        "sampler_logps": torch.zeros(N),
+        "importance_sampling_mode": "token_truncate",
+    },
+}
+
+
+def crossed(**axes):
+    """Parametrize a test by all combinations of the axes. Slow are those whose dtype is not the first one."""
+    cases = []
+    for case in product(*axes.values()):
+        slow = "dtype" in axes and case[0] != next(iter(axes["dtype"]))
+        cases.append(pytest.param(*case, id="-".join(map(str, case)), marks=[pytest.mark.slow] if slow else []))
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def head(dtype, biased=False, vocab=V):
+    """Return the arguments of a head: hidden, weight and targets, and its bias."""
+    hidden, weight = (torch.randn(rows, D).to(dtype).requires_grad_() for rows in (N, vocab))
+    bias = torch.zeros(vocab, dtype=dtype, requires_grad=True) if biased else None
+    return hidden, weight, torch.randint(vocab, (N,)), bias
+
+
+@crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=ENTROPIES)
+def test_head_of_the_loss(dtype, temperature, bias, softcap, entropy):
+    hidden, weight, targets, bias = head(DTYPES[dtype], bias)
+    out = linear_grpo_loss(
+        hidden, weight, targets, torch.randn(N), bias=bias, temperature=TEMPERATURES[temperature],
+        logit_softcap=softcap, backend="triton", **ENTROPIES[entropy], **INPUTS["ratio"],
+    )  # fmt: skip
+    out.loss.backward()
+
+
+@crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=(False, True),
+         grad=(False, True))  # fmt: skip
+def test_log_probs(dtype, temperature, bias, softcap, entropy, grad):
+    hidden, weight, targets, bias = head(DTYPES[dtype], bias)
+    with torch.set_grad_enabled(grad):
+        out = linear_logprob(
+            hidden, weight, targets, bias=bias, temperature=TEMPERATURES[temperature], logit_softcap=softcap,
+            return_entropy=entropy, backend="triton",
+        )  # fmt: skip
+    if grad:
+        sum(part.sum() for part in (out if entropy else (out,))).backward()
+
+
+@crossed(dtype=DTYPES, rows=ROWS, inputs=INPUTS)
+def test_rows_of_the_head(dtype, rows, inputs):
+    hidden, weight, targets, _ = head(DTYPES[dtype])
+    out = linear_grpo_loss(
+        hidden, weight, targets, torch.randn(N), cu_seqlens=CU_SEQLENS, backend="triton", **rows_for(rows, inputs),
+        **INPUTS[inputs],
+    )  # fmt: skip
+    out.loss.backward()
+
+
+@pytest.mark.parametrize("vocab", (999, 1001, 1008), ids="V{}".format)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_vocabularies_that_no_block_divides(dtype, vocab):
+    hidden, weight, targets, _ = head(DTYPES[dtype], vocab=vocab)
+    linear_grpo_loss(hidden, weight, targets, torch.randn(N), backend="triton", **INPUTS["ratio"]).loss.backward()
+
+
+@crossed(dtype=("bf16", "fp32"), rows=ROWS, inplace=(False, True), inputs=INPUTS, entropy=("without", "bonus"))
+def test_given_logits(dtype, rows, inplace, inputs, entropy):
+    logits = torch.randn(N, V).to(DTYPES[dtype]).requires_grad_()
+    out = logits_grpo_loss(
+        logits * 1, torch.randint(V, (N,)), torch.randn(N), cu_seqlens=CU_SEQLENS, inplace=inplace, backend="triton",
+        **rows_for(rows, inputs), **INPUTS[inputs], **ENTROPIES[entropy],
+    )  # fmt: skip
+    out.loss.backward()
+
+
+@crossed(dtype=("bf16", "fp16", "fp32"), temperature=TEMPERATURES, inplace=(False, True))
+def test_temperatures_of_given_logits(dtype, temperature, inplace):
+    logits = torch.randn(N, V).to(DTYPES[dtype]).requires_grad_()
+    out = logits_grpo_loss(
+        logits * 1, torch.randint(V, (N,)), torch.randn(N), temperature=TEMPERATURES[temperature], inplace=inplace,
+        backend="triton", **INPUTS["ratio"],
+    )  # fmt: skip
+    out.loss.backward()
+
+
+@crossed(loss_type=LOSS_TYPES, kl=[kind for kind in KL_KINDS if kind != "full"], corrected=(False, True))
+def test_objectives(loss_type, kl, corrected):
+    logps = torch.zeros(N, requires_grad=True)
+    out = grpo_loss(
+        logps, torch.zeros(N), torch.randn(N), ref_logps=torch.zeros(N), cu_seqlens=CU_SEQLENS, num_items_in_batch=N,
+        loss_type=loss_type, kl=kl, beta=0.1, use_bias_correction_kl=corrected, backend="triton",
+        **NEEDS.get(loss_type, {}),
+    )  # fmt: skip
+    out.loss.backward()
+
+
+@crossed(mode=IMPORTANCE_SAMPLING_MODES, level=("token", "sequence"))
+def test_importance_weights(mode, level):
+    logps = torch.zeros(N, requires_grad=True)
+    out = grpo_loss(
+        logps, torch.zeros(N), torch.randn(N), sampler_logps=torch.zeros(N), cu_seqlens=CU_SEQLENS,
+        importance_sampling_mode=mode, importance_sampling_level=level, backend="triton",
+    )  # fmt: skip
+    out.loss.backward()
+
+
+def rows_for(rows, inputs):
+    """Return which rows are kept. An objective that looks at whole sequences must get all of their tokens."""
+    if inputs == "sequence" and rows == "some":
+        return {"rows": torch.arange(90)}
+    return ROWS[rows]

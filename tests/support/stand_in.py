@@ -1,0 +1,135 @@
+"""A stand-in for the CUDA driver: Triton's own launch path for a GPU that is not there.
+
+A kernel that a public function launches is bound, specialized and compiled for the capability, as on that GPU. What
+would fail there fails here: code that does not compile, more shared memory than the device has, too many threads, an
+illegal grid, an illegal tensor descriptor. Then the launch is recorded, and nothing runs: outputs hold what their
+memory held before. The tensors lie on the CPU.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Bytes of shared memory that a block may have, by capability (CUDA C++ Programming Guide, table of compute
+# capabilities).
+SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
+LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
+SWIZZLES = (None, 32, 64, 128)  # bytes that the innermost dimension of a descriptor's block may have
+
+
+class Launch(NamedTuple):
+    """What was launched.
+
+    Attributes:
+        kernel: Name of the kernel.
+        grid: Programs along the three axes.
+        shared: Bytes of shared memory of a block.
+    """
+
+    kernel: str
+    grid: tuple[int, int, int]
+    shared: int
+
+
+class StandIn:
+    """A driver with one device of some capability.
+
+    Args:
+        capability: Compute capability, 90 for sm_90.
+
+    Attributes:
+        launches: Every launch since the list was last cleared.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability, self.launches = capability, []
+        self.utils = self
+        self.launcher_cls = self._launcher
+
+    def install(self) -> None:
+        """Make it Triton's driver, and let the package take CPU tensors for tensors of this device."""
+        from fastgrpo.kernels import group_decode, launch, sampling
+        from fastgrpo.loss import losses
+
+        assert not launch.INTERPRET, "the stand-in needs a process without TRITON_INTERPRET"
+        driver.set_active(self)
+        device = torch.device("cuda")
+        launch.capability = lambda _: divmod(self.capability, 10)
+        launch.programs = lambda _: MULTIPROCESSORS[self.capability]
+        launch.runs_on = lambda _: True
+        launch.check_device = lambda tensor, name: None
+        launch.online_splits = _on(device, launch.online_splits)
+        launch.decode_splits = _on(device, launch.decode_splits)
+        losses.compacts = lambda compact, backend, tokens: compact == "sync"  # what it returns for CUDA tensors
+        for module in (sampling, group_decode):
+            module._check = lambda *tensors: None
+
+    # What Triton asks of a driver.
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def set_current_device(self, device):
+        pass
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_device_capability(self, device=None):
+        return divmod(self.capability, 10)
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_device_interface(self):
+        return torch.cpu
+
+    # What Triton asks of a driver's utilities.
+
+    def get_device_properties(self, device):
+        return {
+            "max_shared_mem": SHARED_LIMIT[self.capability],
+            "multiprocessor_count": MULTIPROCESSORS[self.capability],
+            "warpSize": 32,
+        }
+
+    def load_binary(self, name, binary, shared, device):
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, most threads of a block
+
+    def _launcher(self, source, metadata):
+        """Return what is called in place of cuLaunchKernel."""
+        assert metadata.global_scratch_size == 0, "a kernel wants scratch memory, which no allocator is set for"
+
+        def launch(x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *arguments):
+            assert all(0 < size <= most for size, most in zip((x, y, z), LARGEST_GRID, strict=True)), (x, y, z)
+            descriptors = [each for each in arguments if isinstance(each, TensorDescriptor)]
+            for descriptor, meta in zip(descriptors, metadata.tensordesc_meta or (), strict=True):
+                _check_descriptor(descriptor, meta)
+            self.launches.append(Launch(source.fn.__name__, (x, y, z), metadata.shared))
+
+        return launch
+
+
+def _on(device: torch.device, function: Callable) -> Callable:
+    """Make a function that ends in a device take this one."""
+    return lambda *arguments: function(*arguments[:-1], device)
+
+
+def _check_descriptor(descriptor, meta) -> None:
+    """Assert what cuTensorMapEncodeTiled asks of a tensor and its block."""
+    base, size = descriptor.base, descriptor.base.itemsize
+    assert base.data_ptr() % 16 == 0, "the base is not aligned to 16 bytes"
+    assert all(0 < length <= 2**32 for length in descriptor.shape), descriptor.shape
+    assert descriptor.strides[-1] == 1
+    assert all(stride * size % 16 == 0 and stride * size < 2**40 for stride in descriptor.strides[:-1])
+    assert all(0 < length <= 256 for length in meta["block_size"]), meta
+    inner, swizzle = meta["block_size"][-1] * size, SWIZZLES[meta["swizzle"]]
+    assert inner % 16 == 0 and (swizzle is None or inner <= swizzle), meta
