@@ -23,7 +23,7 @@ setup(
     packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
     package_dir={"fastgrpo.kernels": "kernels"},
     package_data={"fastgrpo": ["recipes/*.yaml"]},
-    install_requires=["torch>=2.11", "triton>=3.6,<3.8; platform_system == 'Linux'"],
+    install_requires=["torch>=2.8", "triton>=3.6,<3.8; platform_system == 'Linux'"],
     extras_require={
         "train": [
             "transformers>=5.8,<6",

@@ -232,7 +232,9 @@ def _obstacle(name, device, dtype, head_dim):
 
         if not launch.runs_on(device):
             return "needs an NVIDIA GPU of compute capability 8.0 or newer"
-        return None if dtype in launch.DTYPES else f"takes bf16, fp16 and fp32; the model is {dtype}"
+        if dtype not in launch.DTYPES:
+            return f"takes bf16, fp16 and fp32; the model is {dtype}"
+        return None if head_dim <= 256 else f"takes heads of a width of at most 256; the model's have {head_dim}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"takes bf16 and fp16; the model is {dtype}"
     if head_dim > 256 or head_dim % 8:

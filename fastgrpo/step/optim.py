@@ -63,7 +63,7 @@ class MasterAdamW:
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                master.grad.add_(parameter.grad)  # the sum is fp32, without a copy of the addend in fp32
+                master.grad.add_(parameter.grad)  # in fp32; on a GPU without a copy of the addend
             parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(move)

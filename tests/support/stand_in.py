@@ -2,38 +2,21 @@
 
 A kernel that a public function launches is bound, specialized and compiled for the capability, as on that GPU. What
 would fail there fails here: code that does not compile, more shared memory than the device has, too many threads, an
-illegal grid, an illegal tensor descriptor. Then the launch is recorded, and nothing runs: outputs hold what their
-memory held before. The tensors lie on the CPU.
+illegal grid, an illegal tensor descriptor. Then the kernel's name is recorded, and nothing runs: outputs hold what
+their memory held before. The tensors lie on the CPU.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
+from compilation import SHARED_LIMIT
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Bytes of shared memory that a block may have, by capability (CUDA C++ Programming Guide, table of compute
-# capabilities).
-SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 170}
 LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
 SWIZZLES = (None, 32, 64, 128)  # bytes that the innermost dimension of a descriptor's block may have
-
-
-class Launch(NamedTuple):
-    """What was launched.
-
-    Attributes:
-        kernel: Name of the kernel.
-        grid: Programs along the three axes.
-        shared: Bytes of shared memory of a block.
-    """
-
-    kernel: str
-    grid: tuple[int, int, int]
-    shared: int
 
 
 class StandIn:
@@ -43,7 +26,7 @@ class StandIn:
         capability: Compute capability, 90 for sm_90.
 
     Attributes:
-        launches: Every launch since the list was last cleared.
+        launches: The names of the kernels that were launched since the list was last cleared.
     """
 
     def __init__(self, capability: int) -> None:
@@ -77,20 +60,8 @@ class StandIn:
     def get_current_device(self):
         return 0
 
-    def set_current_device(self, device):
-        pass
-
     def get_current_stream(self, device):
         return 0
-
-    def get_device_capability(self, device=None):
-        return divmod(self.capability, 10)
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_device_interface(self):
-        return torch.cpu
 
     # What Triton asks of a driver's utilities.
 
@@ -113,7 +84,7 @@ class StandIn:
             descriptors = [each for each in arguments if isinstance(each, TensorDescriptor)]
             for descriptor, meta in zip(descriptors, metadata.tensordesc_meta or (), strict=True):
                 _check_descriptor(descriptor, meta)
-            self.launches.append(Launch(source.fn.__name__, (x, y, z), metadata.shared))
+            self.launches.append(source.fn.__name__)
 
         return launch
 

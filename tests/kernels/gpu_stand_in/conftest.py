@@ -14,7 +14,7 @@ if CAPABILITY is not None:
 
 @pytest.fixture(autouse=True)
 def launches():
-    """The launches of a test, which has at least one."""
+    """The names of the kernels that a test launches, which are one or more."""
     if CAPABILITY is None:
         pytest.skip("needs FASTGRPO_STAND_IN, such as 90")
     driver.launches.clear()

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from fastgrpo.kernels import launch
 from fastgrpo.loss import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.loss.objective import IMPORTANCE_SAMPLING_MODES, KL_KINDS, LOSS_TYPES
 
@@ -54,21 +55,22 @@ def crossed(**axes):
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
-def head(dtype, biased=False, vocab=V):
+def head(dtype, biased=False, vocab=V, depth=D):
     """Return the arguments of a head: hidden, weight and targets, and its bias."""
-    hidden, weight = (torch.randn(rows, D).to(dtype).requires_grad_() for rows in (N, vocab))
+    hidden, weight = (torch.randn(rows, depth).to(dtype).requires_grad_() for rows in (N, vocab))
     bias = torch.zeros(vocab, dtype=dtype, requires_grad=True) if biased else None
     return hidden, weight, torch.randint(vocab, (N,)), bias
 
 
 @crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=ENTROPIES)
-def test_head_of_the_loss(dtype, temperature, bias, softcap, entropy):
+def test_head_of_the_loss(dtype, temperature, bias, softcap, entropy, launches):
     hidden, weight, targets, bias = head(DTYPES[dtype], bias)
     out = linear_grpo_loss(
         hidden, weight, targets, torch.randn(N), bias=bias, temperature=TEMPERATURES[temperature],
         logit_softcap=softcap, backend="triton", **ENTROPIES[entropy], **INPUTS["ratio"],
     )  # fmt: skip
     out.loss.backward()
+    assert has_descriptors(DTYPES[dtype]) == ("_linear_exp_fwd_kernel" in launches)
 
 
 @crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=(False, True),
@@ -94,11 +96,15 @@ def test_rows_of_the_head(dtype, rows, inputs):
     out.loss.backward()
 
 
-@pytest.mark.parametrize("vocab", (999, 1001, 1008), ids="V{}".format)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_vocabularies_that_no_block_divides(dtype, vocab):
-    hidden, weight, targets, _ = head(DTYPES[dtype], vocab=vocab)
-    linear_grpo_loss(hidden, weight, targets, torch.randn(N), backend="triton", **INPUTS["ratio"]).loss.backward()
+@crossed(dtype=DTYPES, vocab=(999, 1001, 1008), depth=(128, 136, 100), softcap=(None, 30.0))
+def test_sizes_that_no_block_divides(dtype, vocab, depth, softcap, launches):
+    hidden, weight, targets, _ = head(DTYPES[dtype], vocab=vocab, depth=depth)
+    out = linear_grpo_loss(
+        hidden, weight, targets, torch.randn(N), logit_softcap=softcap, backend="triton", **INPUTS["ratio"]
+    )
+    out.loss.backward()
+    aligned = depth * hidden.itemsize % 16 == 0  # otherwise the tensor-memory accelerator cannot read the rows
+    assert (has_descriptors(DTYPES[dtype]) and aligned) == ("_linear_exp_fwd_kernel" in launches)
 
 
 @crossed(dtype=("bf16", "fp32"), rows=ROWS, inplace=(False, True), inputs=INPUTS, entropy=("without", "bonus"))
@@ -140,6 +146,11 @@ def test_importance_weights(mode, level):
         importance_sampling_mode=mode, importance_sampling_level=level, backend="triton",
     )  # fmt: skip
     out.loss.backward()
+
+
+def has_descriptors(dtype):
+    """Tell whether the head goes through the kernel with tensor descriptors."""
+    return launch.capability(None)[0] in launch.DESCRIPTOR_MAJORS and dtype != torch.float32
 
 
 def rows_for(rows, inputs):
