@@ -10,9 +10,10 @@ which continues `2 3 7=20:` with one try after another, until a value is the tar
 
     7+3=10,10+2=12;7+3=10,10-2=8;7+3=10,10*2=20!<answer>(7+3)*2</answer>
 
-The warm start teaches the form, the arithmetic and the mark `!` for the target. But half of its examples go straight to
-the right try, which a model cannot foresee, and most of the others give up after their first wrong try and answer that.
-So the model solves few puzzles. GRPO rewards right answers alone, and finds that trying on is worth it.
+The warm start teaches the form, the arithmetic, the order of the tries and the mark `!` for the target. But nearly half
+of its examples go straight to the right try, which a model cannot foresee, and most of the others give up after their
+first wrong try and answer that. So the model solves few puzzles. GRPO rewards right answers alone, and finds that
+trying on is worth it.
 """
 
 import functools
@@ -40,7 +41,7 @@ PROMPT = (
 
 CHARACTERS = "0123456789+-*/=:,;!() <answer>"
 MODEL = {"hidden_size": 64, "layers": 3, "positions": 320}
-WARM_START = {"steps": 1400, "batch_size": 64, "learning_rate": 3e-3}
+WARM_START = {"steps": 1400, "batch_size": 32, "learning_rate": 3e-3}
 PATIENT = 0.4  # share of the examples that try on after a wrong try; the others answer it
 SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, which are few, have twice as many
 
@@ -113,27 +114,26 @@ def written(puzzle: Puzzle, rng: random.Random) -> str:
 
     Args:
         puzzle: The puzzle.
-        rng: Draws whether the completion tries on after a wrong try, and which wrong tries it leaves out.
+        rng: Draws at which try the completion begins, and whether it tries on after a wrong one.
 
     Returns:
-        Tries in their order, and the answer: the right one, or the first wrong one.
+        Tries in their order, the first behind the last, and the answer: the right one, or the first wrong one.
 
     Raises:
         ValueError: The puzzle has no solution.
     """
     if puzzle.target not in _values(puzzle.numbers):
         raise ValueError(f"{puzzle} has no solution")
-    patient = rng.random() < PATIENT
-    # Most wrong tries are left out: the mark is learned late where only one of a dozen values has it.
-    share_written = rng.random() ** 2
-    text = ""
-    for each in tries(puzzle.numbers):
-        right = each.value == puzzle.target
-        if right or rng.random() < share_written:
-            text += ",".join(each.steps) + ("!" if right else ";")
-            if right or not patient:
-                break
-    return f"{text}<answer>{each.expression}</answer>"
+    listed = tries(puzzle.numbers)
+    # Each try tells the next one. A model that must guess it would learn the arithmetic later.
+    right = next(i for i, each in enumerate(listed) if each.value == puzzle.target)
+    wrong = int(len(listed) * rng.random() ** 3)  # tries before the right one; few, so that the mark is seen often
+    if wrong and rng.random() >= PATIENT:
+        each = listed[right - wrong]
+        return f"{','.join(each.steps)};<answer>{each.expression}</answer>"
+    shown = [listed[right - back] for back in range(wrong, -1, -1)]  # an index below 0 counts from the end
+    text = ";".join(",".join(each.steps) for each in shown)
+    return f"{text}!<answer>{shown[-1].expression}</answer>"
 
 
 @functools.cache

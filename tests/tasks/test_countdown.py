@@ -64,20 +64,24 @@ def test_tries_of_three_numbers():
 
 
 def test_what_the_warm_start_shows():
-    """A patient example ends with the right answer; another one answers its first wrong try, if it writes one."""
+    """A patient example goes on until the right try; another one answers its first try, if that is wrong."""
     puzzle, numbers = Puzzle((2, 3, 7), 20), [2, 3, 7]
-    by_steps = {",".join(each.steps): each for each in tries(puzzle.numbers)}
+    ways = tries(puzzle.numbers)
+    steps = [",".join(each.steps) for each in ways]
+    target = steps.index("7+3=10,10*2=20")
     shown = [written(puzzle, random.Random(seed)) for seed in range(400)]
-    right = [text for text in shown if answer_value(text, numbers) == puzzle.target]
-    assert all(text.endswith("7+3=10,10*2=20!<answer>(7+3)*2</answer>") for text in right)
-    assert {text.count(";") for text in right} == {0, 1, 2}  # the right try is the third, and wrong ones are left out
+    patient = []
     for text in shown:
-        places = [list(by_steps).index(steps) for steps in re.split("[;!]", text)[:-1]]
-        assert places == sorted(set(places))  # in their order, and none twice
-        if text not in right:
-            assert text.count(";") == 1 and text.endswith(f"<answer>{by_steps[text.split(';')[0]].expression}</answer>")
-    share = sum(text in right for text in shown if ";" in text) / sum(";" in text for text in shown)
-    assert abs(share - countdown.PATIENT) < 0.1
+        places = [steps.index(each) for each in re.split("[;!]", text)[:-1]]
+        assert places == [(places[0] + i) % len(ways) for i in range(len(places))]  # the first follows the last
+        right = places[-1] == target
+        assert (answer_value(text, numbers) == puzzle.target) == right == ("!" in text)
+        assert right or len(places) == 1
+        assert text.endswith(f"{';!'[right]}<answer>{ways[places[-1]].expression}</answer>")
+        if places[0] != target:
+            patient.append(right)
+    assert abs(sum(patient) / len(patient) - countdown.PATIENT) < 0.1
+    assert {text.count(";") for text in shown if "!" in text} == set(range(len(ways)))
     with pytest.raises(ValueError, match="no solution"):
         written(Puzzle((3, 7), 5), random.Random(0))
 
