@@ -44,7 +44,8 @@ real-gsm8k:
 	mv $(REAL)-gsm8k.md $(REAL_RESULTS)/gsm8k.md
 	cat $(REAL_RESULTS)/gsm8k.md
 
-# Whole runs over three seeds and the shuffled-reward control: about 25 minutes on 2 cores.
+# Whole runs over three seeds, the shuffled-reward control, and every kernel call for six GPUs: more than an hour on 2
+# cores.
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
 

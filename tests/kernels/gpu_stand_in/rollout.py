@@ -12,7 +12,7 @@ from fastgrpo.kernels.sampling import sample
 FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.05}
 VOCABULARIES = (1000, 2048, 32_768, 151_936, 262_144)
 # Query heads over key heads, as models have them.
-HEADS = ((14, 2), (28, 4), (32, 1), (12, 2), (16, 8), (8, 8), (71, 1))
+HEADS = ((14, 2), (28, 4), (32, 1), (8, 8), (71, 1))
 
 
 def chosen(ordinary, *axes):
