@@ -114,7 +114,7 @@ def test_flags_in_the_text_exist(capsys):
 @every_page
 def test_python_is_python(page):
     for block in blocks(page):
-        ast.parse(block)
+        assert ast.parse(block).body, (page.name, block)  # and not comments alone; a SyntaxError names the line
 
 
 def run_small(block, path, replacements):

@@ -44,6 +44,9 @@ INPUTS = {
         "importance_sampling_mode": "token_truncate",
     },
 }
+# The kernels of a loss over given logits: in place and token by token one kernel computes loss and gradient.
+FUSED = ["_logits_grpo_fwd_kernel", "_scale_rows_kernel"]
+APART = ["_logits_grpo_fwd_kernel", "_policy_loss_fwd_kernel", "_logits_grpo_bwd_kernel"]
 
 
 def crossed(**axes):
@@ -75,7 +78,7 @@ def test_head_of_the_loss(dtype, temperature, bias, softcap, entropy, launches):
 
 @crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=(False, True),
          grad=(False, True))  # fmt: skip
-def test_log_probs(dtype, temperature, bias, softcap, entropy, grad):
+def test_log_probs(dtype, temperature, bias, softcap, entropy, grad, launches):
     hidden, weight, targets, bias = head(DTYPES[dtype], bias)
     with torch.set_grad_enabled(grad):
         out = linear_logprob(
@@ -84,16 +87,19 @@ def test_log_probs(dtype, temperature, bias, softcap, entropy, grad):
         )  # fmt: skip
     if grad:
         sum(part.sum() for part in (out if entropy else (out,))).backward()
+    assert has_descriptors(DTYPES[dtype]) == ("_linear_exp_fwd_kernel" in launches)
 
 
 @crossed(dtype=DTYPES, rows=ROWS, inputs=INPUTS)
-def test_rows_of_the_head(dtype, rows, inputs):
+def test_rows_of_the_head(dtype, rows, inputs, launches):
     hidden, weight, targets, _ = head(DTYPES[dtype])
     out = linear_grpo_loss(
         hidden, weight, targets, torch.randn(N), cu_seqlens=CU_SEQLENS, backend="triton", **rows_for(rows, inputs),
         **INPUTS[inputs],
     )  # fmt: skip
     out.loss.backward()
+    assert has_descriptors(DTYPES[dtype]) == ("_linear_exp_fwd_kernel" in launches)
+    assert launches.count("_policy_loss_fwd_kernel") == 1
 
 
 @crossed(dtype=DTYPES, vocab=(999, 1001, 1008), depth=(128, 136, 100), softcap=(None, 30.0))
@@ -108,27 +114,29 @@ def test_sizes_that_no_block_divides(dtype, vocab, depth, softcap, launches):
 
 
 @crossed(dtype=("bf16", "fp32"), rows=ROWS, inplace=(False, True), inputs=INPUTS, entropy=("without", "bonus"))
-def test_given_logits(dtype, rows, inplace, inputs, entropy):
+def test_given_logits(dtype, rows, inplace, inputs, entropy, launches):
     logits = torch.randn(N, V).to(DTYPES[dtype]).requires_grad_()
     out = logits_grpo_loss(
         logits * 1, torch.randint(V, (N,)), torch.randn(N), cu_seqlens=CU_SEQLENS, inplace=inplace, backend="triton",
         **rows_for(rows, inputs), **INPUTS[inputs], **ENTROPIES[entropy],
     )  # fmt: skip
     out.loss.backward()
+    assert launches == (FUSED if inplace and inputs != "sequence" else APART)
 
 
 @crossed(dtype=("bf16", "fp16", "fp32"), temperature=TEMPERATURES, inplace=(False, True))
-def test_temperatures_of_given_logits(dtype, temperature, inplace):
+def test_temperatures_of_given_logits(dtype, temperature, inplace, launches):
     logits = torch.randn(N, V).to(DTYPES[dtype]).requires_grad_()
     out = logits_grpo_loss(
         logits * 1, torch.randint(V, (N,)), torch.randn(N), temperature=TEMPERATURES[temperature], inplace=inplace,
         backend="triton", **INPUTS["ratio"],
     )  # fmt: skip
     out.loss.backward()
+    assert launches == (FUSED if inplace else APART)
 
 
 @crossed(loss_type=LOSS_TYPES, kl=[kind for kind in KL_KINDS if kind != "full"], corrected=(False, True))
-def test_objectives(loss_type, kl, corrected):
+def test_objectives(loss_type, kl, corrected, launches):
     logps = torch.zeros(N, requires_grad=True)
     out = grpo_loss(
         logps, torch.zeros(N), torch.randn(N), ref_logps=torch.zeros(N), cu_seqlens=CU_SEQLENS, num_items_in_batch=N,
@@ -136,16 +144,18 @@ def test_objectives(loss_type, kl, corrected):
         **NEEDS.get(loss_type, {}),
     )  # fmt: skip
     out.loss.backward()
+    assert launches == ["_policy_loss_fwd_kernel"]
 
 
 @crossed(mode=IMPORTANCE_SAMPLING_MODES, level=("token", "sequence"))
-def test_importance_weights(mode, level):
+def test_importance_weights(mode, level, launches):
     logps = torch.zeros(N, requires_grad=True)
     out = grpo_loss(
         logps, torch.zeros(N), torch.randn(N), sampler_logps=torch.zeros(N), cu_seqlens=CU_SEQLENS,
         importance_sampling_mode=mode, importance_sampling_level=level, backend="triton",
     )  # fmt: skip
     out.loss.backward()
+    assert launches == ["_policy_loss_fwd_kernel"]
 
 
 def has_descriptors(dtype):

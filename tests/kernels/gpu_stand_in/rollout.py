@@ -31,17 +31,21 @@ def chosen(ordinary, *axes):
         VOCABULARIES, (1, 3), (False, True), (False, True), (False, True), (0.0, 0.8, 1.0),
     ),
 )  # fmt: skip
-def test_draw(vocab, rows, top_k, top_p, min_p, temperature):
+def test_draw(vocab, rows, top_k, top_p, min_p, temperature, launches):
     on = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     filters = {name: value for name, value in FILTERS.items() if on[name]}
     sample(torch.randn(rows, vocab), torch.rand(rows), temperature=temperature, **filters)
+    assert launches[-1] == "_draw_kernel"
+    assert ("_sweep_kernel" in launches) == (
+        temperature > 0 and (top_k or top_p)
+    )  # the search for the least kept logit
 
 
 @pytest.mark.parametrize(
     ("dtype", "heads", "group", "depth"),
     chosen(((torch.bfloat16,), HEADS[:3], (1, 16), None), launch.DTYPES, HEADS, (1, 8, 16), (64, 80, 128, 192, 256)),
 )
-def test_decode(dtype, heads, group, depth):
+def test_decode(dtype, heads, group, depth, launches):
     prompts, (heads, key_heads) = 2, heads
     lanes = prompts * group
     own, prompt = (torch.zeros(n, key_heads, length, depth, dtype=dtype) for n, length in ((lanes, 64), (prompts, 256)))
@@ -50,3 +54,8 @@ def test_decode(dtype, heads, group, depth):
         prompt, torch.full((prompts,), 90, dtype=torch.int32),
         torch.arange(lanes, dtype=torch.int32).view(prompts, group), scale=depth**-0.5,
     )  # fmt: skip
+    assert launches == [
+        "_partial_fwd_kernel",
+        "_partial_fwd_kernel",
+        "_merge_fwd_kernel",
+    ]  # own keys, then the prompt's
