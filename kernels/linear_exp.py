@@ -39,19 +39,23 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
-                  inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr):  # fmt: skip
+def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
+                  inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
     """Turn a tile of products into (what is stored, sum_v E, sum_v E x2); the sums leave the target's column out."""
+    first = block_n * BLOCK_N
     row_ok = rows < n_rows
     y = acc
     if bias_ptr is not None:
+        cols = first + tl.arange(0, BLOCK_N)  # made again below, where keeping it would cost registers
         y += tl.load(bias_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32)[None, :]
     if cap is not None:
         bent = tanh(y * (1.0 / cap))
         y = bent * cap
+    scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
     anchor = tl.load(anchor_ptr + rows, mask=row_ok, other=0.0)
-    # The difference comes before the scale, so that near the anchor the exponent keeps its relative precision.
-    x2 = (y - anchor[:, None]) * row_scale(inv_t, inv_t_ptr, rows, n_rows)[:, None]
+    # One multiply-add an element. The product of anchor and scale is rounded, which moves x2 of a row by half a unit in
+    # the last place of the anchor: as much as rounding the logit to fp32 does.
+    x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
     e = tl.exp2(x2)
     stored = e
     if mix_ptr is not None:
@@ -63,16 +67,26 @@ def _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_
     total = tl.zeros_like(anchor)
     entropy = tl.zeros_like(anchor)
     if SUM or patch_ptr is not None:
-        target = tl.load(target_ptr + rows, mask=row_ok, other=0).to(tl.int32)
-        is_target = cols[None, :] == target[:, None]
-        if patch_ptr is not None:
-            stored = tl.where(is_target, tl.load(patch_ptr + rows, mask=row_ok, other=0.0)[:, None], stored)
-        if SUM:
-            # Columns past V are zeros that the load filled in; they must not count as logits of 0.
-            others = tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0)
-            total = tl.sum(others, axis=1)
-            if ENTROPY:
-                entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
+        target = tl.load(target_ptr + rows, mask=row_ok, other=-1).to(tl.int32)
+        # Few tiles hold a target or end past V, and the others need no masks. With a bias or an entropy, two ways to
+        # the sums would need more registers than there are.
+        plain = False
+        if bias_ptr is None and not ENTROPY:
+            ends = first + BLOCK_N
+            plain = (tl.max(((target >= first) & (target < ends)).to(tl.int32)) == 0) & (ends <= vocab)
+        if plain:
+            total = tl.sum(e, axis=1)
+        else:
+            cols = first + tl.arange(0, BLOCK_N)
+            is_target = cols[None, :] == target[:, None]
+            if patch_ptr is not None:
+                stored = tl.where(is_target, tl.load(patch_ptr + rows, mask=row_ok, other=0.0)[:, None], stored)
+            if SUM:
+                # Columns past V are zeros that the load filled in; they must not count as logits of 0.
+                others = tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0)
+                total = tl.sum(others, axis=1)
+                if ENTROPY:
+                    entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
     return stored, total, entropy
 
 
@@ -92,10 +106,9 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
             w = w_desc.load([block_n * BLOCK_N, start])
             acc = tl.dot(h, w.T, acc)
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        e, total, entropy = _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
+        e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                                           bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
-                                          entropy_ptr is not None)  # fmt: skip
+                                          entropy_ptr is not None, BLOCK_N)  # fmt: skip
         if e_desc is not None:
             e_desc.store([block_m * BLOCK_M, block_n * BLOCK_N], e.to(e_desc.dtype))
         _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows)
@@ -119,9 +132,9 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
                    depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-    e, total, entropy = _exp_epilogue(acc, rows, cols, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
-                                      bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
-                                      entropy_ptr is not None)  # fmt: skip
+    e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
+                                      bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None, entropy_ptr is not None,
+                                      BLOCK_N)  # fmt: skip
     if e_ptr is not None:
         e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride + cols[None, :]
         tl.store(e_ptrs, e.to(e_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & (cols < vocab)[None, :])
