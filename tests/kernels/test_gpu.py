@@ -228,15 +228,17 @@ def test_autocast():
 def test_the_anchor_is_bit_equal_to_the_product(shape):
     """The anchor must be rounded as the main product rounds, or log-probs err one-sidedly by up to 1e-4.
 
-    At a temperature of 1e-9 any difference of one bit sends exp((y - c) / T) away from the 1 that equal bits give.
+    At this temperature log2(e) / T is 2^30 in fp32, so that x2 = (y - c) 2^30 is exact, and any difference of one bit
+    sends exp2(x2) away from the 1 that equal bits give.
     """
     from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
     from fastgrpo.kernels.linear_logprob import empty_exps
     from fastgrpo.kernels.tiles import Head as HeadArguments
 
     n, d, v = min(shape[0], 8192), *shape[1:]
+    temperature = 1 / torch.tensor(2.0**30 * math.log(2), dtype=torch.float32).item()
     head = random_head(n, d, v, torch.bfloat16, scale=4.0, device="cuda")
-    given = HeadArguments(head.hidden, head.weight, None, head.targets, 1e-9, None, None).checked()
+    given = HeadArguments(head.hidden, head.weight, None, head.targets, temperature, None, None).checked()
     exps = empty_exps(n, v, head.weight)
     linear_exp_fwd(given, anchor_fwd(given), exps)
     different = (exps.gather(1, head.targets[:, None]) != 1).sum().item()
