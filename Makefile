@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs test-slow soak bench bench-gpu bench-gpu-engine lint clean
+.PHONY: train stages test real real-gsm8k docs test-slow machine-code soak bench bench-gpu bench-gpu-engine lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -48,6 +48,10 @@ real-gsm8k:
 # cores.
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The table of what every kernel costs in machine code on five kinds of GPU; tests compare with it.
+machine-code: $(VENV)/.installed
+	FASTGRPO_WRITE_MACHINE_CODE=1 $(BIN)/python -m pytest -m "" tests/kernels/test_aot.py $(ARGS)
 
 # 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
 soak: $(VENV)/.installed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fastgrpo.kernels import chunked
+from fastgrpo.kernels.policy_rows import cut
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss.checks import HAS_TRITON, cast_for_autocast, check_head, choose_backend
 from fastgrpo.loss.rows import per_token
@@ -18,6 +19,7 @@ from fastgrpo.loss.values import check_targets, check_temperature, check_tempera
 
 if HAS_TRITON:
     from fastgrpo.kernels import linear_logprob as triton_logprob
+    from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -57,7 +59,7 @@ def linear_logprob(
     check_head(hidden, weight, bias, logit_softcap, targets)
     check_temperature(temperature, targets)
     hidden, weight = cast_for_autocast(backend, hidden, weight)
-    backend = choose_backend(backend, hidden=hidden, weight=weight)
+    asked, backend = backend, choose_backend(backend, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     flat = targets.reshape(-1).long()
     check_targets(flat, vocabulary.total)
@@ -65,16 +67,45 @@ def linear_logprob(
     temperature = per_token(temperature, "temperature", targets.shape)
     if isinstance(temperature, torch.Tensor):
         check_temperatures(temperature)
-    if backend == "triton":
-        located, group = vocabulary.located(flat, len(weight))
-        logps, entropy = triton_logprob.linear_logprob(
-            hidden, weight, located, bias=bias, temperature=temperature, softcap=logit_softcap,
+
+    def fused(states, weight, bias, part=slice(None)):
+        located, group = vocabulary.located(flat[part], len(weight))
+        return triton_logprob.linear_logprob(
+            states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
             return_entropy=return_entropy, group=group,
         )  # fmt: skip
-    else:
-        logps, entropy = chunked.LinearLogprob.apply(
-            hidden, weight, bias, flat, temperature, chunked.chunk_rows(vocabulary.largest), return_entropy, vocabulary,
-            logit_softcap,
+
+    def plain(states, weight, bias, part=slice(None)):
+        return chunked.LinearLogprob.apply(
+            states, weight, bias, flat[part], cut(temperature, part), chunked.chunk_rows(vocabulary.largest),
+            return_entropy, vocabulary, logit_softcap,
         )  # fmt: skip
+
+    # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
+    if backend == "triton" and process_group is None and not torch.compiler.is_compiling():
+        variant = (
+            str(hidden.dtype), hidden.requires_grad, hidden.data_ptr() % 16 == 0, weight.shape, bias is None,
+            logit_softcap is None, isinstance(temperature, torch.Tensor), return_entropy,
+        )  # fmt: skip
+
+        def compare():
+            part, sample = slice(0, self_check.ROWS), hidden[: self_check.ROWS].detach()
+            ways = (_summed(way, weight, bias, part) for way in (fused, plain))
+            return self_check.difference(*ways, sample, hidden.requires_grad)
+
+        if not self_check.trusted("linear_logprob", hidden.device, variant, compare, asked == "triton"):
+            backend = "chunked"
+    logps, entropy = (fused if backend == "triton" else plain)(hidden, weight, bias)
     logps = logps.view(targets.shape)
     return (logps, entropy.view(targets.shape)) if return_entropy else logps
+
+
+def _summed(way, weight, bias, part):
+    """Return a function of the states of some rows: the sum of log-probs and entropies, and both by name."""
+    frozen = weight.detach(), None if bias is None else bias.detach()
+
+    def run(states):
+        logps, entropy = way(states, *frozen, part)
+        return logps.sum() + (0 if entropy is None else entropy.sum()), {"logps": logps, "entropy": entropy}
+
+    return run

@@ -23,6 +23,7 @@ and `cu_seqlens` [S+1], the row where each sequence starts and the end of the la
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,7 @@ from fastgrpo.loss.values import check_targets, check_tensor
 
 if HAS_TRITON:
     from fastgrpo.kernels import linear_grpo, logits_grpo, policy_loss
+    from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -122,25 +124,51 @@ def linear_grpo_loss(
         objective, hidden, weight, ref_logps, ref_hidden, ref_weight, ref_bias, process_group
     )  # fmt: skip
     hidden, weight = cast_for_autocast("chunked" if objective.full_kl else backend, hidden, weight)
-    backend = choose_backend(backend, objective.full_kl, hidden=hidden, weight=weight)
+    asked, backend = backend, choose_backend(backend, objective.full_kl, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature)  # fmt: skip
     kept = keep_rows(inputs, objective, compacts(compact, backend, targets), compute_dtype(hidden))
     check_targets(kept.targets, vocabulary.total, kept.index)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if backend == "triton":
+
+    def fused(states, kept, weight, bias):
         located, group = vocabulary.located(kept.targets, len(weight))
-        loss, outputs = linear_grpo.linear_grpo_loss(
-            flat, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
+        return linear_grpo.linear_grpo_loss(
+            states, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
             softcap=logit_softcap, group=group,
         )  # fmt: skip
-    else:
-        loss, outputs = chunked.LinearGRPO.apply(
-            flat, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needed(hidden, weight, bias),
+
+    def plain(states, kept, weight, bias):
+        return chunked.LinearGRPO.apply(
+            states, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needed(states, weight, bias),
             return_entropy, vocabulary, logit_softcap, reference,
         )  # fmt: skip
+
+    # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
+    if backend == "triton" and process_group is None:
+        head = {"weight": weight.detach(), "bias": None if bias is None else bias.detach()}
+        ways = partial(fused, **head), partial(plain, **head)
+        options = return_entropy, weight.shape, bias is None, logit_softcap is None
+        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options):
+            backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(hidden))
+    loss, outputs = (fused if backend == "triton" else plain)(flat, kept, weight, bias)
     return loss_output(loss, outputs, kept, targets)
+
+
+def _trusts(name, ways, states, kept, objective, asked, options=()):
+    """Whether the self-check trusts the kernel of a loss; `options` tell apart what its other arguments compile to."""
+    if torch.compiler.is_compiling():
+        return True
+    knobs = (knob if isinstance(knob, (str, bool)) else knob is None for knob in policy_loss.kernel_knobs(objective))
+    given = (kept.lengths, kept.entropy_weights, kept.old_logps, kept.ref_logps, kept.sampler_logps)
+    variant = (
+        str(states.dtype), states.requires_grad, states.data_ptr() % 16 == 0, *knobs,
+        isinstance(kept.temperature, torch.Tensor), *(value is None for value in given), *options,
+    )  # fmt: skip
+    return self_check.trusted(
+        name, states.device, variant, lambda: self_check.losses_differ(*ways, states, kept), asked == "triton"
+    )
 
 
 def logits_grpo_loss(
@@ -187,7 +215,7 @@ def logits_grpo_loss(
         ValueError: As `linear_grpo_loss`, and for kl="full", which needs the reference's hidden states and head.
     """
     check_tensor(logits, "logits", "floating point")
-    backend = choose_backend(backend, logits=logits)
+    asked, backend = backend, choose_backend(backend, logits=logits)
     objective = Objective.of(objective, knobs)
     refuse_full_kl(objective, "logits")
     check_token_ids(targets, logits, "logits")
@@ -199,14 +227,21 @@ def logits_grpo_loss(
     vocab_size = logits.shape[-1]
     check_targets(kept.targets, vocab_size, kept.index)
     flat = logits.reshape(-1, vocab_size)
-    if backend == "triton":
-        loss, outputs = logits_grpo.logits_grpo_loss(
-            flat, kept, objective, return_entropy=return_entropy, inplace=inplace
+
+    def fused(states, kept):
+        return logits_grpo.logits_grpo_loss(states, kept, objective, return_entropy=return_entropy, inplace=inplace)
+
+    def plain(states, kept):
+        return chunked_logits.LogitsGRPO.apply(
+            states, kept, objective, chunked.chunk_rows(vocab_size), return_entropy, inplace
         )
-    else:
-        loss, outputs = chunked_logits.LogitsGRPO.apply(
-            flat, kept, objective, chunked.chunk_rows(vocab_size), return_entropy, inplace
-        )
+
+    options = return_entropy, inplace, vocab_size, kept.index is None
+    if backend == "triton" and not _trusts(
+        "logits_grpo_loss", (fused, plain), flat, kept, objective, asked, options
+    ):  # fmt: skip
+        backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(logits))
+    loss, outputs = (fused if backend == "triton" else plain)(flat, kept)
     return loss_output(loss, outputs, kept, targets)
 
 
@@ -243,7 +278,7 @@ def grpo_loss(
             reference's hidden states and head.
     """
     check_tensor(logps, "logps", "floating point")
-    backend = choose_backend(backend, logps=logps)
+    asked, backend = backend, choose_backend(backend, logps=logps)
     objective = Objective.of(objective, knobs)
     refuse_full_kl(objective, "log-probs")
     if objective.entropy_coef != 0:
@@ -258,6 +293,14 @@ def grpo_loss(
     flat = flat if kept.index is None else flat[kept.index]
     if kept.active is not None:
         flat = torch.where(kept.active, flat, 0)
-    fwd = (policy_loss if backend == "triton" else objectives).policy_loss_fwd
-    loss, outputs = objectives.PolicyLoss.apply(flat, kept, objective, fwd)
+
+    def fused(states, kept):
+        return objectives.PolicyLoss.apply(states, kept, objective, policy_loss.policy_loss_fwd)
+
+    def plain(states, kept):
+        return objectives.PolicyLoss.apply(states, kept, objective, objectives.policy_loss_fwd)
+
+    if backend == "triton" and not _trusts("grpo_loss", (fused, plain), flat, kept, objective, asked):
+        backend = "chunked"
+    loss, outputs = (fused if backend == "triton" else plain)(flat, kept)
     return loss_output(loss, outputs, kept, logps)

@@ -12,6 +12,7 @@ sm_90 and sm_100 in its base form and in the one with every option. Marked slow 
 multiple of the block, and options one at a time where the form with all of them needs more registers and the same code.
 """
 
+import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ triton = pytest.importorskip("triton")
 
 import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
+from machine_code import TABLE, Budget, budgets, measure, write_budgets  # noqa: E402
 
 from fastgrpo.kernels import (  # noqa: E402
     group_decode,
@@ -55,9 +57,45 @@ def over(function, *axes):
         case = function(*values)
         if case is not None:
             name = "-".join(NAMES.get(value, str(value)) for value in values)
+            case.name = f"{function.__name__}-{name}"
             marks = [pytest.mark.slow] if case.slow or case.capability in RARE else []
             cases.append(pytest.param(case, id=name, marks=marks))
     return pytest.mark.parametrize("case", cases)
+
+
+LISTING = """
+        /*0000*/                   MOV R1, R2 ;
+        /*0010*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24 ;
+        /*0020*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR12], R24 ;
+        /*0030*/               @P0 BRA 0x10 ;
+        /*0040*/                   FADD R24, R24, R25 ;
+        /*0050*/               @P1 BRA 0x80 ;
+        /*0060*/                   FSEL R24, R24, RZ, P2 ;
+        /*0070*/                   FSEL R25, R25, RZ, P2 ;
+        /*0080*/                   UTMASTG.2D [UR12], [UR8] ;
+        /*0090*/              @!P3 BRA 0x0 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   NOP ;
+"""
+
+
+def test_ways_through_machine_code():
+    """A loop of 3; beyond it add, branch over two selects, store, branch back, and the move before the loop."""
+    assert measure(8, 0, 64, LISTING) == Budget(8, 0, 64, 11, loop=3, epilogue=5, matrix=2)
+    once = LISTING.replace("@!P3 BRA 0x0 ;", "     NOP ;")
+    assert measure(8, 0, 64, once) == Budget(8, 0, 64, 10, loop=3, epilogue=6, matrix=2)
+    far = Budget(9, 0, 64, 11, 3, None, 2).far_from(Budget(8, 0, 64, 11, 3, 6, 2))
+    assert far == "registers 8 -> 9, epilogue 6 -> None"
+
+
+def test_the_epilogue_of_the_head_is_short():
+    """At most 800 instructions a warp and tile of 128 x 256 logits, 128 of them exponentials, beside 4 products a step.
+
+    Each costs 2 cycles of the 18,000 that the products of a tile take at D = 896 (benchmarks/predictions.py).
+    """
+    table = json.loads(TABLE.read_text())["budgets"]
+    assert table["descriptor-90-base-stored"]["epilogue"] <= 800 and table["descriptor-90-base-stored"]["matrix"] == 4
+    assert not [name for name, budget in table.items() if budget["stack"]]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +104,11 @@ def compiled(request):
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     cases = [item.callspec.params["case"] for item in items if "case" in item.callspec.params]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {case: pool.submit(case.compile) for case in cases}
+        results = {case: pool.submit(case.compile) for case in cases}
+        if os.environ.get("FASTGRPO_WRITE_MACHINE_CODE"):
+            write_budgets({case.name: measure(*result.result()) for case, result in results.items()})
+            budgets.cache_clear()
+        yield results
         pool.shutdown(cancel_futures=True)
 
 

@@ -24,7 +24,7 @@ RUNS = {
     "linear_grpo": (["linear_grpo.py"], 81, 0),
     "linear_logprob": (["linear_logprob.py", "launch.py"], 109, 0),
     "rollout": (["sampling.py", "group_decode.py"], 120, 39),
-    "losses": (["losses.py", "logits_grpo.py", "policy_loss.py"], 84, 6),
+    "losses": (["losses.py", "logits_grpo.py", "policy_loss.py", "self_check.py"], 95, 6),
     "vocab_parallel": (["vocab_parallel.py"], 1, 0),
 }
 

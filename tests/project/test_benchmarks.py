@@ -284,3 +284,16 @@ def test_bench_step(small):
     assert ours["variant"] == "fastgrpo" and trl["variant"] == "trl"
     assert {"rollout", "reward", "reference", "forward", "loss", "backward"} < set(ours["stages_ms"])
     assert ("missing" in trl) == (not info["bars"])
+
+
+def test_the_page_shows_the_predictions():
+    from benchmarks import predictions
+
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = page.partition("<!-- predictions -->\n")[2].partition("<!-- /predictions -->")[0]
+    assert shown == predictions.table() + "\n", (
+        "python -m benchmarks.predictions prints the table for docs/benchmarks.md"
+    )
+    for shape in predictions.SHAPES[:3]:
+        head, forward = predictions.predicted(shape.d)
+        assert head < shape.step_bar and forward < shape.forward_bar

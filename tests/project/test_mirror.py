@@ -38,6 +38,10 @@ TOGETHER = {
         ["kernels/policy_loss.py", "kernels/products.py"],
     ),
     "tests/kernels/interpreted/engine*.py": ("the engine on the rollout's kernels", ["fastgrpo/rollout/engine.py"]),
+    "tests/kernels/interpreted/self_check.py": (
+        "the check of a kernel's first use, on the kernels of the losses",
+        ["fastgrpo/loss/self_check.py"],
+    ),
     "tests/kernels/interpreted/vocab_parallel.py": (
         "a head whose vocabulary is sharded over processes goes through all kernels of the head",
         ["kernels/softmax.py"],

@@ -1,0 +1,150 @@
+"""The self-check of fastgrpo/loss/self_check.py with real kernels: right ones pass, planted errors are caught.
+
+A call that asks for no backend by name takes the kernels here, as it does on a GPU. Run by test_interpreted.py, in a
+process with TRITON_INTERPRET=1.
+"""
+
+import logging
+
+import pytest
+import torch
+from loss_runs import OBJECTIVES, V, device_only_mask, run, same
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastgrpo.loss.checks
+from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
+from fastgrpo.kernels import linear_exp, logits_rows, policy_loss
+from fastgrpo.kernels import linear_logprob as kernels
+from fastgrpo.loss import self_check
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(fastgrpo.loss.checks, "_fits", lambda tensor: True)
+    monkeypatch.setattr(self_check, "_verdicts", {})
+    monkeypatch.setenv(self_check.VARIABLE, "1")
+
+
+def call(name, batch, monkeypatch=None):
+    """Return the function, its tensors and its keyword arguments."""
+    hidden, weight, kwargs = batch
+    if name == "linear_grpo_loss":
+        return linear_grpo_loss, (hidden, weight), kwargs
+    logits = hidden @ weight.T
+    if name == "logits_grpo_loss":
+        return logits_grpo_loss, (logits,), {**kwargs, "inplace": True}
+    logps = torch.log_softmax(logits, -1).gather(1, kwargs["targets"][:, None])[:, 0]
+    return grpo_loss, (logps,), {name: value for name, value in kwargs.items() if name != "targets"}
+
+
+NAMES = ("linear_grpo_loss", "logits_grpo_loss", "grpo_loss")
+
+
+PATHS = [(name, "anchored") for name in OBJECTIVES] + [("bonus", "recompute")]
+
+
+@pytest.mark.parametrize(("objective", "path"), PATHS)
+def test_right_kernels_pass(objective, path, batch, monkeypatch):
+    monkeypatch.setitem(kernels.PATHS, torch.float32, path)
+    device_only_mask(monkeypatch)
+    for name in NAMES:
+        function, tensors, kwargs = call(name, batch)
+        if name == "grpo_loss" and objective == "bonus":
+            continue  # it has no entropy
+        run(function, tensors, {**kwargs, **OBJECTIVES[objective]}, "auto")
+    assert set(self_check._verdicts.values()) == {True}
+    assert {kernel for kernel, *_ in self_check._verdicts} >= {"linear_grpo_loss", "logits_grpo_loss"}
+
+
+def spoil(monkeypatch, name):
+    """Plant an error in the kernels of a loss: values that are off by 1%, or sums without one vocabulary tile."""
+    if name == "linear_grpo_loss":
+        original = linear_exp.linear_exp_fwd
+
+        def lacks_a_tile(*args, **kwargs):
+            sums = original(*args, **kwargs)
+            if sums[0] is not None:
+                sums[0][1] = 0
+            return sums
+
+        monkeypatch.setattr(kernels, "linear_exp_fwd", lacks_a_tile)
+        monkeypatch.setitem(kernels.PATHS, torch.float32, "anchored")
+    elif name == "logits_grpo_loss":
+        original = logits_rows._logits_grpo_fwd_kernel
+        monkeypatch.setattr(logits_rows, "_logits_grpo_fwd_kernel", Refusing(original))
+    else:
+        original = policy_loss.policy_loss_fwd
+
+        def off(logps, rows, objective):
+            loss, g, metrics = original(logps, rows, objective)
+            return loss, g * 1.02, metrics
+
+        monkeypatch.setattr(policy_loss, "policy_loss_fwd", off)
+
+
+class Refusing:
+    """A kernel whose launch fails as one does that wants more shared memory than the GPU has."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            raise RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448")
+
+        return launch
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_planted_error_is_caught_and_worked_around(name, batch, monkeypatch, caplog):
+    function, tensors, kwargs = call(name, batch)
+    expected = run(function, tensors, kwargs, "chunked")
+    spoil(monkeypatch, name)
+    device_only_mask(monkeypatch)
+    with caplog.at_level(logging.WARNING, "fastgrpo"):
+        same(run(function, tensors, kwargs, "auto"), expected)
+        same(run(function, tensors, kwargs, "auto"), expected)
+    assert [f"the kernel of {name} failed its check" in record.getMessage() for record in caplog.records] == [True]
+    with pytest.raises(RuntimeError, match="failed its check"):
+        self_check._verdicts.clear()
+        run(function, tensors, kwargs, "triton")
+
+
+def test_log_probs(batch, monkeypatch, caplog):
+    hidden, weight, kwargs = batch
+    expected = linear_logprob(hidden, weight, kwargs["targets"], backend="chunked")
+    for entropy in (False, True):
+        linear_logprob(hidden.clone().requires_grad_(), weight, kwargs["targets"], return_entropy=entropy)
+    assert list(self_check._verdicts.values()) == [True, True]
+    self_check._verdicts.clear()
+    spoil(monkeypatch, "linear_grpo_loss")
+    with caplog.at_level(logging.WARNING, "fastgrpo"):
+        ours = linear_logprob(hidden, weight, kwargs["targets"])
+    assert torch.equal(ours, expected) and "the kernel of linear_logprob failed" in caplog.records[0].getMessage()
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that run, each of which is a launch or a few on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_check_costs_a_few_calls(batch):
+    """A run of 200 steps has at least 200 calls of each variant, so 1% of it is two calls' worth of the whole step.
+
+    A step is more than its head: the layers of the smallest model launch several times as much. Here the check of a
+    variant is held to the operators of 10 calls of the head alone.
+    """
+    function, tensors, kwargs = call("linear_grpo_loss", batch)
+    with Counting() as first:
+        run(function, tensors, kwargs, "auto")
+    with Counting() as second:
+        run(function, tensors, kwargs, "auto")
+    assert V < 8192  # one block of the weight in the plain path
+    assert second.count < first.count < 11 * second.count

@@ -1,0 +1,143 @@
+"""The check of a kernel's first use, with functions in place of kernels; tests/kernels/interpreted/ has the kernels."""
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.loss import self_check
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(self_check, "_verdicts", {})
+    monkeypatch.setenv(self_check.VARIABLE, "1")
+
+
+def wrong():
+    return "log-probs differ"
+
+
+def broken():
+    raise TypeError("no such instruction\nand a long listing")
+
+
+def test_a_variant_is_tried_once(monkeypatch):
+    tried = []
+    for variant in (("bf16", True), ("bf16", False), ("bf16", True)):
+        assert self_check.trusted("head", CPU, variant, lambda: tried.append(0))
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize(
+    ("compare", "reason"), ((wrong, "log-probs differ"), (broken, "TypeError: no such instruction."))
+)
+def test_a_failure_warns_once_and_stands(compare, reason, caplog):
+    with caplog.at_level(logging.WARNING, "fastgrpo"):
+        assert not any(self_check.trusted("head", CPU, ("bf16",), compare) for _ in range(3))
+    (record,) = caplog.records
+    message = record.getMessage()
+    for part in ("the kernel of head", "('bf16',)", reason, f"torch {torch.__version__}", "doctor --check"):
+        assert part in message
+    assert self_check.trusted("head", CPU, ("fp16",), lambda: None)  # another variant has its own verdict
+
+
+@pytest.mark.parametrize("compare", (wrong, broken))
+def test_what_was_asked_for_by_name_is_an_error(compare):
+    with pytest.raises(RuntimeError, match=r'failed its check.*backend="auto"'):
+        self_check.trusted("head", CPU, (), compare, asked=True)
+
+
+def test_the_variable(monkeypatch):
+    monkeypatch.setenv(self_check.VARIABLE, "0")
+    assert self_check.trusted("head", CPU, (), broken)
+    monkeypatch.setenv(self_check.VARIABLE, "raise")
+    with pytest.raises(RuntimeError, match="log-probs differ"):
+        self_check.trusted("head", CPU, (), wrong)
+    monkeypatch.delenv(self_check.VARIABLE)
+    assert self_check.trusted("head", CPU, (), broken)  # a CPU is not checked unless it is asked to
+    monkeypatch.setenv(self_check.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="FASTGRPO_SELF_CHECK must be 0, 1 or raise, got 'yes'"):
+        self_check.trusted("head", CPU, (), wrong)
+
+
+def test_a_full_gpu_and_a_broken_context_are_no_verdict():
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def poisoned():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        self_check.trusted("head", CPU, (), full)
+    with pytest.raises(RuntimeError, match="doctor --check"):
+        self_check.trusted("head", CPU, (), poisoned)
+    assert not self_check._verdicts
+
+
+def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
+    """Return a way to a loss: log-probs of a fixed head, with a planted error in their gradient or their values."""
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+
+    def way(states):
+        logps = torch.log_softmax(states @ weight.T, -1)[:, 3]
+        off = torch.zeros(len(states))
+        off[rows] = shift
+        return (logps * 1e-6).sum() * scale, {"logps": logps.detach() + off, "entropy": None}
+
+    return way
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    (
+        (head(), None),
+        (head(scale=1.009), None),
+        (head(scale=1.02), "gradients differ by 0.0"),
+        (head(scale=0.0), "gradients differ by 0.99"),
+        (head(shift=4e-4, rows=slice(0, 200)), None),
+        (head(shift=0.01, rows=slice(7, 9)), None),  # one row of a hundred may differ
+        (head(shift=0.01, rows=slice(7, 10)), "logps differ in 3 of 200 rows"),
+        (head(shift=float("nan"), rows=slice(0, 64)), "logps differ in 64 of 200 rows"),
+        (head(scale=float("nan")), "gradients differ by inf of their norm"),
+    ),
+)  # fmt: skip
+def test_difference(other, problem):
+    states = torch.randn(200, 16)
+    found = self_check.difference(other, head(), states)
+    assert found is None if problem is None else problem in found
+
+
+def test_rows_that_are_nan_on_both_paths_prove_nothing():
+    states = torch.randn(200, 16)
+    states[:50] = float("nan")
+    assert self_check.difference(head(), head(), states) is None
+    assert "gradients" in self_check.difference(head(scale=1.02), head(), states)
+
+
+def rows(m, **fields):
+    empty = dict.fromkeys(PolicyRows._fields)
+    plain = {"targets": torch.arange(m), "temperature": 1.0, "advantages": torch.ones(m), "weights": torch.ones(m)}
+    return PolicyRows(**{**empty, **plain, **fields})
+
+
+def test_a_sample_is_the_first_kept_rows():
+    states, index = torch.randn(1000, 4), torch.arange(0, 1000, 2)
+    sample, kept = self_check.sample_of(states, rows(500, index=index))
+    assert torch.equal(sample, states[index[:256]]) and kept.index is None and len(kept.targets) == 256
+    active = torch.arange(500) % 3 > 0
+    sample, kept = self_check.sample_of(states, rows(500, index=index, active=active))
+    assert torch.equal(sample, states[index[:256]] * active[:256, None]) and kept.active is None
+
+
+def test_a_sample_holds_whole_sequences_where_the_objective_looks_at_them():
+    lengths = (100, 100, 300, 20)
+    given = rows(520, lengths=torch.tensor(lengths), host_lengths=lengths)
+    sample, kept = self_check.sample_of(torch.randn(520, 4), given)
+    assert len(sample) == len(kept.targets) == 500
+    assert kept.lengths.tolist() == [100, 100, 300] and kept.host_lengths == (100, 100, 300)

@@ -1,0 +1,126 @@
+"""What the machine code of a kernel costs: registers, memory, and instructions along the ways that a warp takes.
+
+The ways are shortest paths through the control flow of the disassembly. The inner loop is the shortest circle through
+the last matrix instruction. The epilogue is the shortest way from there to the first store and on: back to the loop
+where a program computes several tiles, and else to the end. So a branch that few tiles take does not count.
+
+`make machine-code` measures every compilation of tests/kernels/test_aot.py and writes the table TABLE anew.
+"""
+
+import json
+import re
+from collections import deque
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import triton
+from paths import ROOT
+
+TABLE = ROOT / "benchmarks" / "results" / "machine_code.json"
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.M)
+MATRIX = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
+STORE = re.compile(r"\b(STG|UTMASTG|ST)\b")
+BRANCH = re.compile(r"\bBRA\b.*?(0x[0-9a-f]+)")
+ALWAYS = re.compile(r"^(BRA(\.\w+)* 0x|EXIT)")  # with no condition
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one compilation costs.
+
+    Attributes:
+        registers: Registers of a thread.
+        stack: Bytes of stack of a thread.
+        shared: Bytes of shared memory of a program.
+        instructions: All instructions.
+        loop: Instructions of a warp in one turn of the loop of products, or None without one.
+        epilogue: Instructions of a warp between the last product of a tile and the first of the next, or None.
+        matrix: Matrix instructions of a warp in one turn of the loop, or None.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    instructions: int
+    loop: int | None
+    epilogue: int | None
+    matrix: int | None
+
+    def far_from(self, other, share=0.05):
+        """Return a text that names the numbers which differ by more than this share, or None."""
+        mine, theirs = asdict(self), asdict(other)
+        far = [
+            f"{name} {theirs[name]} -> {mine[name]}"
+            for name in mine
+            if (mine[name] is None) != (theirs[name] is None)
+            or abs((mine[name] or 0) - (theirs[name] or 0)) > share * (theirs[name] or 0)
+        ]
+        return ", ".join(far) or None
+
+
+@cache
+def budgets():
+    """Return the committed Budgets by the name of the compilation; empty under another Triton than they are of."""
+    table = json.loads(TABLE.read_text())
+    rows = table["budgets"] if table["triton"] == triton.__version__ else {}
+    return {name: Budget(**row) for name, row in rows.items()}
+
+
+def write_budgets(found):
+    """Write a dict of Budgets by name as the committed table, a line each."""
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(found[name]))}" for name in sorted(found))
+    TABLE.write_text(f'{{"triton": "{triton.__version__}", "budgets": {{\n{rows}\n}}}}\n')
+
+
+def measure(registers, stack, shared, disassembly):
+    """Return the Budget of a kernel from its resource usage and its disassembly by cuobjdump."""
+    code = [(int(address, 16), text) for address, text in INSTRUCTION.findall(disassembly)]
+    count = sum(text != "NOP" for _, text in code)
+    return Budget(registers, stack, shared, count, *_ways(code))
+
+
+def _ways(code):
+    """Return (loop, epilogue, matrix) of a list of (address, instruction)."""
+    products = [i for i, (_, text) in enumerate(code) if MATRIX.search(text)]
+    if not products:
+        return None, None, None
+    after, last = _successors(code), products[-1]
+    steps, before = _search(after, last)
+    loop, matrix = steps.get(last), len(products)
+    if loop:
+        matrix, i = 1, before[last]
+        while i != last:
+            matrix, i = matrix + (i in products), before[i]
+    stores = [i for i in steps if STORE.search(code[i][1])]
+    if not stores:
+        return loop, None, matrix
+    store = min(stores, key=steps.get)
+    rest, _ = _search(after, store)
+    if last in rest and loop:
+        return loop, steps[store] + rest[last] - loop, matrix
+    return loop, steps[store] + min(rest[i] for i in rest if code[i][1].startswith("EXIT")), matrix
+
+
+def _successors(code):
+    """Return the list of the next instructions of each instruction, by number."""
+    number, after = {address: i for i, (address, _) in enumerate(code)}, []
+    for i, (_, text) in enumerate(code):
+        branch, to = BRANCH.search(text), []
+        if branch:
+            to.append(number[int(branch[1], 16)])
+        if not ALWAYS.match(text) and i + 1 < len(code):
+            to.append(i + 1)
+        after.append(to)
+    return after
+
+
+def _search(after, start):
+    """Return the least steps from the start to each instruction that can follow it, and the one before it there."""
+    steps, before, queue = {}, {}, deque([start])
+    while queue:
+        i = queue.popleft()
+        for j in after[i]:
+            if j not in steps:
+                steps[j], before[j] = (1 if i == start else steps[i] + 1), i
+                queue.append(j)
+    return steps, before
