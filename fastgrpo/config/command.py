@@ -23,7 +23,10 @@ from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
 
 PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
-LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
+FLAGS = {"flash_attn": " --no-build-isolation"}  # of pip: its build imports torch
+LIBRARIES = (  # of fastgrpo[train]
+    "transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib", "liger_kernel"
+)  # fmt: skip
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
 Record = TypeVar("Record")
@@ -147,13 +150,13 @@ def pip_line(module: str) -> str:
     """Return the command that installs the package of a module.
 
     Args:
-        module: The name that an import asked for.
+        module: The name that an import asked for. A hyphen counts as an underscore.
 
     Returns:
         A command of pip.
     """
-    root = module.partition(".")[0]
-    return TRAIN if root in LIBRARIES else f"pip install {PACKAGES.get(root, root)}"
+    root = module.partition(".")[0].replace("-", "_")
+    return TRAIN if root in LIBRARIES else f"pip install {PACKAGES.get(root, root.replace('_', '-'))}{FLAGS.get(root, '')}"
 
 
 def parse_flags(

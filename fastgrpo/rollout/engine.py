@@ -25,7 +25,7 @@ from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
-from fastgrpo.rollout.providers import make_provider
+from fastgrpo.rollout.providers import choose_provider, make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
 from fastgrpo.rollout.slots import Slots
 
@@ -92,7 +92,7 @@ class RolloutEngine(RolloutBackend):
             optimizer's states before its first step). None stands for 0.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or the provider does not work here.
     """
 
     def __init__(
@@ -109,6 +109,8 @@ class RolloutEngine(RolloutBackend):
         MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
+        if attention != "auto":  # what cannot work is refused before anything is drawn
+            choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
         self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
         self.budget = None  # bytes for keys and values
         self.running = []  # the Running of each lane up to the last one in use; None where a lane is free

@@ -7,10 +7,18 @@ import tiny
 import torch
 
 from fastgrpo.policy import liger_layers as liger
+from fastgrpo.policy import packages
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import frozen_copy
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    packages.package_obstacle.cache_clear()
+    yield
+    packages.package_obstacle.cache_clear()
 
 
 def test_on_a_cpu_it_is_off_unless_asked_for():
@@ -25,10 +33,19 @@ def on_a_gpu(model_type):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert not apply_liger(on_a_gpu("qwen2"))
-    with pytest.raises(ValueError, match=r"pip install 'fastgrpo\[liger\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'fastgrpo\[train\]'"):
         apply_liger(on_a_gpu("qwen2"), True)
+
+
+def test_what_keeps_a_gpu_from_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(liger, "package_obstacle", lambda module: "needs a package that loads: liger_kernel does not")
+    assert not apply_liger(on_a_gpu("qwen2")) and not apply_liger(on_a_gpu("qwen2"), False)
+    assert not apply_liger(tiny.model())
+    assert [record.getMessage() for record in caplog.records] == [
+        "liger-kernel is not used, so layers are slower: it needs a package that loads: liger_kernel does not"
+    ]
 
 
 def test_an_unknown_architecture_is_named():
