@@ -156,7 +156,8 @@ def pip_line(module: str) -> str:
         A command of pip.
     """
     root = module.partition(".")[0].replace("-", "_")
-    return TRAIN if root in LIBRARIES else f"pip install {PACKAGES.get(root, root.replace('_', '-'))}{FLAGS.get(root, '')}"
+    distribution = PACKAGES.get(root, root.replace("_", "-"))
+    return TRAIN if root in LIBRARIES else f"pip install {distribution}{FLAGS.get(root, '')}"
 
 
 def parse_flags(

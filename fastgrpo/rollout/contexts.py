@@ -8,6 +8,7 @@ Shapes: N packed prompt tokens, n lanes in use, K key heads, H query heads, d he
 import numpy as np
 import torch
 
+from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.rollout.providers import Provider
 from fastgrpo.rollout.slots import Slots
@@ -42,10 +43,14 @@ class PrefillAttention(PackedAttention):
         copies = [len(targets) for targets in slots_of]
         sizes = np.repeat(lengths, copies)
         at = np.concatenate([np.arange(size) for size in sizes])
+
+        def stored(numbers):
+            return to_device(torch.from_numpy(numbers), device)
+
         # For each token that is stored: its slot, its index in the slot, and its index among the N packed tokens.
-        self.slot = torch.from_numpy(np.repeat(np.concatenate(slots_of), sizes)).to(device)
-        self.at = torch.from_numpy(at).to(device)
-        self.source = torch.from_numpy(np.repeat(np.repeat(starts, copies), sizes) + at).to(device)
+        self.slot = stored(np.repeat(np.concatenate(slots_of), sizes))
+        self.at = stored(at)
+        self.source = stored(np.repeat(np.repeat(starts, copies), sizes) + at)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastgrpo.loss.staging import staged
 from fastgrpo.rollout.geometry import Geometry
 
 
@@ -87,7 +88,7 @@ class Slots:
         counts = np.bincount(owners, minlength=len(members))
         rank = np.arange(len(order)) - (counts.cumsum() - counts)[owners]
         members[owners, rank] = order
-        self.members.copy_(torch.from_numpy(members), non_blocking=True)
+        self.members.copy_(staged(torch.from_numpy(members), self.members.device), non_blocking=True)
 
     @torch.inference_mode()
     def zero(self) -> None:

@@ -28,7 +28,7 @@ def test_one_that_does_not_load_is_named_with_the_reason(folder, caplog, error):
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text("")
     (folder / name / "inside.py").write_text(f"raise {error}('undefined symbol:\\n  _ZN3c10')")
-    expected = f"{name} is installed but does not load ({error}: undefined symbol: _ZN3c10); remove it, then pip install"
+    expected = f"{name} is installed but does not load ({error}: undefined symbol: _ZN3c10); remove it, then pip"
     for _ in range(2):
         assert package_obstacle(f"{name}.inside").startswith(f"needs a package that loads: {expected}")
     assert len(caplog.records) == 1 and caplog.records[0].getMessage().startswith(expected)

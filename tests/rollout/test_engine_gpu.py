@@ -122,6 +122,23 @@ def test_no_host_sync_between_looks():
         engine.step()
 
 
+def test_no_host_sync_in_a_prefill():
+    model, prompts = model_and_prompts()
+    engine = RolloutEngine(model, max_num_seqs=96)
+    sampling = SamplingParams(max_tokens=60, seed=1)
+    engine.generate(prompts, 8, sampling)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, 8, sampling, request_id=i)
+    engine._begin()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine._admit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
 def test_the_same_seed_gives_the_same_rollouts():
     model, prompts = model_and_prompts()
     engine, sampling = RolloutEngine(model), SamplingParams(max_tokens=40, top_p=0.9, seed=3)

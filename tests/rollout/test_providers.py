@@ -133,7 +133,7 @@ def test_a_flash_attn_that_does_not_load_is_refused_or_passed_over(monkeypatch, 
     monkeypatch.setattr(providers, "find_spec", lambda name: None)  # no triton
     packages.package_obstacle.cache_clear()
     case = torch.device("cuda"), torch.bfloat16, 64, 10
-    with pytest.raises(ValueError, match=r"'flash_attn' needs .* does not load \(ImportError: undefined symbol: _ZN3c10"):
+    with pytest.raises(ValueError, match=r"'flash_attn' needs .* does not load \(ImportError: undefined symbol"):
         choose_provider("flash_attn", *case)
     assert [choose_provider("auto", *case) for _ in range(2)] == ["varlen"] * 2
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [

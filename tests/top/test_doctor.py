@@ -32,9 +32,7 @@ MISSING = ("wandb", "datasets", "triton", "flash-attn", "liger-kernel")
 
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch, capsys):
     installed = doctor.installed
-    monkeypatch.setattr(
-        doctor, "installed", lambda name: None if name in MISSING else installed(name)
-    )
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name in MISSING else installed(name))
     assert doctor.main([]) == 2
     out, err = capsys.readouterr()
     assert "missing, for --report_to wandb: pip install wandb" in out
