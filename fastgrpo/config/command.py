@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from itertools import dropwhile, takewhile
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -73,7 +74,7 @@ def _run(main, argv):
 
 
 def quiet_libraries() -> None:
-    """Silence output of transformers that a user cannot act on: advice about options, and bars of weight loading.
+    """Silence output of libraries that a user cannot act on: advice about options, and bars of weight loading.
 
     Errors and the progress bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice
     back.
@@ -83,6 +84,7 @@ def quiet_libraries() -> None:
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
+        getLogger("liger_kernel").setLevel(ERROR)  # it lists the parts of itself for other GPUs
     downloads = not are_progress_bars_disabled()
     logging.disable_progress_bar()
     if downloads:
