@@ -65,6 +65,20 @@ def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
     assert gap.max() <= 2 * bound.max() + 1e-4
 
 
+def test_sums_in_fp32_do_not_widen_the_gap(monkeypatch):
+    """cuBLAS may add the parts of a product that it splits in bf16, unless it is told not to."""
+    gaps = []
+    for reduced in (True, False):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", reduced)
+        model, prompts = model_and_prompts()
+        rollouts = RolloutEngine(model).generate(prompts, 8, SamplingParams(max_tokens=80, seed=1))
+        samples = [Sample(prompts[i // 8], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
+        drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
+        gaps.append((drawn - torch.cat(score(Policy.of(model), samples, Scoring(1.0, 10**6)))).abs().mean().item())
+    print(f"mean gap of log-probs: {gaps[0]:.2e}, with sums in fp32 {gaps[1]:.2e}")
+    assert gaps[1] <= 1.1 * gaps[0] + 1e-5
+
+
 def test_fp32_logps_equal_a_teacher_forced_forward():
     model, prompts = model_and_prompts(torch.float32)
     rollouts = RolloutEngine(model).generate(prompts, 4, SamplingParams(max_tokens=40, seed=1))

@@ -32,7 +32,7 @@ def _kernel():
 @pytest.mark.parametrize(
     "call, expected",
     [
-        (lambda x: x.view(6).T[None].expand(3, 6).detach(), []),
+        (lambda x: x.view(3, 2).T[None].expand(3, 2, 3).detach(), []),
         (lambda x: torch.empty_like(x), []),
         (lambda x: x.new_empty(3), []),
         (lambda x: x.contiguous(), []),
