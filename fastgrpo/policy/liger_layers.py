@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
-    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's; the head stays as it is.
+    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's, as far as it has them; the head stays as it is.
 
     The rotary embedding is replaced for the model's whole architecture, so that a copy made later, such as the
     reference, computes the same.
@@ -37,10 +37,14 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     torch.cuda.set_device(model.device)  # liger's rotary embedding launches on the current device
-    _apply_liger_kernel_to_instance(
-        model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
-    )
-    logger.info("liger-kernel: fused RMSNorm, rotary embedding and SwiGLU for %s", model.config.model_type)
+    parts = {"rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    names = "RMSNorm, rotary embedding and SwiGLU"
+    try:
+        _apply_liger_kernel_to_instance(model, rope=True, **parts)
+    except NotImplementedError:  # as for Qwen3.5 and GLM-4; it is raised before anything is replaced
+        _apply_liger_kernel_to_instance(model, rope=False, **parts)
+        names = "RMSNorm and SwiGLU (it has no rotary embedding for this architecture)"
+    logger.info("liger-kernel: fused %s for %s", names, model.config.model_type)
     return True
 
 

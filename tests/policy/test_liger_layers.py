@@ -1,6 +1,7 @@
 """liger-kernel's layers in policy and reference: what is refused, and that they compute the same."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny
@@ -53,6 +54,27 @@ def test_an_unknown_architecture_is_named():
     with pytest.raises(ValueError, match=r"does not know the architecture gpt2; it knows .*qwen2"):
         apply_liger(on_a_gpu("gpt2"), True)
     assert not apply_liger(on_a_gpu("gpt2"))
+
+
+def test_an_architecture_without_its_rotary_embedding_gets_the_rest(monkeypatch, caplog):
+    """As liger-kernel 0.8.5 has it for Qwen3.5 and GLM-4: it raises NotImplementedError where it is asked for one."""
+    asked = []
+
+    def apply(model, rope, **parts):
+        asked.append((rope, parts["rms_norm"], parts["swiglu"], parts["fused_linear_cross_entropy"]))
+        if rope:
+            raise NotImplementedError("liger_rotary_pos_emb is not available for Glm4 models.")
+
+    library = ModuleType("liger_kernel.transformers")
+    library._apply_liger_kernel_to_instance = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", library)
+    monkeypatch.setattr(liger, "_obstacle", lambda model: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with caplog.at_level("INFO"):
+        assert apply_liger(on_a_gpu("glm4"), True)
+    assert asked == [(True, True, True, False), (False, True, True, False)]
+    assert "fused RMSNorm and SwiGLU (it has no rotary embedding for this architecture) for glm4" in caplog.text
 
 
 @pytest.mark.gpu
