@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs test-slow machine-code soak bench bench-gpu bench-gpu-engine lint clean
+.PHONY: train stages test real real-gsm8k docs launches test-slow machine-code soak bench bench-gpu bench-gpu-engine lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -60,6 +60,10 @@ soak: $(VENV)/.installed
 # The page that shows every setting; a test compares it with the code.
 docs: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
+
+# How many kernels a decode step launches, a layer and besides; a test compares the table with the code.
+launches: $(VENV)/.installed
+	PYTHONPATH=.:tests/support $(BIN)/python -m launches > tests/rollout/launches.json
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)

@@ -36,12 +36,11 @@ setup(
             "tqdm>=4.66,<5",
             "matplotlib>=3.9,<4",
             "tensorboard>=2.17,<3",
+            "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",  # needs triton, which is for Linux
         ],
         "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2", "transformers>=5.17,<6"],
         "lora": ["peft>=0.19,<1"],
         "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
-        "flash": ["flash-attn>=2.7,<3"],
-        "liger": ["liger-kernel>=0.8,<0.9"],
         "bench": [
             "pytest>=8,<10",
             "pytest-benchmark>=5,<6",

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastgrpo.config.command import TRAIN, quiet_libraries, run_command
+from fastgrpo.config.command import TRAIN, pip_line, quiet_libraries, run_command
 from fastgrpo.run.curves import table
 
 # Distributions that training needs, each with what it is for.
@@ -27,7 +27,7 @@ NEEDED = (
 OPTIONAL = (
     ("triton", "the fused kernels on GPUs (without it: the chunked path)"),
     ("flash-attn", "flash-attn's kernels (without it: PyTorch's own FlashAttention)"),
-    ("liger-kernel", "fused norms, rotary embedding and SwiGLU"),
+    ("liger-kernel", "fused norms, rotary embedding and SwiGLU on GPUs"),
     ("peft", "--use_peft"),
     ("gguf", "GGUF files (accelerate is needed too)"),
     ("torchao", "--ref_quantization int8"),
@@ -105,7 +105,7 @@ def packages() -> Iterator[tuple[str, str]]:
         Pairs of a package's name and its version. A missing package has its purpose and the remedy in place of it.
     """
     for distribution, purpose in NEEDED + OPTIONAL:
-        remedy = TRAIN if (distribution, purpose) in NEEDED else f"pip install {distribution}"
+        remedy = TRAIN if (distribution, purpose) in NEEDED else pip_line(distribution)
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
 
 

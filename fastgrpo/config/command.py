@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from itertools import dropwhile, takewhile
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -23,7 +24,10 @@ from fastgrpo.config.fields import did_you_mean
 from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
 
 PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
-LIBRARIES = ("transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib")  # of fastgrpo[train]
+FLAGS = {"flash_attn": " --no-build-isolation"}  # of pip: its build imports torch
+LIBRARIES = (  # of fastgrpo[train]
+    "transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib", "liger_kernel"
+)  # fmt: skip
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
 Record = TypeVar("Record")
@@ -70,7 +74,7 @@ def _run(main, argv):
 
 
 def quiet_libraries() -> None:
-    """Silence output of transformers that a user cannot act on: advice about options, and bars of weight loading.
+    """Silence output of libraries that a user cannot act on: advice about options, and bars of weight loading.
 
     Errors and the progress bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice
     back.
@@ -80,6 +84,7 @@ def quiet_libraries() -> None:
 
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity_error()
+        getLogger("liger_kernel").setLevel(ERROR)  # it lists the parts of itself for other GPUs
     downloads = not are_progress_bars_disabled()
     logging.disable_progress_bar()
     if downloads:
@@ -147,13 +152,14 @@ def pip_line(module: str) -> str:
     """Return the command that installs the package of a module.
 
     Args:
-        module: The name that an import asked for.
+        module: The name that an import asked for. A hyphen counts as an underscore.
 
     Returns:
         A command of pip.
     """
-    root = module.partition(".")[0]
-    return TRAIN if root in LIBRARIES else f"pip install {PACKAGES.get(root, root)}"
+    root = module.partition(".")[0].replace("-", "_")
+    distribution = PACKAGES.get(root, root.replace("_", "-"))
+    return TRAIN if root in LIBRARIES else f"pip install {distribution}{FLAGS.get(root, '')}"
 
 
 def parse_flags(

@@ -12,6 +12,7 @@ import torch
 from fastgrpo.kernels.policy_rows import PolicyRows
 from fastgrpo.loss.inputs import TokenInputs, check_kept, check_whole
 from fastgrpo.loss.objective import Objective
+from fastgrpo.loss.staging import to_device
 from fastgrpo.loss.values import check_numbers, check_tensor
 
 
@@ -65,7 +66,7 @@ class Layout:
             rule = f"rise from 0 to N={shape[0]}"
             check_numbers(cu_seqlens, "cu_seqlens", rule, lambda starts: _partitions(starts, shape[0]))
             on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()  # a graph cannot look
-            return cls(shape, to_device(cu_seqlens, per_token), cu_seqlens if on_host else None)
+            return cls(shape, to_device(cu_seqlens, per_token.device), cu_seqlens if on_host else None)
         return cls(shape, None)
 
     def per_token(self, value: torch.Tensor, name: str) -> torch.Tensor:
@@ -99,19 +100,6 @@ def _partitions(starts, total):
     legal[0] &= starts[0] == 0
     legal[-1] &= starts[-1] == total
     return legal
-
-
-def to_device(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Move a tensor without waiting for the device. A copy from pageable memory is staged before the call returns.
-
-    Args:
-        value: A tensor on any device.
-        like: A tensor on the device to move to.
-
-    Returns:
-        `value` on the device of `like`.
-    """
-    return value.to(like.device, non_blocking=True)
 
 
 def per_token(value: float | torch.Tensor | None, name: str, shape: torch.Size) -> float | torch.Tensor | None:
@@ -178,7 +166,7 @@ def keep_rows(
     advantages = layout.per_token(inputs.advantages, "advantages").to(dtype)
     active = host_lengths = None
     if rows is not None:
-        index = None if len(rows) == total else to_device(rows, targets)
+        index = None if len(rows) == total else to_device(rows, targets.device)
         if coupled and (index is not None or inputs.mask is not None):
             check_whole(rows, mask, layout.cu_seqlens)
         host_lengths = _host_lengths(layout, rows, total) if coupled else None

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from fastgrpo.data.records import Sample
+from fastgrpo.loss.staging import to_device
 
 
 @dataclass(frozen=True)
@@ -63,22 +64,22 @@ class Batch:
         layout = _Layout(prompt_groups(samples, share_prompt))
         counts = [len(sample.completion_ids) for sample in samples]
 
-        def to_device(values, dtype=torch.int64):
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+        def tensor(values, dtype=torch.int64):
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         def joined(name):
             values = [getattr(sample, name) for sample in samples]
-            return None if values[0] is None else torch.cat(values).to(device, non_blocking=True)
+            return None if values[0] is None else to_device(torch.cat(values), device)
 
         return cls(
-            input_ids=to_device(layout.ids),
-            position_ids=to_device(layout.positions),
+            input_ids=tensor(layout.ids),
+            position_ids=tensor(layout.positions),
             lengths=layout.lengths,
             branches=layout.branches,
-            rows=to_device(layout.rows),
-            targets=to_device([token for sample in samples for token in sample.completion_ids]),
+            rows=tensor(layout.rows),
+            targets=tensor([token for sample in samples for token in sample.completion_ids]),
             cu_seqlens=torch.tensor([0, *accumulate(counts)]),
-            advantages=to_device([sample.advantage for sample in samples], torch.float32),
+            advantages=tensor([sample.advantage for sample in samples], torch.float32),
             weights=joined("weights"),
             old_logps=joined("old_logps"),
             ref_logps=joined("ref_logps"),

@@ -1,24 +1,25 @@
 """liger-kernel's fused layers, which launch fewer kernels and keep fewer activations for the backward pass."""
 
 import logging
-from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
+
+from fastgrpo.policy.packages import package_obstacle
 
 logger = logging.getLogger(__name__)
 
 
 def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
-    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's; the head stays as it is.
+    """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's, as far as it has them; the head stays as it is.
 
     The rotary embedding is replaced for the model's whole architecture, so that a copy made later, such as the
     reference, computes the same.
 
     Args:
         model: A causal language model, changed in place.
-        wanted: Whether to replace them. None replaces them where the model is on a GPU and liger-kernel is installed
-            and knows the architecture.
+        wanted: Whether to replace them. None replaces them where the model is on a GPU, liger-kernel is installed and
+            it knows the architecture, and logs why not where they stay as they are on a GPU.
 
     Returns:
         Whether they were replaced.
@@ -30,14 +31,20 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     if wanted and obstacle:
         raise ValueError(f"use_liger_kernel=True {obstacle}; leave use_liger_kernel unset to go without")
     if obstacle:
+        if wanted is None and model.device.type == "cuda":
+            logger.warning("liger-kernel is not used, so layers are slower: it %s", obstacle)
         return False
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     torch.cuda.set_device(model.device)  # liger's rotary embedding launches on the current device
-    _apply_liger_kernel_to_instance(
-        model, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False
-    )
-    logger.info("liger-kernel: fused RMSNorm, rotary embedding and SwiGLU for %s", model.config.model_type)
+    parts = {"rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    names = "RMSNorm, rotary embedding and SwiGLU"
+    try:
+        _apply_liger_kernel_to_instance(model, rope=True, **parts)
+    except NotImplementedError:  # as for Qwen3.5 and GLM-4; it is raised before anything is replaced
+        _apply_liger_kernel_to_instance(model, rope=False, **parts)
+        names = "RMSNorm and SwiGLU (it has no rotary embedding for this architecture)"
+    logger.info("liger-kernel: fused %s for %s", names, model.config.model_type)
     return True
 
 
@@ -45,8 +52,9 @@ def _obstacle(model):
     """Say why liger-kernel cannot serve this model, as a predicate of the setting, or return None if it can."""
     if model.device.type != "cuda":
         return f"needs a CUDA device; the model is on {model.device}"
-    if find_spec("liger_kernel") is None:
-        return "needs the package: pip install 'fastgrpo[liger]'"
+    missing = package_obstacle("liger_kernel.transformers")
+    if missing:
+        return missing
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     name = model.config.model_type

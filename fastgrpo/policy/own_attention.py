@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.batch import Batch
 
 
@@ -75,7 +76,7 @@ def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     rows = pad_sequence([*rows, *rest], batch_first=True, padding_value=-1)  # [S, T] indices of packed tokens
     place = torch.empty(len(batch.input_ids), dtype=torch.int64)  # [N] index of each packed token among the S * T
     place[rows[rows >= 0]] = (rows >= 0).flatten().nonzero()[:, 0]  # a prompt's token is read from any of its copies
-    ids = batch.input_ids[rows.clamp(min=0).to(batch.input_ids.device)]
+    ids = batch.input_ids[to_device(rows.clamp(min=0), batch.input_ids.device)]
     # The mask hides nothing. Without one, transformers would look for several sequences packed into one.
     out = model.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return out.last_hidden_state.flatten(0, 1)[place.to(ids.device)]
+    return out.last_hidden_state.flatten(0, 1)[to_device(place, ids.device)]

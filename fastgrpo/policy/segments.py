@@ -16,6 +16,8 @@ from itertools import accumulate
 
 import torch
 
+from fastgrpo.loss.staging import to_device
+
 WASTE = 1.25  # the scores that a bucket computes may be this many times those that count,
 SPARE = 2**17  # plus this many, because one more bucket costs about as much as so many scores
 
@@ -75,13 +77,14 @@ class Buckets:
             self.place_q[rows_q[used_q]] = used_q.flatten().nonzero()[:, 0] + base_q
             self.place_k[rows_k[used_k]] = used_k.flatten().nonzero()[:, 0] + base_k
             base_q, base_k = base_q + rows_q.numel(), base_k + rows_k.numel()
-            unused = None if used_q.all() else (~used_q).flatten().nonzero()[:, 0].to(device)
+            unused = None if used_q.all() else to_device((~used_q).flatten().nonzero()[:, 0], device)
             bias = None
             if not causal and not used_k.all():
-                bias = torch.zeros(used_k.shape).masked_fill_(~used_k, -torch.inf)[:, None, None].to(device)
-            bucket = Bucket(len(chosen), rows_q.flatten().to(device), rows_k.flatten().to(device), unused, bias)
-            self.buckets.append(bucket)
-        self.place_q, self.place_k = self.place_q.to(device), self.place_k.to(device)
+                bias = torch.zeros(used_k.shape).masked_fill_(~used_k, -torch.inf)[:, None, None]
+                bias = to_device(bias, device)
+            places = (to_device(rows.flatten(), device) for rows in (rows_q, rows_k))
+            self.buckets.append(Bucket(len(chosen), *places, unused, bias))
+        self.place_q, self.place_k = to_device(self.place_q, device), to_device(self.place_k, device)
 
     @staticmethod
     def _similar(queries, keys):
@@ -134,7 +137,7 @@ class Segments:
         self.max_q, self.max_k = max(queries), max(keys)
 
     def _bounds(self, lengths):
-        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(self.device, non_blocking=True)
+        return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), self.device)
 
     @cached_property
     def cu_seqlens_q(self) -> torch.Tensor:

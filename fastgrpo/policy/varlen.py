@@ -17,16 +17,17 @@ Shapes: N packed query tokens, M packed key tokens, H query heads, K key heads (
 
 import logging
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
 from fastgrpo.kernels.first_order import first_order
+from fastgrpo.policy.packages import package_obstacle
 from fastgrpo.policy.padded import PaddedAttention
 from fastgrpo.policy.segments import AttentionKernel, Segments
 
 logger = logging.getLogger(__name__)
 
+FLASH_ATTN = "flash_attn.flash_attn_interface"  # the module of flash-attn that we call
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -170,7 +171,7 @@ def kernel_for(query: torch.Tensor) -> AttentionKernel | type[AttentionKernel]:
 @cache
 def _choose(device, dtype, width):
     flash = device.type == "cuda" and dtype in HALF and width % 8 == 0 and width <= 256 and _is_ampere(device)
-    if flash and _has_flash_attn():
+    if flash and package_obstacle(FLASH_ATTN) is None:
         kernel = FlashAttn
     elif flash and torch.backends.cuda.is_flash_attention_available():
         kernel = TorchFlash
@@ -182,14 +183,3 @@ def _choose(device, dtype, width):
 
 def _is_ampere(device):
     return torch.cuda.get_device_capability(device)[0] >= 8
-
-
-def _has_flash_attn():
-    if find_spec("flash_attn") is None:
-        return False
-    try:
-        import flash_attn.flash_attn_interface  # noqa: F401
-    except ImportError as error:  # it was built for another version of torch
-        logger.warning("flash-attn is installed but does not load (%s), so PyTorch's FlashAttention is used", error)
-        return False
-    return True

@@ -8,6 +8,7 @@ Shapes: N packed prompt tokens, n lanes in use, K key heads, H query heads, d he
 import numpy as np
 import torch
 
+from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.rollout.providers import Provider
 from fastgrpo.rollout.slots import Slots
@@ -42,18 +43,22 @@ class PrefillAttention(PackedAttention):
         copies = [len(targets) for targets in slots_of]
         sizes = np.repeat(lengths, copies)
         at = np.concatenate([np.arange(size) for size in sizes])
+
+        def stored(numbers):
+            return to_device(torch.from_numpy(numbers), device)
+
         # For each token that is stored: its slot, its index in the slot, and its index among the N packed tokens.
-        self.slot = torch.from_numpy(np.repeat(np.concatenate(slots_of), sizes)).to(device)
-        self.at = torch.from_numpy(at).to(device)
-        self.source = torch.from_numpy(np.repeat(np.repeat(starts, copies), sizes) + at).to(device)
+        self.slot = stored(np.repeat(np.concatenate(slots_of), sizes))
+        self.at = stored(at)
+        self.source = stored(np.repeat(np.repeat(starts, copies), sizes) + at)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         cache = self.slots.cache(layer, key, value)
         keys, values = cache[:2] if self.slots.geometry.flat else cache[2:]
-        keys[self.slot, :, self.at] = key.transpose(0, 1)[self.source]
-        values[self.slot, :, self.at] = value.transpose(0, 1)[self.source]
+        self.slots.write(keys, self.slot, self.at, key.transpose(0, 1)[self.source])
+        self.slots.write(values, self.slot, self.at, value.transpose(0, 1)[self.source])
         return super().attend(layer, query, key, value, scaling)
 
 
@@ -73,10 +78,8 @@ class DecodeAttention:
         n, device, bounds = len(token_index), token_index.device, None
         if device.type == "cpu":  # on a GPU this would wait for the device
             bounds = tuple(map(int, token_index.aminmax()))
-        if bounds and bounds[0] == bounds[1]:  # a slice, which is faster to write than single tokens
-            self.written = slice(n), slice(None), bounds[0]
-        else:
-            self.written = torch.arange(n, device=device), slice(None), token_index
+        self.same = bounds[0] if bounds and bounds[0] == bounds[1] else None  # where all tokens have the same index
+        self.lanes, self.token_index = torch.arange(n, device=device), token_index
         provider.begin(slots, token_index, bounds)
 
     def attend(
@@ -95,6 +98,9 @@ class DecodeAttention:
             [n, H, d], in the dtype of the query.
         """
         cache = self.slots.cache(layer, key, value)
-        cache.keys[self.written] = key.transpose(0, 1)
-        cache.values[self.written] = value.transpose(0, 1)
+        for held, new in ((cache.keys, key), (cache.values, value)):
+            if self.same is None:
+                self.slots.write(held, self.lanes, self.token_index, new.transpose(0, 1))
+            else:  # a slice, which is faster to write than single tokens
+                held[: len(self.lanes), :, self.same] = new.transpose(0, 1)
         return self.provider.decode(query.transpose(0, 1), cache, scaling)

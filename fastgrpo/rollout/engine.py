@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from fastgrpo.config.sections import MEMORY_UTILIZATION
 from fastgrpo.data.records import Rollout
+from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
-from fastgrpo.rollout.providers import make_provider
+from fastgrpo.rollout.providers import choose_provider, make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
 from fastgrpo.rollout.slots import Slots
 
@@ -92,7 +93,7 @@ class RolloutEngine(RolloutBackend):
             optimizer's states before its first step). None stands for 0.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: An argument is out of range, or the provider does not work here.
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class RolloutEngine(RolloutBackend):
         MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
+        if attention != "auto":  # what cannot work is refused before anything is drawn
+            choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
         self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
         self.budget = None  # bytes for keys and values
         self.running = []  # the Running of each lane up to the last one in use; None where a lane is free
@@ -143,7 +146,7 @@ class RolloutEngine(RolloutBackend):
         lanes = [lane for lane, running in enumerate(self.running) if running and running.group.request is request]
         if not lanes:  # its prefill failed
             return 0
-        index, done = torch.tensor(lanes, device=self.policy.device), self.running[lanes[0]].group.done
+        index, done = self._tensor(lanes), self.running[lanes[0]].group.done
         taken = self.lanes.take(index)  # for the number of tokens, and to note whether their log-probs are finite
         self.lanes.finished[index] = True
         self._leave(lanes)
@@ -251,9 +254,7 @@ class RolloutEngine(RolloutBackend):
         policy, sampling = self.policy, self.waiting[0].sampling
         shape = policy.shape
         self.sampling = sampling
-        self.stop_ids = self.stops.setdefault(
-            sampling.stop_token_ids, torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=policy.device)
-        )
+        self.stop_ids = self.stops.setdefault(sampling.stop_token_ids, self._tensor(sampling.stop_token_ids))
         requests = [(len(request.prompt_ids), request.limits) for request in self.waiting]
         provider = make_provider(
             self.attention, policy.device, policy.dtype, head_dim(shape), max(length for length, _ in requests)
@@ -294,21 +295,24 @@ class RolloutEngine(RolloutBackend):
         """Compute each prompt once, and draw the first token of each of its completions."""
         device, requests, by_group = self.policy.device, [g.request for g in groups], [g.lanes for g in groups]
         slots, lengths = [g.slot for g in groups], [len(r.prompt_ids) for r in requests]
-        ids = torch.tensor([token for r in requests for token in r.prompt_ids], device=device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        ids = self._tensor([token for r in requests for token in r.prompt_ids])
+        positions = to_device(torch.cat([torch.arange(length) for length in lengths]), device)
         longest = max(len(r.prompt_ids) + max(r.limits) for r in requests)
         context = PrefillAttention(lengths, device, self.slots, slots, by_group, longest)
         states = self.policy.states(ids, positions, context)
 
         lengths, counts = torch.tensor(lengths), torch.tensor([len(r.limits) for r in requests])
-        self.slots.prompt_lengths[torch.tensor(slots, device=device)] = lengths.to(device, torch.int32)
+        self.slots.prompt_lengths[self._tensor(slots)] = to_device(lengths.to(torch.int32), device)
         limits = torch.tensor([limit for r in requests for limit in r.limits])
         numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]
-        lanes = torch.tensor([lane for group in by_group for lane in group], device=device)
+        lanes = self._tensor([lane for group in by_group for lane in group])
         starts = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
-        self.lanes.start(lanes, *(tensor.to(device) for tensor in starts))
-        logits = self.policy.logits(states[(lengths.cumsum(0) - 1).to(device)])
-        self._draw(lanes, logits.repeat_interleave(counts.to(device), 0, output_size=len(lanes)))
+        self.lanes.start(lanes, *(to_device(tensor, device) for tensor in starts))
+        logits = self.policy.logits(states[to_device(lengths.cumsum(0) - 1, device)])
+        self._draw(lanes, logits.repeat_interleave(to_device(counts, device), 0, output_size=len(lanes)))
+
+    def _tensor(self, numbers):
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.policy.device)
 
     def _arrange(self):
         self.slots.arrange([running.group.slot if running else -1 for running in self.running])
@@ -343,7 +347,7 @@ class RolloutEngine(RolloutBackend):
         if not lanes:
             return []
         outputs = []
-        taken = self.lanes.take(torch.tensor(lanes, device=self.policy.device))
+        taken = self.lanes.take(self._tensor(lanes))
         for lane, (ids, logps, kept) in zip(lanes, taken, strict=True):
             group, number = self.running[lane].group, self.running[lane].number
             sampling = group.request.sampling
@@ -368,7 +372,7 @@ class RolloutEngine(RolloutBackend):
             targets = [i for i, running in enumerate(self.running[:live]) if not running]
             moved, flat = [self.running[i] for i in sources], self.geometry.flat
             tokens = max(running.drawn(self.steps) + flat * len(running.group.request.prompt_ids) for running in moved)
-            index = torch.tensor([sources, targets], device=self.policy.device)
+            index = self._tensor([sources, targets])
             self.slots.move(*index, tokens)
             self.lanes.move(*index)
             for source, target in zip(sources, targets, strict=True):

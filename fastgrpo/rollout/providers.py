@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from fastgrpo.config.sections import ROLLOUT_ATTENTION
+from fastgrpo.policy.packages import package_obstacle
+from fastgrpo.policy.varlen import FLASH_ATTN
 from fastgrpo.rollout.parts import flash_attn, products, varlen
 from fastgrpo.rollout.slots import Cache, Slots
 
@@ -241,8 +243,8 @@ def _obstacle(name, device, dtype, head_dim):
         return f"takes heads whose width is a multiple of 8 and at most 256; the model's have {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 or newer"
-    if name == "flash_attn" and find_spec("flash_attn") is None:
-        return "needs the package: pip install fastgrpo[flash]"
+    if name == "flash_attn":
+        return package_obstacle(FLASH_ATTN)
     if name == "varlen" and not torch.backends.cuda.is_flash_attention_available():
         return "needs a torch that was built with FlashAttention"
     if name == "varlen" and torch.__version__ < (2, 11):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastgrpo.loss.staging import staged
 from fastgrpo.rollout.geometry import Geometry
 
 
@@ -44,7 +45,7 @@ class Slots:
         self, geometry: Geometry, device: torch.device, memory_order: tuple[int, int, int] = (0, 1, 2)
     ) -> None:
         self.geometry, self.memory_order = geometry, memory_order
-        self.caches = {}
+        self.caches, self.heads = {}, {}
         self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
         self.members = torch.full((geometry.prompts, geometry.group), -1, dtype=torch.int32, device=device)
 
@@ -71,6 +72,30 @@ class Slots:
         zeros = like.new_zeros(*(shape[dim] for dim in order), like.shape[2])
         return zeros.permute(*(order.index(dim) for dim in range(3)), 3)
 
+    def write(self, held: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, new: torch.Tensor) -> None:
+        """Write the keys or values of n tokens into slots.
+
+        In the order of memory the indices stand side by side and in front. Otherwise `index_put_` would copy all of
+        `held` and back where torch is told to be deterministic.
+
+        Args:
+            held: [slot, head, token, d], one of the tensors of a layer's `Cache`.
+            slots: [n] int64, the slot of each token.
+            tokens: [n] int64, the index of each token in its slot.
+            new: [n, K, d].
+        """
+        index = {0: slots, 2: tokens}
+        if self.memory_order[-1] != 1:  # the heads stand before the tokens or the slots
+            index = {0: slots[:, None], 1: self._heads(held), 2: tokens[:, None]}
+        held.permute(*self.memory_order, 3)[tuple(index[dim] for dim in self.memory_order if dim in index)] = new
+
+    def _heads(self, held):
+        """Return [K] int64, the number of each head."""
+        count = held.shape[1]
+        if count not in self.heads:
+            self.heads[count] = torch.arange(count, device=held.device)
+        return self.heads[count]
+
     def arrange(self, prompt_of: list[int]) -> None:
         """Note which lanes belong to which prompt.
 
@@ -87,7 +112,7 @@ class Slots:
         counts = np.bincount(owners, minlength=len(members))
         rank = np.arange(len(order)) - (counts.cumsum() - counts)[owners]
         members[owners, rank] = order
-        self.members.copy_(torch.from_numpy(members), non_blocking=True)
+        self.members.copy_(staged(torch.from_numpy(members), self.members.device), non_blocking=True)
 
     @torch.inference_mode()
     def zero(self) -> None:

@@ -29,6 +29,7 @@ from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import STATE, read_state, save_model
+from fastgrpo.run.host_copies import HostCopies
 
 # The generators come last, because nothing may draw from them after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
@@ -43,28 +44,37 @@ class Snapshot:
         tokenizer: The policy's tokenizer.
         about: What a resumed run will be compared with: the settings, the dtype, the number of rows, and the digests of
             the rows and of the weights.
+        copies: What makes the copies. Tensors on a GPU are copied while it goes on.
     """
 
-    def __init__(self, parts: Mapping[str, Stateful], tokenizer: PreTrainedTokenizerBase, about: Mapping[str, Any]):
-        copies = {}
-        self.model, self.tokenizer = parts["policy"].module, tokenizer
-        self.weights = to_host(parts["policy"].state_dict(), copies)
-        self.files = {}
+    def __init__(
+        self,
+        parts: Mapping[str, Stateful],
+        tokenizer: PreTrainedTokenizerBase,
+        about: Mapping[str, Any],
+        copies: HostCopies,
+    ):
+        self.model, self.tokenizer, self.copies = parts["policy"].module, tokenizer, copies
+        files = {}
         for file, names in FILES.items():
             states = {name: parts[name].state_dict() for name in names if name in parts}
             if any(states.values()):
-                self.files[file] = to_host(states if len(names) > 1 else states[names[0]], copies)
+                files[file] = states if len(names) > 1 else states[names[0]]
+        self.weights, self.files = copies.take((parts["policy"].state_dict(), files))
         apart = {"policy", PROGRESS}.union(*FILES.values())
         state = {name: part.state_dict() for name, part in parts.items() if name not in apart}
         # The state is made into text at once, so that later steps cannot change it.
         self.state = json.dumps({**parts[PROGRESS].state_dict(), **state, **about}, indent=2)
 
     def write(self, path: Path) -> None:
-        """Write the state into an empty folder. This runs in the thread that writes checkpoints.
+        """Write the state into an empty folder, once its copies are complete.
+
+        This runs in the thread that writes checkpoints.
 
         Args:
             path: The folder.
         """
+        self.copies.wait()
         logging.disable_progress_bar()  # transformers' bar would break up the run's own
         save_model(path, self.model, self.tokenizer, self.weights)
         for file, state in self.files.items():
@@ -82,28 +92,6 @@ def _save(state, path):
         while causes[-1].__context__ is not None:
             causes.append(causes[-1].__context__)
         raise next((cause for cause in causes if isinstance(cause, OSError)), error) from None
-
-
-def to_host(tree: Any, copies: dict) -> Any:
-    """Copy every tensor of nested dicts and lists to the CPU. A tensor that occurs twice (tied weights) is copied once.
-
-    Args:
-        tree: The dicts, lists and tensors.
-        copies: The copies so far, a dictionary that several calls may share. It is empty at first.
-
-    Returns:
-        The same tree with the copies.
-    """
-    if isinstance(tree, torch.Tensor):
-        key = (tree.device, tree.data_ptr(), tree.dtype, tree.shape, tree.stride())
-        if key not in copies:
-            copies[key] = tree.detach().to("cpu", copy=True)
-        return copies[key]
-    if isinstance(tree, dict):
-        return {name: to_host(value, copies) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(to_host(value, copies) for value in tree)
-    return tree
 
 
 def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any], say: Callable[[str], None]) -> None:

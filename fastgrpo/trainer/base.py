@@ -27,6 +27,7 @@ from fastgrpo.run.checkpoint import Checkpointer, save_model
 from fastgrpo.run.curves import Panel, conclude
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
+from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.inputs import inputs_of
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
@@ -148,6 +149,8 @@ class Trainer(ABC):
         functions = self.rewards.functions if judged else []
         self.log = log or RunLog(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)))
         self.checkpoints = Checkpointer(args, self.log)
+        self.copies = HostCopies()
+        self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
         self.panels = panels
@@ -276,7 +279,7 @@ class Trainer(ABC):
             step, stopping = self.state.global_step, bool(stop)
             last = step == self.state.max_steps
             if stopping or self.checkpoints.due(step, last):
-                self.checkpoints.save(step, lambda: Snapshot(self.parts(), self.tokenizer, self.about()))
+                self.checkpoints.save(step, self._snapshot)
             if stopping or last:
                 return step if stopping else None
             if log.bar is None:
@@ -284,6 +287,9 @@ class Trainer(ABC):
             values = self.step()
             log.step(step + 1, values, last=step + 1 == self.state.max_steps)
             log.advance(**{short: values[name] for short, name in self.shown.items() if name in values})
+
+    def _snapshot(self):
+        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies)
 
     def step(self) -> dict[str, float]:
         """Make one step, from rows to updated weights.

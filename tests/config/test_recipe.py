@@ -4,6 +4,7 @@ import pytest
 
 from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults, unchecked
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.stages import read_stages
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.tasks import find_task
 
@@ -16,6 +17,21 @@ def test_recipes_are_valid(path):
     settings = load_yaml(path, record)
     config = record(**settings)
     assert settings and all(getattr(config, name) == value for name, value in settings.items())
+
+
+@pytest.mark.parametrize("path", SINGLE, ids=lambda path: path.stem)
+def test_a_model_of_the_tasks_own_trains_in_float32_on_a_gpu_too(path):
+    """The accuracies in the documents are of float32; auto would be bfloat16 there."""
+    settings = load_yaml(path, SFTConfig if path.stem.endswith("-sft") else GRPOConfig)
+    task = find_task(settings.get("task", path.stem.removesuffix("-sft")))
+    own = hasattr(task, "make_model") and "model_name_or_path" not in settings
+    assert settings.get("dtype") == ("float32" if own else None)
+
+
+def test_without_flags_the_embedded_example_trains_in_float32():
+    assert parse([]).dtype == parse([], SFTConfig).dtype == "float32"
+    assert parse(["--dtype", "bfloat16"]).dtype == "bfloat16"
+    assert all(stage["dtype"] == "float32" for stage in read_stages("three-stages").values())
 
 
 def test_config_takes_the_name_of_a_shipped_recipe(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Packing: which state predicts which token, and the token budget."""
 
+import pytest
 import torch
 
 from fastgrpo.data.records import Sample
@@ -101,3 +102,15 @@ def test_a_group_beyond_the_budget_is_split_and_has_its_prompt_in_every_part():
     assert [len(part) for part in parts] == [1, 2, 1, 1, 3, 1]
     assert [inputs(part, True) for part in parts] == [14, 20, 15, 39, 15, 11]
     assert [sample for part in parts for sample in part] == samples
+
+
+@pytest.mark.gpu
+def test_packing_does_not_wait_for_the_device():
+    samples = [Sample([1] * 20000, [2] * 20000, 0.5, weights=torch.ones(20000)) for _ in range(2)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batch = Batch.pack(samples, "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(batch.input_ids.cpu(), Batch.pack(samples, "cpu").input_ids)

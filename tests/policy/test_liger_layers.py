@@ -1,16 +1,25 @@
 """liger-kernel's layers in policy and reference: what is refused, and that they compute the same."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import tiny
 import torch
 
 from fastgrpo.policy import liger_layers as liger
+from fastgrpo.policy import packages
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import frozen_copy
+
+
+@pytest.fixture(autouse=True)
+def asked_anew():
+    packages.package_obstacle.cache_clear()
+    yield
+    packages.package_obstacle.cache_clear()
 
 
 def test_on_a_cpu_it_is_off_unless_asked_for():
@@ -25,10 +34,19 @@ def on_a_gpu(model_type):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert not apply_liger(on_a_gpu("qwen2"))
-    with pytest.raises(ValueError, match=r"pip install 'fastgrpo\[liger\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'fastgrpo\[train\]'"):
         apply_liger(on_a_gpu("qwen2"), True)
+
+
+def test_what_keeps_a_gpu_from_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(liger, "package_obstacle", lambda module: "needs a package that loads: liger_kernel does not")
+    assert not apply_liger(on_a_gpu("qwen2")) and not apply_liger(on_a_gpu("qwen2"), False)
+    assert not apply_liger(tiny.model())
+    assert [record.getMessage() for record in caplog.records] == [
+        "liger-kernel is not used, so layers are slower: it needs a package that loads: liger_kernel does not"
+    ]
 
 
 def test_an_unknown_architecture_is_named():
@@ -36,6 +54,27 @@ def test_an_unknown_architecture_is_named():
     with pytest.raises(ValueError, match=r"does not know the architecture gpt2; it knows .*qwen2"):
         apply_liger(on_a_gpu("gpt2"), True)
     assert not apply_liger(on_a_gpu("gpt2"))
+
+
+def test_an_architecture_without_its_rotary_embedding_gets_the_rest(monkeypatch, caplog):
+    """As liger-kernel 0.8.5 has it for Qwen3.5 and GLM-4: it raises NotImplementedError where it is asked for one."""
+    asked = []
+
+    def apply(model, rope, **parts):
+        asked.append((rope, parts["rms_norm"], parts["swiglu"], parts["fused_linear_cross_entropy"]))
+        if rope:
+            raise NotImplementedError("liger_rotary_pos_emb is not available for Glm4 models.")
+
+    library = ModuleType("liger_kernel.transformers")
+    library._apply_liger_kernel_to_instance = apply
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", library)
+    monkeypatch.setattr(liger, "_obstacle", lambda model: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with caplog.at_level("INFO"):
+        assert apply_liger(on_a_gpu("glm4"), True)
+    assert asked == [(True, True, True, False), (False, True, True, False)]
+    assert "fused RMSNorm and SwiGLU (it has no rotary embedding for this architecture) for glm4" in caplog.text
 
 
 @pytest.mark.gpu

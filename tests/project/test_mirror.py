@@ -77,6 +77,7 @@ TOGETHER = {
         "packing, attention and the loss with one prompt for all completions of a group",
         ["fastgrpo/policy/batch.py", "fastgrpo/policy/model.py", "fastgrpo/policy/varlen.py"],
     ),
+    "tests/rollout/test_launches.py": ("counts what a decode step launches", []),
     "tests/rollout/test_engine*.py": (
         "what the engine is made of shows in what it draws alone",
         [f"fastgrpo/rollout/{name}.py" for name in ("graph", "hf", "lanes", "slots")],

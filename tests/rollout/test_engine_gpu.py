@@ -65,6 +65,20 @@ def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
     assert gap.max() <= 2 * bound.max() + 1e-4
 
 
+def test_sums_in_fp32_do_not_widen_the_gap(monkeypatch):
+    """cuBLAS may add the parts of a product that it splits in bf16, unless it is told not to."""
+    gaps = []
+    for reduced in (True, False):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", reduced)
+        model, prompts = model_and_prompts()
+        rollouts = RolloutEngine(model).generate(prompts, 8, SamplingParams(max_tokens=80, seed=1))
+        samples = [Sample(prompts[i // 8], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
+        drawn = torch.cat([rollout.logps for rollout in rollouts]).cuda()
+        gaps.append((drawn - torch.cat(score(Policy.of(model), samples, Scoring(1.0, 10**6)))).abs().mean().item())
+    print(f"mean gap of log-probs: {gaps[0]:.2e}, with sums in fp32 {gaps[1]:.2e}")
+    assert gaps[1] <= 1.1 * gaps[0] + 1e-5
+
+
 def test_fp32_logps_equal_a_teacher_forced_forward():
     model, prompts = model_and_prompts(torch.float32)
     rollouts = RolloutEngine(model).generate(prompts, 4, SamplingParams(max_tokens=40, seed=1))
@@ -116,6 +130,23 @@ def test_no_host_sync_between_looks():
     try:
         for _ in range(8):
             engine._decode()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_no_host_sync_in_a_prefill():
+    model, prompts = model_and_prompts()
+    engine = RolloutEngine(model, max_num_seqs=96)
+    sampling = SamplingParams(max_tokens=60, seed=1)
+    engine.generate(prompts, 8, sampling)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(prompt, 8, sampling, request_id=i)
+    engine._begin()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine._admit()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     while engine.has_unfinished_requests():

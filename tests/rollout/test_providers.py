@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastgrpo.policy import packages
 from fastgrpo.rollout import providers
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import Geometry
 from fastgrpo.rollout.parts import flash_attn, products
-from fastgrpo.rollout.providers import Flat, SharedPrefix, make_provider
+from fastgrpo.rollout.providers import Flat, SharedPrefix, choose_provider, make_provider
 from fastgrpo.rollout.slots import Slots
 
 PROMPTS, GROUPS = [3, 9, 1], [2, 3, 1]  # lengths, and lanes of each
@@ -84,6 +85,7 @@ def test_the_order_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     there = {"triton", "flash_attn"}
     monkeypatch.setattr(providers, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(providers, "package_obstacle", lambda module: None if "flash_attn" in there else "needs it")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     cuda = torch.device("cuda")
 
@@ -109,15 +111,35 @@ def test_the_order_on_a_gpu(monkeypatch):
         ("varlen", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
         ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
         ("flash_attn", "cuda", torch.bfloat16, 512, "a multiple of 8 and at most 256; the model's have 512"),
-        ("flash_attn", "cuda", torch.bfloat16, 64, "pip install fastgrpo"),
+        ("flash_attn", "cuda", torch.bfloat16, 64, "needs the package: pip install flash-attn --no-build-isolation"),
         ("flash", "cpu", torch.float32, 64, "rollout_attention must be one of auto, triton, .*, got 'flash'"),
     ],
 )
 def test_refused(monkeypatch, name, device, dtype, head_dim, match):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(providers, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    packages.package_obstacle.cache_clear()
     with pytest.raises(ValueError, match=match):
         make_provider(name, torch.device(device), dtype, head_dim, 10)
+
+
+def test_a_flash_attn_that_does_not_load_is_refused_or_passed_over(monkeypatch, tmp_path, caplog):
+    """As one that was built for another version of torch. The reason is logged once."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(providers, "find_spec", lambda name: None)  # no triton
+    packages.package_obstacle.cache_clear()
+    case = torch.device("cuda"), torch.bfloat16, 64, 10
+    with pytest.raises(ValueError, match=r"'flash_attn' needs .* does not load \(ImportError: undefined symbol"):
+        choose_provider("flash_attn", *case)
+    assert [choose_provider("auto", *case) for _ in range(2)] == ["varlen"] * 2
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "flash_attn is installed but does not load"
+    ]
+    packages.package_obstacle.cache_clear()
 
 
 def test_flash_attn_is_called_as_its_signature_says(monkeypatch):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.slots import Slots
+from fastgrpo.rollout.slots import Cache, Slots
 
 CPU = torch.device("cpu")
 ORDERS = [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
@@ -48,6 +49,55 @@ def test_lanes_move_with_their_keys(memory_order):
     for tensor in (cache.keys, cache.values):
         assert (tensor[:, :, :3] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None, None, None]).all()
         assert (tensor[:, :, 3:] == torch.arange(7)[:, None, None, None]).all()  # tokens that no lane holds stay
+
+
+class Puts(TorchDispatchMode):
+    """Keeps the arguments of every `index_put_`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket in (torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
+            self.seen.append(args)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("memory_order", ORDERS)
+@pytest.mark.parametrize("name", Cache._fields)
+def test_tokens_are_written_without_a_copy_of_all_slots(memory_order, name):
+    """In deterministic mode torch copies what is not contiguous, or is indexed elsewhere than side by side."""
+    slots, cache = make_slots(memory_order)
+    held = getattr(cache, name)
+    lanes, tokens = torch.tensor([2, 0, 3, 3]), torch.tensor([4, 1, 0, 2])
+    new = torch.randn(4, *held.shape[1::2]).to(held.dtype)
+    with torch.no_grad(), Puts() as puts:
+        slots.write(held, lanes, tokens, new)
+    ((written, indices, *_),) = puts.seen
+    assert written.is_contiguous() and all(index is not None for index in indices)
+    expected = torch.zeros_like(held)
+    for slot, token, value in zip(lanes.tolist(), tokens.tolist(), new, strict=True):
+        expected[slot, :, token] = value
+    assert torch.equal(held, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_order", ORDERS)
+def test_a_deterministic_write_takes_no_memory_of_the_size_of_the_slots(memory_order):
+    slots = Slots(Geometry(64, 512, 4, 12, 16, False), torch.device("cuda"), memory_order)
+    held = slots.cache(0, *[torch.empty(4, 1, 64, device="cuda")] * 2).keys
+    lanes, new = torch.arange(64, device="cuda"), torch.randn(64, 4, 64, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        slots.write(held, lanes, lanes * 3, new)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        slots.write(held, lanes, lanes * 3, new)
+        assert torch.cuda.max_memory_allocated() - before < held.nbytes / 8
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(held[lanes, :, lanes * 3], new)
 
 
 def test_keys_and_values_are_reset_in_place():

@@ -14,8 +14,8 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run import checkpoint, folder
 from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
 from fastgrpo.run.folder import RunFolder, contents, made_in
+from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.log import RunLog
-from fastgrpo.run.snapshot import to_host
 
 
 def two_files(path):
@@ -326,7 +326,7 @@ def test_settings_that_contradict(settings, match):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_written_from_a_copy_loads_as_it_was(tmp_path, tied, dtype):
     model = tiny.model("llama", tie_word_embeddings=tied).to(dtype)
-    copies = to_host(model.state_dict(), {})
+    copies = HostCopies().take(model.state_dict())
     head, embedding = copies["lm_head.weight"], copies["model.embed_tokens.weight"]
     assert (head is embedding) == tied
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

@@ -6,24 +6,7 @@ import numpy
 import pytest
 import torch
 
-from fastgrpo.run.snapshot import GlobalRNG, _read, to_host
-
-
-def test_copies_are_the_snapshots_own():
-    weight = torch.ones(3)
-    tree = {"a": weight, "list": [weight, {"b": (torch.zeros(2), 5, "text")}]}
-    copy = to_host(tree, {})
-    weight.zero_()
-    assert torch.equal(copy["a"], torch.ones(3))
-    assert copy["list"][1]["b"][1:] == (5, "text") and torch.equal(copy["list"][1]["b"][0], torch.zeros(2))
-
-
-def test_a_tensor_that_occurs_twice_is_copied_once():
-    """Tied weights, in one tree or in two that share the copies."""
-    weight, copies = torch.ones(3), {}
-    first = to_host({"embedding": weight, "head": weight.view(3), "other": weight[:2]}, copies)
-    assert first["embedding"] is first["head"] is not first["other"]
-    assert to_host([weight], copies)[0] is first["embedding"]
+from fastgrpo.run.snapshot import GlobalRNG, _read
 
 
 @pytest.mark.parametrize("content", [b"", b"rubbish", b"\x80\x02cos\nsystem\n(S'true'\ntR."])

@@ -27,16 +27,19 @@ def test_without_a_model(capsys):
     )
 
 
+MISSING = ("wandb", "datasets", "triton", "flash-attn", "liger-kernel")
+
+
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch, capsys):
     installed = doctor.installed
-    monkeypatch.setattr(
-        doctor, "installed", lambda name: None if name in ("wandb", "datasets", "triton") else installed(name)
-    )
+    monkeypatch.setattr(doctor, "installed", lambda name: None if name in MISSING else installed(name))
     assert doctor.main([]) == 2
     out, err = capsys.readouterr()
     assert "missing, for --report_to wandb: pip install wandb" in out
     assert "missing, for data sets of the hub: pip install 'fastgrpo[train]'" in out
     assert "missing, for the fused kernels on GPUs (without it: the chunked path): pip install triton" in out
+    assert "PyTorch's own FlashAttention): pip install flash-attn --no-build-isolation" in out
+    assert "SwiGLU on GPUs: pip install 'fastgrpo[train]'" in out
     assert "error: training needs datasets: pip install 'fastgrpo[train]'" in err
 
 

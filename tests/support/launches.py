@@ -1,0 +1,141 @@
+"""How many kernels a decode step launches on a GPU, counted without one: `python -m launches` prints the table.
+
+The step runs on the `meta` device, where nothing is computed, and every operator passes the dispatcher. One that only
+returns views of its inputs, or memory that nobody has written yet, launches nothing; every other one counts as one
+launch. Operators that consist of others are taken apart first. A launch of Triton's counts as one too, ours and
+liger-kernel's alike.
+
+An operator may launch more than one kernel on a GPU: cuBLAS may split a product and add the parts, and FlashAttention
+may split the keys. Such launches depend on sizes and are not counted.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+
+import tiny
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import JITFunction
+
+from fastgrpo.kernels import launch
+from fastgrpo.policy import liger_layers
+from fastgrpo.policy.load import cast
+from fastgrpo.policy.lora import add_lora
+from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.contexts import DecodeAttention
+from fastgrpo.rollout.geometry import Geometry
+from fastgrpo.rollout.parts import varlen
+from fastgrpo.rollout.providers import TOKENS_BEFORE_HEADS, GroupDecode, SharedPrefix
+from fastgrpo.rollout.slots import Slots
+
+LANES = 8
+GEOMETRY = Geometry(lanes=LANES, capacity=32, prompts=4, longest_prompt=16, group=4, flat=False)
+ARCHITECTURES = ("qwen2", "llama", "qwen3")
+PROVIDERS = {"triton": GroupDecode, "varlen": lambda: SharedPrefix(varlen, TOKENS_BEFORE_HEADS)}
+ALLOCATIONS = ("empty", "new_empty")  # operators whose names begin so return memory that nobody has written
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """Yield a list that gets the name of every operator and Triton kernel that is launched while it is open."""
+    run, names = JITFunction.run, []
+    JITFunction.run = lambda kernel, *_, **__: names.append(kernel.__name__)
+    try:
+        with _Operators(names):
+            yield names
+    finally:
+        JITFunction.run = run
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the names of operators that launch something."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            result = operator.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        result = operator(*args, **kwargs)
+        name = operator.overloadpacket.__name__
+        only_views = _storages(result) <= _storages((args, kwargs))
+        if operator._schema.is_mutable or not (only_views or name.startswith(ALLOCATIONS)):
+            self.names.append(name)
+        return result
+
+
+def _storages(tree):
+    """Return the addresses of the storages of all tensors in a tree; on `meta` the data itself has none."""
+    return {leaf.untyped_storage()._cdata for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+@contextmanager
+def meta_gpu() -> Iterator[None]:
+    """Let our kernels and liger-kernel's layers take the `meta` device for an H100 while the context manager is open.
+
+    liger-kernel replaces names in transformers' modules; they are put back.
+    """
+    names = [f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES]
+    modules = {module: dict(vars(module)) for module in map(import_module, names)}
+    before = launch.capability, launch.programs, liger_layers._obstacle, torch.cuda.set_device
+    launch.capability, launch.programs = lambda device: (9, 0), lambda device: 132
+    liger_layers._obstacle, torch.cuda.set_device = lambda model: None, lambda device: None
+    try:
+        yield
+    finally:
+        launch.capability, launch.programs, liger_layers._obstacle, torch.cuda.set_device = before
+        for module, contents in modules.items():
+            vars(module).update(contents)
+
+
+def of_step(architecture: str, provider: str, lora: bool, liger: bool, layers: int) -> list[str]:
+    """Run the layers of one decode step in bf16, from embedding to last norm; returns what it launches, in order."""
+    with meta_gpu():
+        model = tiny.model(architecture, num_hidden_layers=layers)
+        cast(model, torch.bfloat16)
+        if liger:
+            liger_layers.apply_liger(model, True)
+        if lora:
+            add_lora(model, r=8, alpha=16, target_modules=("all-linear",))
+        model.to("meta")
+        slots = Slots(GEOMETRY, torch.device("meta"), TOKENS_BEFORE_HEADS)
+        ids = torch.zeros(LANES, dtype=torch.int64, device="meta")
+        with torch.inference_mode():
+            for _ in range(2):  # the first step makes the slots
+                with launches() as names:
+                    Policy.of(model).states(ids, ids, DecodeAttention(slots, PROVIDERS[provider](), ids))
+    return names
+
+
+def table(liger: bool) -> dict[str, dict[str, int]]:
+    """Count for every architecture, provider, with and without adapters.
+
+    Args:
+        liger: Whether to count with liger-kernel's layers.
+
+    Returns:
+        By the names of architecture, provider and options: launches a layer, and those outside of the layers.
+    """
+    counts = {}
+    for architecture, provider, lora in product(ARCHITECTURES, PROVIDERS, (False, True)):
+        two, three = (len(of_step(architecture, provider, lora, liger, layers)) for layers in (2, 3))
+        name = " ".join([architecture, provider, *["lora"] * lora, *["liger"] * liger])
+        counts[name] = {"a layer": three - two, "besides": 3 * two - 2 * three}
+    return counts
+
+
+if __name__ == "__main__":
+    if find_spec("liger_kernel") is None:
+        sys.exit("the table needs liger-kernel: pip install 'fastgrpo[train]'")
+    rows = (f" {json.dumps(name)}: {json.dumps(counts)}" for name, counts in (table(False) | table(True)).items())
+    print("{", ",\n".join(rows), "}", sep="\n")
