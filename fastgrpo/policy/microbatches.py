@@ -1,7 +1,7 @@
 """Micro-batches: which samples go through the policy together, so that each pass is filled to its token budget.
 
-The groups are packed into micro-batches as items into bins, the largest first, each where it leaves the least room (best
-fit decreasing). Consecutive groups alone would fill a micro-batch to about two thirds.
+The groups are packed into micro-batches as items into bins, the largest first, each where it leaves the least room
+(best fit decreasing). Consecutive groups alone would fill a micro-batch to about two thirds.
 """
 
 from collections.abc import Sequence
