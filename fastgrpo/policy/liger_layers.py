@@ -26,7 +26,7 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     Raises:
         ValueError: They were asked for with True and cannot be had.
     """
-    obstacle = _obstacle(model) if wanted is not False else "not wanted"
+    obstacle = _obstacle(model, model.device) if wanted is not False else "not wanted"
     if wanted and obstacle:
         raise ValueError(f"use_liger_kernel=True {obstacle}; leave use_liger_kernel unset to go without")
     if obstacle:
@@ -41,10 +41,24 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     return True
 
 
-def _obstacle(model):
+def would_apply(model: PreTrainedModel, wanted: bool | None, device: torch.device) -> bool:
+    """Tell whether `apply_liger` would replace the layers of a model, or refuse, once the model is on a device.
+
+    Args:
+        model: A causal language model on any device.
+        wanted: As for `apply_liger`.
+        device: Where the model will be.
+
+    Returns:
+        Whether it would.
+    """
+    return bool(wanted) or (wanted is None and _obstacle(model, device) is None)
+
+
+def _obstacle(model, device):
     """Say why liger-kernel cannot serve this model, as a predicate of the setting, or return None if it can."""
-    if model.device.type != "cuda":
-        return f"needs a CUDA device; the model is on {model.device}"
+    if device.type != "cuda":
+        return f"needs a CUDA device; the model is on {device}"
     if find_spec("liger_kernel") is None:
         return "needs the package: pip install 'fastgrpo[liger]'"
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
