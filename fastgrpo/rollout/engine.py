@@ -102,7 +102,7 @@ class RolloutEngine(RolloutBackend):
         *,
         max_num_seqs: int = 256,
         attention: str = "auto",
-        memory_utilization: float = 0.3,
+        memory_utilization: float = 0.7,
         enforce_eager: bool = False,
         reserved: Callable[[], int] | None = None,
     ):

@@ -145,6 +145,9 @@ def test_only_flags_that_apply_are_named(tmp_path):
     with pytest.raises(ValueError, match="max_tokens_per_microbatch 8192 saves") as error:
         of_shape(tmp_path, "7B", 10 * GIB, use_peft=True, beta=0.04).check()
     assert "--use_peft" not in str(error.value) and "--ref_" not in str(error.value)
+    assert "--gradient_checkpointing" not in str(error.value)  # auto has turned it on
+    with pytest.raises(ValueError, match="--gradient_checkpointing True saves"):
+        of_shape(tmp_path, "0.5B", 20 * GIB, gradient_checkpointing=False).check()
 
 
 @pytest.mark.parametrize("name, settings", [("7B", {"use_peft": True}), ("0.5B", {}), ("0.5B", {"beta": 0.04})])
