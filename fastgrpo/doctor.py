@@ -112,11 +112,13 @@ def packages() -> Iterator[tuple[str, str]]:
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
 
 
-def memory(argv: list[str]) -> str:
+def memory(argv: list[str], room: float | None = None) -> str:
     """Plan the memory of a run.
 
     Args:
         argv: Flags of training.
+        room: Bytes that the run may take on its device; None stands for what is free on a GPU, and for no limit on a
+            CPU.
 
     Returns:
         A table with a line for each part, and if they do not fit into the GPU, what would help.
@@ -135,7 +137,8 @@ def memory(argv: list[str]) -> str:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     model = outline(config.model_name_or_path, config.trust_remote_code)
-    room = memory_left(device) if device.type == "cuda" else math.inf
+    if room is None:
+        room = memory_left(device) if device.type == "cuda" else math.inf
     planned = plan(config, model, dtype=dtype, device=device, room=room)
     ppo = [part for part in planned.parts if part.ppo]
     rows = planned.rows() + [(f"PPO: {part.name}", f"{gib(part.bytes):>11}   {part.how}") for part in ppo]

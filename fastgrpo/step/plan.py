@@ -63,7 +63,8 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
         room: Bytes that the run may take on its device; None stands for what is free there.
 
     Returns:
-        The plan; None on a CPU whose memory nobody limits, and for what is no model.
+        The plan. None on a CPU whose memory nobody limits, and for what is no causal LM with attention layers, whose
+        numbers the plan is computed from: loading it refuses it, or gives it to the hf backend.
     """
     device = choose_device(config.device)
     on_cpu = device.type == "cpu" and room is None
@@ -73,11 +74,23 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
     if isinstance(model, PreTrainedModel):
-        with torch.device("meta"):
-            model = type(model)(copy.deepcopy(model.config))
+        model = _weightless(model)
     else:
         model = outline(model, config.trust_remote_code, download=True)
+    shape = model.config.get_text_config()
+    numbers = [getattr(shape, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")]
+    if model.get_output_embeddings() is None or not all(isinstance(number, int) for number in numbers):
+        return None
     return plan(config, model, dtype=choose_dtype(config.dtype, device), device=device, room=room)
+
+
+def _weightless(model):
+    """Copy a model without its weights: its parameters are on the meta device."""
+    memo = {
+        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)  # deepcopy takes the parameters from the memo
 
 
 def plan(

@@ -193,3 +193,21 @@ def test_a_model_in_memory_is_planned_and_not_changed(tmp_path):
     planned = plan_run(GRPOConfig(device="cpu"), model, room=GIB)
     assert planned.rows() == of_folder.rows() and model.device.type == "cpu"
     assert plan_run(GRPOConfig(device="cpu"), model) is None  # nobody limits the memory of a CPU
+
+
+def test_what_has_no_attention_layers_is_not_planned():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=1))
+    assert plan_run(GRPOConfig(device="cpu"), mamba, room=GIB) is None
+    assert plan_run(GRPOConfig(device="cpu"), tiny.model().base_model, room=GIB) is None
+    assert plan_run(GRPOConfig(device="cpu"), 7, room=GIB) is None  # loading says what may be given
+
+
+def test_on_a_gpu_the_head_holds_a_chunk_of_16_bit_exponentials(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tiny.config(**SHAPES["0.5B"]).save_pretrained(tmp_path)
+    config = GRPOConfig(use_peft=True)
+    made = plan(config, outline(tmp_path), dtype=torch.bfloat16, device=torch.device("cuda"), room=80 * GIB)
+    head = next(part for part in made.parts if part.name == "head")
+    assert head.bytes == 8192 * 151_936 * 2 and head.passing
