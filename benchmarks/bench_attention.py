@@ -23,8 +23,9 @@ from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, at_most, finish, name
 from benchmarks.models import QWEN, Size, random_model
 from fastgrpo import linear_grpo_loss
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, split_by_tokens
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import prepare
+from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 
@@ -91,8 +92,8 @@ def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> 
     """
     weight, bias, _ = policy.head
     count, tokens = sum(len(sample.completion_ids) for sample in samples), 0
-    for part in split_by_tokens(samples, MAX_TOKENS, share_prompt):
-        batch = Batch.pack(part, DEVICE, share_prompt)
+    for indices in micro_batches(samples, MAX_TOKENS, share_prompt):
+        batch = Batch.pack([samples[i] for i in indices], DEVICE, share_prompt)
         out = linear_grpo_loss(
             policy.completion_states(batch), weight, batch.targets, batch.advantages, bias=bias,
             cu_seqlens=batch.cu_seqlens, rows=torch.arange(len(batch.targets)), num_items_in_batch=count,

@@ -3,6 +3,7 @@
 With --model PATH and any flags of training, it also shows the memory that such a run would take. Nothing is downloaded.
 """
 
+import math
 import platform
 import sys
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ OPTIONAL = (
     ("trl", "benchmarks against TRL"),
     ("cut-cross-entropy", "benchmarks against Cut Cross-Entropy"),
 )
-PROMPT_TOKENS, HEAD_WIDTH = 256, 128  # the length of a typical prompt, the width of a typical attention head
+HEAD_WIDTH = 128  # of a typical attention head
 
 
 def installed(distribution: str) -> str | None:
@@ -62,6 +63,7 @@ def machine() -> list[tuple[str, str]]:
         Pairs of a name and its value.
     """
     from fastgrpo.loss.checks import HAS_TRITON
+    from fastgrpo.step.budget import gib
 
     rows = [
         ("fastgrpo", installed("fastgrpo") or "a clone that is not installed"),
@@ -72,7 +74,7 @@ def machine() -> list[tuple[str, str]]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     for i in gpus:
         about = torch.cuda.get_device_properties(i)
-        rows.append((f"GPU {i}", f"{about.name}, sm_{about.major}{about.minor}, {_gib(about.total_memory)}"))
+        rows.append((f"GPU {i}", f"{about.name}, sm_{about.major}{about.minor}, {gib(about.total_memory)}"))
     if not gpus:
         rows.append(("GPU", "none that torch sees: everything runs on the CPU"))
     rows.append(("kernels", "triton" if gpus and HAS_TRITON else "chunked (plain PyTorch)"))
@@ -90,6 +92,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
     """
     from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.providers import choose_provider
+    from fastgrpo.step.budget import PROMPT_TOKENS
 
     dtype = torch.bfloat16
     kernel = kernel_for(torch.empty(0, 1, HEAD_WIDTH, device=device, dtype=dtype)).name
@@ -109,48 +112,44 @@ def packages() -> Iterator[tuple[str, str]]:
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
 
 
-def memory(argv: list[str]) -> str:
+def memory(argv: list[str], room: float | None = None) -> str:
     """Plan the memory of a run.
 
     Args:
         argv: Flags of training.
+        room: Bytes that the run may take on its device; None stands for what is free on a GPU, and for no limit on a
+            CPU.
 
     Returns:
-        A table with a line for each part, and whether they fit into the GPU.
+        A table with a line for each part, and if they do not fit into the GPU, what would help.
 
     Raises:
         ValueError: A flag is not allowed, or there is no config of the model.
     """
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.load import choose_device, choose_dtype
+    from fastgrpo.rollout.geometry import memory_left
+    from fastgrpo.step.budget import gib
     from fastgrpo.step.plan import outline, plan
 
     config = parse(argv)
     quiet_libraries()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    on_gpu = device.type == "cuda"
     model = outline(config.model_name_or_path, config.trust_remote_code)
-    parts = plan(config, model, dtype=dtype, device=device, prompt_tokens=PROMPT_TOKENS)
-    own = sum(part.bytes for part in parts if not part.ppo)
-    rows = [(part.name, f"{_gib(part.bytes):>11}   {part.how}") for part in parts if not part.ppo]
-    rows.append(("in all", f"{_gib(own):>11}   without activations"))
-    rows += [(f"PPO: {part.name}", f"{_gib(part.bytes):>11}   {part.how}") for part in parts if part.ppo]
-    rows.append(
-        ("PPO in all", f"{_gib(sum(part.bytes for part in parts)):>11}   with a value model of the policy's size")
-    )
+    if room is None:
+        room = memory_left(device) if device.type == "cuda" else math.inf
+    planned = plan(config, model, dtype=dtype, device=device, room=room)
+    ppo = [part for part in planned.parts if part.ppo]
+    rows = planned.rows() + [(f"PPO: {part.name}", f"{gib(part.bytes):>11}   {part.how}") for part in ppo]
+    in_all = planned.needed + sum(part.bytes for part in ppo)
+    rows.append(("PPO in all", f"{gib(in_all):>11}   with a value model of the policy's size"))
     text = f"memory of {config.model_name_or_path} in {str(dtype).removeprefix('torch.')}\n{table(rows)}"
-    if on_gpu:
-        total = torch.cuda.get_device_properties(device).total_memory
-        text += f"\n{'fits into' if own < total else 'does not fit into'} the GPU's {_gib(total)}"
+    try:
+        planned.check()
+    except ValueError as error:
+        text += f"\nthis does not fit: {error}"
     return text
-
-
-def _gib(count):
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count / 2**10:.2f} KiB"
 
 
 def doctor(argv: list[str]) -> None:

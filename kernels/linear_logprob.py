@@ -36,6 +36,9 @@ from fastgrpo.kernels.softmax import ELSEWHERE, all_reduce_
 from fastgrpo.kernels.tiles import LN2, Head
 
 Tensor = torch.Tensor
+# E's rows are allocated by this many on a GPU: M differs from step to step, and memory that torch's allocator has kept
+# of one step fits the next one where their sizes are the same. A chunk of 8,192 rows has 8 sizes.
+ROWS_HELD = 1024
 PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}
 
 
@@ -62,7 +65,8 @@ def empty_exps(rows: int, vocab: int, like: Tensor) -> Tensor:
         vocab: V.
         like: Tensor whose dtype and device the result has.
     """
-    return torch.empty_strided((rows, vocab), (-(-vocab // 64) * 64, 1), dtype=like.dtype, device=like.device)
+    held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
+    return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
 
 
 def rows_fwd(

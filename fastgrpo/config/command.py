@@ -115,9 +115,10 @@ def explain(error: Exception) -> str | None:
     if "No space left on device" in text:  # as safetensors puts it
         return _SYSTEM[errno.ENOSPC].format(where="")
     memory = _out_of_memory(error)
+    in_pieces = _IN_PIECES if type(error).__name__ == "OutOfMemoryError" else ""
     return None if memory is None else (
         f"{memory}\n  lower max_tokens_per_microbatch or max_num_seqs, or turn gradient_checkpointing on; "
-        "python -m fastgrpo.doctor --model MODEL shows how much memory a run takes"
+        f"python -m fastgrpo.doctor --model MODEL shows how much memory a run takes{in_pieces}"
     )  # fmt: skip
 
 
@@ -132,6 +133,7 @@ def _out_of_memory(error):
     return None
 
 
+_IN_PIECES = "; where free memory lies in pieces, PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
 _NO_MEMORY = re.compile("can't allocate memory|Cannot allocate memory")  # as torch's allocator and the system put it
 _DENIED = "no permission to read or write{where}; choose another folder (--output_dir for runs, HF_HOME for downloads)"
 _SAVED = "earlier checkpoints are intact, so free some space and resume"

@@ -163,8 +163,11 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     Raises:
         ValueError: The value is of another type, or too large for its type.
     """
-    if isinstance(kind, UnionType):  # with None
-        return None if value is None else typed(where, value, get_args(kind)[0])
+    if isinstance(kind, UnionType):  # with None, or with text that stands for a choice to be made later
+        kinds = get_args(kind)
+        if value is None and type(None) in kinds:
+            return None
+        return typed(where, value, str if str in kinds and isinstance(value, str) else kinds[0])
     if hasattr(value, "tolist"):
         value = value.tolist()
     if get_origin(kind) is tuple:

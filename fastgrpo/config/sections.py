@@ -121,8 +121,9 @@ class EngineConfig:
         resume="inexact",
     )
     rollout_memory_utilization: float = setting(
-        0.3,
-        "Share of the device's free memory that the keys and values of rollouts may take.",
+        0.7,
+        "Share that the keys and values of rollouts may take of the device's memory that is left after everything else "
+        "(weights, gradients, optimizer, head, activations).",
         within=MEMORY_UTILIZATION,
         active=WITH_ENGINE,
         resume="inexact",

@@ -37,9 +37,11 @@ class ModelConfig:
         "on a GPU where the package is installed.",
         resume="inexact",
     )
-    gradient_checkpointing: bool = setting(
-        True,
-        "Recompute the layers in the backward pass, which takes less memory and about a third more time.",
+    gradient_checkpointing: bool | str = setting(
+        "auto",
+        "Recompute the layers in the backward pass, which takes less memory and about a third more time. auto does so "
+        "on a CPU, and on a GPU unless the activations of all layers fit beside everything else.",
+        choices=("auto", True, False),
         resume="inexact",
     )
     use_peft: bool = setting(

@@ -139,33 +139,3 @@ def prompt_groups(samples: Sequence[Sample], share_prompt: bool = True) -> list[
         else:
             groups.append([sample])
     return groups
-
-
-def split_by_tokens(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[Sample]]:
-    """Split samples into consecutive micro-batches of at most `max_tokens` inputs each.
-
-    Samples that share a prompt count it once and stay in one micro-batch, unless they exceed `max_tokens` by
-    themselves. Then they are split, and each micro-batch that holds some of them holds the prompt.
-
-    Args:
-        samples: The samples, in order.
-        max_tokens: Most input tokens of a micro-batch. A sample with more stands alone.
-        share_prompt: Whether neighbours with the same prompt share one copy of it.
-
-    Returns:
-        The samples of each micro-batch.
-    """
-    parts, tokens = [], max_tokens
-    for group in prompt_groups(samples, share_prompt):
-        prompt, own = len(group[0].prompt_ids), [len(sample.completion_ids) - 1 for sample in group]
-        if tokens + prompt + sum(own) > max_tokens:
-            parts.append([])
-            tokens = 0
-        tokens += prompt
-        for sample, more in zip(group, own, strict=True):
-            if parts[-1] and tokens + more > max_tokens:
-                parts.append([])
-                tokens = prompt
-            parts[-1].append(sample)
-            tokens += more
-    return parts

@@ -27,7 +27,7 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     Raises:
         ValueError: They were asked for with True and cannot be had.
     """
-    obstacle = _obstacle(model) if wanted is not False else "not wanted"
+    obstacle = _obstacle(model, model.device) if wanted is not False else "not wanted"
     if wanted and obstacle:
         raise ValueError(f"use_liger_kernel=True {obstacle}; leave use_liger_kernel unset to go without")
     if obstacle:
@@ -48,10 +48,24 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     return True
 
 
-def _obstacle(model):
+def would_apply(model: PreTrainedModel, wanted: bool | None, device: torch.device) -> bool:
+    """Tell whether `apply_liger` would replace the layers of a model, or refuse, once the model is on a device.
+
+    Args:
+        model: A causal language model on any device.
+        wanted: As for `apply_liger`.
+        device: Where the model will be.
+
+    Returns:
+        Whether it would.
+    """
+    return bool(wanted) or (wanted is None and _obstacle(model, device) is None)
+
+
+def _obstacle(model, device):
     """Say why liger-kernel cannot serve this model, as a predicate of the setting, or return None if it can."""
-    if model.device.type != "cuda":
-        return f"needs a CUDA device; the model is on {model.device}"
+    if device.type != "cuda":
+        return f"needs a CUDA device; the model is on {device}"
     missing = package_obstacle("liger_kernel.transformers")
     if missing:
         return missing

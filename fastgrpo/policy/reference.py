@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, split_by_tokens
+from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import adapters_off, has_adapters
+from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.policy.model import Head, Policy
 from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.streaming import LayerStream
@@ -47,11 +48,13 @@ def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring) -> list[t
     Returns:
         For each sample [T] fp32 log-probs, in nats, on the policy's device; T is the length of its completion.
     """
-    logps = []
-    for part in split_by_tokens(samples, scoring.max_tokens, scoring.share_prompt):
+    logps = [None] * len(samples)
+    for indices in micro_batches(samples, scoring.max_tokens, scoring.share_prompt):
+        part = [samples[i] for i in indices]
         batch = Batch.pack(part, policy.head.weight.device, scoring.share_prompt)
         flat = policy.logps(batch, scoring.temperature)
-        logps += flat.split([len(sample.completion_ids) for sample in part])
+        for i, of_sample in zip(indices, flat.split([len(sample.completion_ids) for sample in part]), strict=True):
+            logps[i] = of_sample
     return logps
 
 

@@ -9,6 +9,7 @@ lanes every POLL_STEPS steps.
 Shapes: B prompts, G completions each, n lanes in use, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
-from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
+from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.graph import Graphs
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import choose_provider, make_provider
@@ -102,7 +103,7 @@ class RolloutEngine(RolloutBackend):
         *,
         max_num_seqs: int = 256,
         attention: str = "auto",
-        memory_utilization: float = 0.3,
+        memory_utilization: float = 0.7,
         enforce_eager: bool = False,
         reserved: Callable[[], int] | None = None,
     ):
@@ -113,7 +114,8 @@ class RolloutEngine(RolloutBackend):
         if attention != "auto":  # what cannot work is refused before anything is drawn
             choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
         self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
-        self.budget = None  # bytes for keys and values
+        self.budget, self.left = None, math.inf  # bytes for keys and values, and the bytes that they are a share of
+        self.phases = {}  # the geometry of each phase, see `settled`
         self.running = []  # the Running of each lane up to the last one in use; None where a lane is free
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
@@ -250,7 +252,7 @@ class RolloutEngine(RolloutBackend):
             self._start(groups)
 
     def _make_room(self):
-        """Make lanes, slots and provider for the waiting requests. Present ones stay if they are large enough."""
+        """Make lanes, slots and provider for the waiting requests, unless the present ones are to stay."""
         policy, sampling = self.policy, self.waiting[0].sampling
         shape = policy.shape
         self.sampling = sampling
@@ -260,17 +262,16 @@ class RolloutEngine(RolloutBackend):
             self.attention, policy.device, policy.dtype, head_dim(shape), max(length for length, _ in requests)
         )
         if self.budget is None:
-            reserved = self.reserved() if self.reserved else 0
-            self.budget = kv_budget(policy.device, self.memory_utilization, reserved)
-        limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), self.budget, provider.flat
+            self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
+            self.budget = int(self.memory_utilization * self.left)
+        limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), self.budget, provider.flat, self.left
         try:
             new = fit(requests, *limits)
         except ValueError:  # longest prompt and largest group may be of different requests: fit the first one alone
             new, requests = fit(requests[:1], *limits), requests[:1]
-        if self.geometry is not None:
-            new = settled(self.geometry, new, requests, *limits[1:3])
-            if new == self.geometry:
-                return
+        new = settled(self.phases, new, requests, *limits[1:3])
+        if new == self.geometry:
+            return
         self.graphs.clear()
         self.slots = self.lanes = None  # free them before the new ones are made
         self.geometry, self.provider = new, provider
@@ -315,14 +316,17 @@ class RolloutEngine(RolloutBackend):
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.policy.device)
 
     def _arrange(self):
-        self.slots.arrange([running.group.slot if running else -1 for running in self.running])
+        groups = [running.group if running else None for running in self.running]
+        largest = max((len(group.lanes) for group in groups if group), default=0)
+        self.slots.arrange([group.slot if group else -1 for group in groups], largest)
 
     def _decode(self):
         """Draw one more token on every lane."""
         n = len(self.running)
         if self.on_gpu:  # only few sizes are used: each is a graph of its own, and kernels are compiled for it
-            n = bucket(n, self.geometry)
-        self.graphs.run((n, self.sampling.stop_token_ids, *self.sampling.distribution.values()), lambda: self._step(n))
+            n = bucket(n, self.geometry.lanes)
+        key = n, self.slots.members.shape, self.sampling.stop_token_ids, *self.sampling.distribution.values()
+        self.graphs.run(key, lambda: self._step(n))
         self.steps += 1
 
     @torch.inference_mode()

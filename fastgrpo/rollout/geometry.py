@@ -1,8 +1,15 @@
 """How many lanes and prompt slots fit into the memory that is free.
 
+A change of geometry frees the slots and costs the CUDA graphs. Training and evaluation alternate, and they want other
+sizes: 256 prompts with one greedy completion each want 256 prompt slots, and 8 prompts with 32 completions each want 8.
+So each phase, which its group size tells apart, has a geometry that never shrinks while the phase lasts, and memory
+decides what happens between phases (`settled`). All providers keep shared prompts apart from lanes at a group size of 1
+too: a flat layout would save them a launch there, and no memory, but would keep the phases from sharing slots.
+
 Shapes: R lanes, C most tokens of a completion, P prompt slots, T most tokens of a prompt, G most lanes of one prompt.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +22,9 @@ if TYPE_CHECKING:
 # Prompt slots for each full group of lanes. One would not do: a group with one completion left still needs its prompt.
 PROMPTS_A_GROUP = 2
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # numbers of lanes of CUDA graphs
+# Numbers of prompts of CUDA graphs. They are far apart, because each makes more graphs.
+PROMPT_BUCKETS = (4, 16, 64, 256, 1024)
+AMPLE = 0.5  # all phases share one geometry where it takes at most this share of the memory allowed
 NEAR = 0.8  # the present geometry is kept if it has at least this share of the lanes and prompt slots that would fit
 ROUND = 16  # T is rounded up to a multiple of this, so that a slightly longer prompt needs no new slots
 
@@ -68,7 +78,12 @@ class Geometry:
 
 
 def fit(
-    requests: list[tuple[int, list[int]]], max_num_seqs: int, token_bytes: int, budget: int, flat: bool
+    requests: list[tuple[int, list[int]]],
+    max_num_seqs: int,
+    token_bytes: int,
+    budget: float,
+    flat: bool,
+    left: float = math.inf,
 ) -> Geometry:
     """Choose the geometry with the most lanes that these requests fill and the limits allow.
 
@@ -78,6 +93,7 @@ def fit(
         token_bytes: Bytes of one token's keys and values in all layers.
         budget: Most bytes of all slots.
         flat: Whether a lane's slot holds a copy of its prompt.
+        left: The bytes that the budget is a share of, by which the error tells whether a larger share would help.
 
     Returns:
         The geometry.
@@ -90,31 +106,42 @@ def fit(
     longest = -max(length for length, _ in requests) // ROUND * -ROUND
 
     def geometry(lanes):
-        prompts = min(len(requests), PROMPTS_A_GROUP * -(-lanes // group))
+        # A prompt in use has a lane at least, so that prompts with one completion each need no more slots than lanes.
+        prompts = min(len(requests), lanes, PROMPTS_A_GROUP * -(-lanes // group))
         return Geometry(lanes, capacity, prompts if lanes > group else 1, longest, group, flat)
 
     wanted = min(max_num_seqs, sum(len(limits) for _, limits in requests))
     for lanes in range(wanted, group - 1, -1):
         if geometry(lanes).tokens * token_bytes <= budget:
             return geometry(lanes)
+    needed = geometry(group).tokens * token_bytes
+    remedy = (
+        "raise rollout_memory_utilization"
+        if needed <= left
+        else f"let the model and its training take less, which leave {left / 2**30:.2f} GiB (docs/memory.md)"
+    )
     raise ValueError(
         f"one group of {group} completions of up to {capacity} tokens and its prompt of {longest} needs "
-        f"{geometry(group).tokens * token_bytes / 2**30:.2f} GiB for keys and values, and {budget / 2**30:.2f} GiB are "
-        "allowed: lower num_generations or max_completion_length, or raise rollout_memory_utilization"
+        f"{needed / 2**30:.2f} GiB for keys and values, and {budget / 2**30:.2f} GiB are allowed: lower "
+        f"num_generations or max_completion_length, or {remedy}"
     )
 
 
 def settled(
-    old: Geometry, new: Geometry, requests: list[tuple[int, list[int]]], token_bytes: int, budget: int
+    phases: dict[tuple[int, bool], Geometry],
+    new: Geometry,
+    requests: list[tuple[int, list[int]]],
+    token_bytes: int,
+    budget: int,
 ) -> Geometry:
-    """Choose the geometry to go on with, given the present one and the one that fits the next requests best.
+    """Choose the geometry to go on with, given those of all phases so far and the one that fits the next requests best.
 
-    A change of geometry costs the CUDA graphs. So the choice is the larger of the two in every size, if the budget
-    holds that: then training and evaluation, which alternate, share one geometry. Otherwise it is the present one if it
-    holds the requests and is not much smaller than the new one, and else the new one.
+    One geometry that is large enough for every phase is used where it takes at most the share AMPLE of the budget: then
+    training and evaluation go on with the same slots and CUDA graphs. Otherwise each phase has its own: the first
+    rollout after an evaluation shrinks the slots to what training needs, at the price of recording the graphs again.
 
     Args:
-        old: The present geometry.
+        phases: The geometry of each phase so far, by its group size and layout. The next requests' is entered.
         new: The geometry that fits the requests best.
         requests: Tokens of the prompt of each request, and most tokens of each of its completions.
         token_bytes: Bytes of one token's keys and values in all layers.
@@ -123,14 +150,30 @@ def settled(
     Returns:
         The geometry.
     """
-    if old.flat != new.flat:
-        return new
-    sizes = "lanes", "capacity", "prompts", "longest_prompt", "group"
-    both = Geometry(*(max(getattr(old, size), getattr(new, size)) for size in sizes), old.flat)
-    if both.tokens * token_bytes <= budget:
+    phase = new.group, new.flat
+    own = phases[phase] = _grown(phases.get(phase, new), new, requests, budget // token_bytes)
+    shared = _merged(*(geometry for geometry in phases.values() if geometry.flat == new.flat))
+    return shared if shared.tokens * token_bytes <= AMPLE * budget else own
+
+
+def _grown(old, new, requests, most):
+    """Choose the geometry of a phase so that it stays from rollout to rollout; `most` is how many tokens it may hold.
+
+    It is the larger of the two in every size, if the budget holds that. Otherwise it is the old one, if that holds the
+    requests and is not much smaller than the new one.
+    """
+    both = _merged(old, new)
+    if both.tokens <= most:
         return both
     near = old.lanes >= NEAR * new.lanes and old.prompts >= NEAR * new.prompts
     return old if near and all(old.holds(*request) for request in requests) else new
+
+
+def _merged(*geometries):
+    """Return the geometry that is as large as the largest of these in every size; all have one layout."""
+    sizes = "lanes", "capacity", "prompts", "longest_prompt", "group"
+    largest = (max(getattr(geometry, size) for geometry in geometries) for size in sizes)
+    return Geometry(*largest, geometries[0].flat)
 
 
 def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
@@ -159,12 +202,11 @@ def head_dim(config: "PretrainedConfig") -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def kv_budget(device: torch.device, utilization: float, reserved: int = 0) -> int:
-    """Count the bytes that keys and values may take, a share of what is free now.
+def memory_left(device: torch.device, reserved: int = 0) -> int:
+    """Count the bytes that are free now and that nothing else will take.
 
     Args:
         device: Where keys and values lie. For a CPU, the memory of the host counts.
-        utilization: The share, in (0, 1].
         reserved: Bytes of the free memory that others will take.
 
     Returns:
@@ -176,17 +218,18 @@ def kv_budget(device: torch.device, utilization: float, reserved: int = 0) -> in
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
         free = psutil.virtual_memory().available
-    return int(max(free - reserved, 0) * utilization)
+    return max(free - reserved, 0)
 
 
-def bucket(lanes: int, geometry: Geometry) -> int:
-    """Choose the number of lanes of the CUDA graph that serves at least so many.
+def bucket(count: int, most: int, sizes: tuple[int, ...] = BUCKETS) -> int:
+    """Choose the number of lanes or prompts of the CUDA graph that serves at least so many.
 
     Args:
-        lanes: Lanes in use.
-        geometry: The geometry, whose number of lanes is the most.
+        count: Lanes or prompts in use.
+        most: The number that the geometry has.
+        sizes: The numbers that graphs may have.
 
     Returns:
-        The smallest of `BUCKETS` that is large enough, or all lanes.
+        The smallest of the sizes that is large enough, or `most`.
     """
-    return min(next((size for size in BUCKETS if size >= lanes), geometry.lanes), geometry.lanes)
+    return min(next((size for size in sizes if size >= count), most), most)

@@ -85,13 +85,11 @@ class SharedPrefix(Provider):
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         n = len(token_index)
         members = slots.members
-        if members.device.type == "cpu":
-            # No CUDA graph needs fixed shapes there, so unused prompts and columns are left out.
-            used = (members >= 0).nonzero()
-            members = members[: int(used[:, 0].max()) + 1, : int(used[:, 1].max()) + 1]
-        self.lanes = members.clamp(min=0).long()  # [P, G]; an empty entry computes lane 0, and nobody reads the result
+        self.lanes = members.clamp(
+            min=0
+        ).long()  # [prompts, lanes of each]; an empty entry computes lane 0, and nobody reads the result
         entry = torch.zeros(n + 1, dtype=torch.int64, device=members.device)
-        # The entry of each lane among the P * G. Empty entries are written into the spare element at the end.
+        # The entry of each lane among these. Empty entries are written into the spare element at the end.
         order = torch.arange(members.numel(), device=members.device)
         entry[torch.where(members >= 0, members, n).flatten().long().clamp(max=n)] = order
         self.entry = entry[:n]
@@ -116,14 +114,16 @@ class GroupDecode(Provider):
     flat, memory_order = False, TOKENS_BEFORE_HEADS
 
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
-        self.slots, self.lengths = slots, (token_index + 1).to(torch.int32)
+        self.members, self.lengths = slots.members, (token_index + 1).to(torch.int32)
+        self.prompt_lengths = slots.prompt_lengths[: len(self.members)]
 
     def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         from fastgrpo.kernels.group_decode import group_decode
 
+        prompts = len(self.members)  # the splits of the prompts' keys follow from it
         return group_decode(
-            query, cache.keys, cache.values, self.lengths, cache.prompt_keys, cache.prompt_values,
-            self.slots.prompt_lengths, self.slots.members, scale=scale,
+            query, cache.keys, cache.values, self.lengths, cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
+            self.prompt_lengths, self.members, scale=scale,
         )  # fmt: skip
 
 

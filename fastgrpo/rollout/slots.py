@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fastgrpo.loss.staging import staged
-from fastgrpo.rollout.geometry import Geometry
+from fastgrpo.rollout.geometry import PROMPT_BUCKETS, Geometry, bucket
 
 
 class Cache(NamedTuple):
@@ -47,7 +47,8 @@ class Slots:
         self.geometry, self.memory_order = geometry, memory_order
         self.caches, self.heads = {}, {}
         self.prompt_lengths = torch.zeros(geometry.prompts, dtype=torch.int32, device=device)
-        self.members = torch.full((geometry.prompts, geometry.group), -1, dtype=torch.int32, device=device)
+        self.places = torch.full((geometry.prompts * geometry.group,), -1, dtype=torch.int32, device=device)
+        self.members = self.places.view(geometry.prompts, geometry.group)
 
     def cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Cache:
         """Return the slots of a layer, which are made at the first call.
@@ -96,22 +97,31 @@ class Slots:
             self.heads[count] = torch.arange(count, device=held.device)
         return self.heads[count]
 
-    def arrange(self, prompt_of: list[int]) -> None:
-        """Note which lanes belong to which prompt.
+    def arrange(self, prompt_of: list[int], group: int) -> None:
+        """Note in `members` which lanes belong to which prompt: [prompts, lanes of each], -1 where there is none.
+
+        It has a row for each prompt up to the last one in use, so that a decode step computes no others. A CUDA graph
+        needs fixed shapes: on a GPU the rows are rounded up to a bucket, and there are `group` columns.
 
         Args:
             prompt_of: For each of the n lanes in use its prompt's slot, or -1 where the lane is free.
+            group: Most lanes of one prompt among the requests in flight.
         """
         if self.geometry.flat:
             return
         prompt_of = np.asarray(prompt_of, dtype=np.int64)
-        members = np.full(self.members.shape, -1, dtype=np.int32)
         order = np.argsort(prompt_of, kind="stable")
         order = order[prompt_of[order] >= 0]
         owners = prompt_of[order]
-        counts = np.bincount(owners, minlength=len(members))
+        counts = np.bincount(owners)
         rank = np.arange(len(order)) - (counts.cumsum() - counts)[owners]
+        if self.places.device.type == "cpu":
+            shape = len(counts), int(counts.max(initial=0))
+        else:
+            shape = bucket(len(counts), self.geometry.prompts, PROMPT_BUCKETS), group
+        members = np.full(shape, -1, dtype=np.int32)
         members[owners, rank] = order
+        self.members = self.places[: members.size].view(shape)
         self.members.copy_(staged(torch.from_numpy(members), self.members.device), non_blocking=True)
 
     @torch.inference_mode()

@@ -92,18 +92,18 @@ class GRPOUpdate:
         meter, norms = Meter(), []
         for _ in range(self.num_iterations):
             for minibatch in kept:
-                logps = []  # of each sample of the minibatch, in its order
+                logps = {}  # of each sample, by its index in the minibatch
 
-                def loss(part, batch, logps=logps):
+                def loss(indices, batch, logps=logps):
                     out = self.loss(batch, step_tokens, with_entropy)
                     meter.add(out, batch, update=len(norms))
-                    logps.extend(out.logps.split([len(sample.completion_ids) for sample in part]))
+                    logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
                     return out.loss
 
                 learning_rate = self.updater.learning_rate
                 norms.append(self.updater.step([samples[i] for i in minibatch], loss))
-                for i, now in zip(minibatch, logps, strict=True):
-                    samples[i] = self._after_update(samples[i], now)
+                for at, i in enumerate(minibatch):
+                    samples[i] = self._after_update(samples[i], logps[at])
         norms = torch.stack(norms).tolist()
         metrics |= meter.values(norms) | {"learning_rate": learning_rate}
         if self.objective.beta == 0:

@@ -1,47 +1,40 @@
-"""The memory that a run will take, computed from its settings and from the model's config, without any weights."""
+"""The plan of a run's memory, computed from its settings and from the model's config, without any weights.
 
+`python -m fastgrpo.doctor --model` prints it. On a GPU a run makes it before the weights are loaded: a run that does
+not fit is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
+"""
+
+import copy
+import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.policy.files import loading, read_config, read_json
 from fastgrpo.policy.gguf import find_gguf
+from fastgrpo.policy.liger_layers import would_apply
+from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
-from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes
+from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import make_provider
+from fastgrpo.step.activations import activation_bytes
+from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan
 
 FP32 = 4  # bytes of a number
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part of a run's memory.
-
-    Attributes:
-        name: What the memory is for.
-        bytes: How much memory the part takes, in bytes.
-        how: How the bytes come about, as a text for people, such as "64 parameters x 2 bytes".
-        ppo: Whether only PPO needs the part. Such parts are there to be compared with.
-    """
-
-    name: str
-    bytes: int
-    how: str
-    ppo: bool = False
-
-
-def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Build a causal LM without weights from its config. Nothing is downloaded.
+def outline(path: str | Path, trust_remote_code: bool = False, download: bool = False) -> PreTrainedModel:
+    """Build a causal LM without weights from its config.
 
     Args:
-        path: A folder with the config, a GGUF file, or a hub id whose config is in the hub's cache.
+        path: A folder with the config, a GGUF file, or a hub id.
         trust_remote_code: Whether Python code that comes with the model may run.
+        download: Whether the config may be downloaded. If not, that of a hub id must be in the hub's cache.
 
     Returns:
         The model on torch's meta device.
@@ -50,24 +43,68 @@ def outline(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
         ValueError: There is no config, or it is not one of a causal LM.
     """
     files = ("config.json", "adapter_config.json")
-    local = Path(path).is_dir() or find_gguf(path) is not None
+    local = download or Path(path).is_dir() or find_gguf(path) is not None
     if not local and not any(read_json(path, file, local_files_only=True) for file in files):
         raise ValueError(
             f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
             "downloaded here)"
         )
-    config = read_config(path, trust_remote_code, local_files_only=True)
+    config = read_config(path, trust_remote_code, local_files_only=not download)
     with loading(path, "config.json"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
-def plan(
-    config: GRPOConfig, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device, prompt_tokens: int
-) -> list[Part]:
-    """Compute the parts of a run's memory.
+def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: float | None = None) -> Plan | None:
+    """Make the plan of a run that is about to begin, before its weights are loaded.
 
-    Activations are not among them. With gradient_checkpointing they are small beside the rest, and without it they
-    depend on the architecture.
+    Args:
+        config: The settings of the run.
+        model: What the run trains: a folder, hub id or GGUF file, or a model, which is not changed.
+        room: Bytes that the run may take on its device; None stands for what is free there.
+
+    Returns:
+        The plan. None on a CPU whose memory nobody limits, and for what is no causal LM with attention layers, whose
+        numbers the plan is computed from: loading it refuses it, or gives it to the hf backend.
+    """
+    device = choose_device(config.device)
+    on_cpu = device.type == "cpu" and room is None
+    if on_cpu or not isinstance(model, (str, Path, PreTrainedModel)):
+        return None
+    if room is None:
+        parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
+        room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
+    if isinstance(model, PreTrainedModel):
+        model = _weightless(model)
+    else:
+        model = outline(model, config.trust_remote_code, download=True)
+    shape = model.config.get_text_config()
+    numbers = [getattr(shape, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")]
+    if model.get_output_embeddings() is None or not all(isinstance(number, int) for number in numbers):
+        return None
+    return plan(config, model, dtype=choose_dtype(config.dtype, device), device=device, room=room)
+
+
+def _weightless(model):
+    """Copy a model without its weights: its parameters are on the meta device."""
+    memo = {
+        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)  # deepcopy takes the parameters from the memo
+
+
+def plan(
+    config: TrainingConfig,
+    model: PreTrainedModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    prompt_tokens: int = PROMPT_TOKENS,
+    room: float = math.inf,
+) -> Plan:
+    """Compute the parts of a run's memory, and choose gradient checkpointing where it is auto.
+
+    On a CPU, auto is on. On a GPU it is on unless without it the rollouts still get all keys and values that they want.
 
     Args:
         config: The settings of the run.
@@ -75,9 +112,10 @@ def plan(
         dtype: The dtype of the model's weights.
         device: The device that the run is on.
         prompt_tokens: The length of a typical prompt, in tokens.
+        room: Bytes of the device that the run may take.
 
     Returns:
-        The parts, in the order in which a run allocates them.
+        The plan.
     """
     model = model.to(dtype)
     reference = _reference(config, model)
@@ -85,74 +123,142 @@ def plan(
         add_lora(
             model, r=config.lora_r, alpha=config.lora_alpha, target_modules=config.lora_target_modules
         )  # fmt: skip
+    slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens)
+    parts = [*_weights(model, dtype), reference, *_passing(config, model, dtype, device, prompt_tokens, lanes)]
+    share = config.rollout_memory_utilization
+
+    def with_checkpointing(on, why):
+        activations = _activations(config, model, dtype, device, prompt_tokens, on)
+        left = room - sum(part.bytes for part in (*parts, activations) if not part.ppo)
+        allowed = max(one_group, min(slots.bytes, share * left))
+        kept = slots if allowed >= slots.bytes else dataclasses.replace(
+            slots, bytes=int(allowed), how=f"the share {share:g} of what is left; {slots.how} would be wanted"
+        )  # fmt: skip
+        return Plan([*parts, activations], kept, one_group, share, room, on, why), slots.bytes <= share * left
+
+    if config.gradient_checkpointing != "auto":
+        return with_checkpointing(config.gradient_checkpointing, "as gradient_checkpointing says")[0]
+    if device.type == "cpu" and math.isinf(room):
+        return with_checkpointing(True, "auto is on on a CPU")[0]
+    without, fits = with_checkpointing(False, "the activations of all layers fit beside everything else")
+    if fits:
+        return without
+    return with_checkpointing(True, "the activations of all layers would not fit beside everything else")[0]
+
+
+def _weights(model, dtype):
+    """Compute the parts of the policy, its gradients and its optimizer, and what PPO's value model would add."""
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     moved = sum(parameter.numel() for parameter in trained)
     masters = FP32 * sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
-    optimizer = masters + 2 * FP32 * moved
+    gradients, optimizer = moved * FP32, masters + 2 * FP32 * moved
     optimizer_how = f"{moved:,} x (2 Adam states{' + a master' if masters else ''}) x 4 bytes"
+    same, peft = "the same as for the policy", "--use_peft True"
+    whole = moved == count  # adapters are there otherwise
+    return [
+        Part("policy", count * dtype.itemsize, f"{count:,} parameters x {dtype.itemsize} bytes"),
+        Part("gradients", gradients, f"{moved:,} x 4 bytes (fp32)", saved_by={peft: gradients} if whole else {}),
+        Part("optimizer", optimizer, optimizer_how, saved_by={peft: optimizer} if whole else {}),
+        Part("value model", count * dtype.itemsize, same, ppo=True),
+        Part("its gradients", moved * FP32, same, ppo=True),
+        Part("its optimizer", optimizer, same, ppo=True),
+    ]
 
+
+def _slots(config, model, dtype, device, prompt_tokens):
+    """Compute the part of keys and values, the bytes of one group of them, and the number of lanes.
+
+    Supervised training draws only in evaluations, which take what is left.
+    """
+    if not isinstance(config, GRPOConfig):
+        return Part("keys and values", 0, "evaluations take a share of what is left"), 0, 0
     shape = model.config.get_text_config()
     token = kv_token_bytes(shape, dtype)
     limits = [config.max_completion_length] * config.num_generations
     requests = [(prompt_tokens, limits)] * config.oversampled(config.prompts_per_step)
     provider = make_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
     flat = provider.flat or config.rollout_backend == "hf"
-    slots = fit(requests, config.max_num_seqs, token, math.inf, flat)
+    slots, group = (fit(some, config.max_num_seqs, token, math.inf, flat) for some in (requests, requests[:1]))
     tokens = f"{slots.lanes} completions x {slots.lane_tokens} tokens"
     if not flat:
         tokens = f"({slots.prompts} prompts x {slots.longest_prompt} tokens + {tokens})"
+    part = Part("keys and values", slots.tokens * token, f"{tokens} x {token:,} bytes")
+    return part, group.tokens * token, slots.lanes
 
+
+def _passing(config, model, dtype, device, prompt_tokens, lanes):
+    """Compute the parts of the head, which come and go within a step."""
     vocabulary, hidden = model.get_output_embeddings().weight.shape
     # Without Triton: the logits, with the full KL those of the reference and as many to compute with, and the slope of
     # the soft-cap.
-    capped = getattr(shape, "final_logit_softcapping", None) is not None
-    chunk, logit = chunk_rows(vocabulary), FP32 * (1 + 2 * config.objective.full_kl + capped)
-    if not config.objective.full_kl and device.type == "cuda" and HAS_TRITON:
+    full_kl = isinstance(config, GRPOConfig) and config.objective.full_kl
+    capped = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+    chunk, logit = chunk_rows(vocabulary), FP32 * (1 + 2 * full_kl + capped)
+    if not full_kl and device.type == "cuda" and HAS_TRITON:
         from fastgrpo.kernels.launch import CHUNK_ROWS
 
         chunk, logit = CHUNK_ROWS, dtype.itemsize
     chunk = min(chunk, config.max_tokens_per_microbatch)
-    head_gradient = 0 if config.use_peft else vocabulary * hidden * FP32
-    same = "the same as for the policy"
+    gradient = 0 if config.use_peft else vocabulary * hidden * FP32
+    how = f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes"
     return [
-        Part("policy", count * dtype.itemsize, f"{count:,} parameters x {dtype.itemsize} bytes"),
-        Part("gradients", moved * FP32, f"{moved:,} x 4 bytes (fp32)"),
-        Part("optimizer", optimizer, optimizer_how),
-        reference,
+        Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", passing=True),
         Part(
-            "keys and values", slots.tokens * token,
-            f"{tokens} x {token:,} bytes; at most the share rollout_memory_utilization of the memory that is free",
+            "head", chunk * vocabulary * logit + gradient,
+            how + (", and its weight's gradient in fp32" if gradient else ""), passing=True,
+            saved_by={"--use_peft True": gradient} if gradient else {},
         ),
-        Part("logits of a draw", slots.lanes * vocabulary * FP32, f"{slots.lanes} x {vocabulary:,} x 4 bytes"),
-        Part(
-            "head", chunk * vocabulary * logit + head_gradient,
-            f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes"
-            + (", and its weight's gradient in fp32" if head_gradient else ""),
-        ),
-        Part("value model", count * dtype.itemsize, same, ppo=True),
-        Part("its gradients", moved * FP32, same, ppo=True),
-        Part("its optimizer", optimizer, same, ppo=True),
     ]  # fmt: skip
+
+
+def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
+    """Compute the part of the activations of the largest micro-batch, see activations.py."""
+    fused = would_apply(model, config.use_liger_kernel, device)
+    longest = prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
+    in_all = math.inf
+    if isinstance(config, GRPOConfig):
+        in_all = config.prompts_per_step * (prompt_tokens + config.num_generations * config.max_completion_length)
+
+    def of(budget, checkpointing):
+        tokens = max(min(budget, in_all), longest)
+        return tokens, activation_bytes(model, dtype, tokens, checkpointing=checkpointing, fused=fused)
+
+    budget = config.max_tokens_per_microbatch
+    tokens, size = of(budget, checkpointing)
+    saved_by = {f"--max_tokens_per_microbatch {budget // 2}": size - of(budget // 2, checkpointing)[1]}
+    if not checkpointing:
+        saved_by["--gradient_checkpointing True"] = size - of(budget, True)[1]
+    how = f"{tokens:,} tokens of a micro-batch" + (", whose layers are computed again" if checkpointing else "")
+    return Part("activations", size, how, passing=True, saved_by=saved_by)
 
 
 def _reference(config, model):
     """Compute the part of the reference that `make_reference` would make of this model, which has no adapters yet."""
     size = sum(parameter.nbytes for parameter in model.parameters())
+    if not isinstance(config, GRPOConfig):
+        return Part("reference", 0, "none: supervised training has none")
     if config.beta == 0:
         return Part("reference", 0, "none: beta is 0")
     if config.use_peft:
         return Part("reference", 0, "none: it is the policy with its adapters off")
     if config.ref_device is not None:
         return Part("reference", 0, f"{size:,} bytes of host memory, streamed to the device layer by layer")
+    without = dict.fromkeys(("--use_peft True", "--beta 0"), size)
     if config.ref_quantization is None:
-        return Part("reference", size, "a copy of the policy")
-    head = model.get_output_embeddings()
+        without["--ref_device cpu"] = size
+        if not config.sync_ref_model:
+            without["--ref_quantization nf4"] = size - _quantized(model, "nf4")[0]
+        return Part("reference", size, "a copy of the policy", saved_by=without)
+    size, how = _quantized(model, config.ref_quantization)
+    return Part("reference", size, how, saved_by=dict.fromkeys(without, size))
+
+
+def _quantized(model, quantization):
+    """Compute the bytes of a copy whose linear layers are quantized, and say how they come about."""
+    head, size = model.get_output_embeddings(), sum(parameter.nbytes for parameter in model.parameters())
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    count, bits = sum(weight.numel() for weight in linear), {"int8": 8, "nf4": 4}[config.ref_quantization]
+    count, bits = sum(weight.numel() for weight in linear), {"int8": 8, "nf4": 4}[quantization]
     rest = size - sum(weight.nbytes for weight in linear)
-    return Part(
-        "reference",
-        count * bits // 8 + rest,
-        f"{count:,} weights x {bits} bits without their scales, and the rest as in the policy",
-    )
+    how = f"{count:,} weights x {bits} bits without their scales, and the rest as in the policy"
+    return count * bits // 8 + rest, how

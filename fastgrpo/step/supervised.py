@@ -52,7 +52,7 @@ def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Lear
     samples = _samples(examples)
     tokens, losses = sum(len(sample.completion_ids) for sample in samples), []
 
-    def loss_fn(part, batch):
+    def loss_fn(_, batch):
         with updater.timer.stage("forward"):
             states = policy.completion_states(batch)
         with updater.timer.stage("loss"):

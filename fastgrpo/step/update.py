@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, split_by_tokens
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.step.optim import MasterAdamW
 
@@ -46,13 +47,13 @@ class Updater:
         """The learning rate of the next update."""
         return self.schedule.get_last_lr()[0]
 
-    def step(self, samples: Sequence[Sample], loss_fn: Callable[[list[Sample], Batch], torch.Tensor]) -> torch.Tensor:
+    def step(self, samples: Sequence[Sample], loss_fn: Callable[[list[int], Batch], torch.Tensor]) -> torch.Tensor:
         """Update once.
 
         Args:
             samples: What this update trains on.
-            loss_fn: (samples of a micro-batch, their `Batch`) -> scalar loss, to be summed over micro-batches. It is
-                called in the order of the samples.
+            loss_fn: (indices of the samples of a micro-batch, their `Batch`) -> scalar loss, to be summed over
+                micro-batches. `micro_batches` decides which samples go together.
 
         Returns:
             The gradient norm before clipping, a scalar tensor. It is 0 where there are no samples, and NaN where the
@@ -60,8 +61,8 @@ class Updater:
             advances.
         """
         total = None
-        for part in split_by_tokens(samples, self.max_tokens, self.share_prompt):
-            loss = loss_fn(part, Batch.pack(part, self.device, self.share_prompt))
+        for indices in micro_batches(samples, self.max_tokens, self.share_prompt):
+            loss = loss_fn(indices, Batch.pack([samples[i] for i in indices], self.device, self.share_prompt))
             with self.timer.stage("backward"):
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()

@@ -24,7 +24,7 @@ from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
-from fastgrpo.run.curves import Panel, conclude
+from fastgrpo.run.curves import Panel, conclude, table
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
 from fastgrpo.run.host_copies import HostCopies
@@ -36,6 +36,7 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.plan import plan_run
 from fastgrpo.step.update import Updater
 
 
@@ -101,7 +102,12 @@ class Trainer(ABC):
             count = args.max_eval_samples
             self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
         self.rewards = self._make_rewards(reward_funcs)
-        self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, args)
+        self.plan = plan_run(args, model)
+        if self.plan:
+            self.plan.check()
+        checkpointing = self.plan.checkpointing if self.plan else args.gradient_checkpointing is not False
+        chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
+        self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, chosen)
         # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
         self.digests = {"model": digest_of_weights(self.policy.state_dict()) if args.keeps_first_weights else None}
         apply_liger(self.model, args.use_liger_kernel)
@@ -144,7 +150,7 @@ class Trainer(ABC):
             timer=self.timer,
         )
         judged = self.rewards is not None  # without rewards nothing is drawn
-        self.engine = make_backend(self.policy, args, self.optimizer.bytes_to_come) if judged else None
+        self.engine = make_backend(self.policy, args, self._to_come) if judged else None
         self._prepare()
         functions = self.rewards.functions if judged else []
         self.log = log or RunLog(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)))
@@ -154,6 +160,12 @@ class Trainer(ABC):
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
         self.panels = panels
+        if self.plan:
+            self.log.say(f"memory of this run\n{table(self.plan.rows())}")
+
+    def _to_come(self):
+        """Count the bytes that an update will take beyond those that are taken now."""
+        return self.optimizer.bytes_to_come() + (self.plan.passing if self.plan else 0)
 
     def _checked(self, args, tokenizer):
         """Return the settings, or refuse settings and a tokenizer of another kind."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import tiny
+import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as advice
 
@@ -119,6 +120,7 @@ def test_a_terminal_without_utf8_reads_the_same(encoding, monkeypatch, capfd):
         (MemoryError(), "^this machine has not enough memory\n  lower max_tokens_per_microbatch"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "^this machine has not enough memory\n"),
         (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "memory for another 4,096 bytes\n"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*; where free .*expandable_seg"),
         (RuntimeError("a bug"), None),
     ],
 )

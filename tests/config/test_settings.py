@@ -89,8 +89,8 @@ def test_unstated_defaults_are_trls():
     for field in dataclasses.fields(trl.GRPOConfig):
         if field.name in ("seed", "report_to", "output_dir", "reward_weights", "lr_scheduler_type", "use_liger_kernel"):
             continue  # of other types, or of transformers' Trainer, where use_liger_kernel is about the head too
-        if field.name in ("use_bias_correction_kl", "importance_sampling_mode"):
-            continue  # off here until asked for
+        if field.name in ("use_bias_correction_kl", "importance_sampling_mode", "gradient_checkpointing"):
+            continue  # off here until asked for, or chosen by the memory that there is
         if hasattr(config, field.name):
             assert getattr(config, field.name) == field.default, field.name
 
@@ -200,6 +200,7 @@ def test_paths_become_text():
     [
         ({"beta": "much"}, "beta must be a number, got 'much'"),
         ({"use_peft": 1}, "use_peft must be true or false, got 1"),
+        ({"gradient_checkpointing": 1}, "gradient_checkpointing must be true or false, got 1"),
         ({"output_dir": 7}, r"output_dir must be text \(in quotes\), got 7"),
         ({"num_generations": 2.5}, "num_generations must be a whole number, got 2.5"),
         ({"max_steps": 10**400}, r"max_steps must be a whole number below 2\^63, got inf"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, prompt_groups, split_by_tokens
+from fastgrpo.policy.batch import Batch, prompt_groups
 
 
 def test_packing_by_hand():
@@ -69,39 +69,6 @@ def test_groups_are_neighbours_with_equal_prompts():
     samples = [Sample(list(prompt), [0], 0.0) for prompt in ([1, 2], [1, 2], [1], [1, 2])]
     assert [len(group) for group in prompt_groups(samples)] == [2, 1, 1]
     assert [len(group) for group in prompt_groups(samples, share_prompt=False)] == [1, 1, 1, 1]
-
-
-def inputs(part, share_prompt):
-    return len(Batch.pack(part, "cpu", share_prompt).input_ids)
-
-
-def test_token_budget():
-    samples = [Sample([i] * n, [0], 0.0) for i, n in enumerate((5, 5, 5, 20, 2, 2))]
-    parts = split_by_tokens(samples, 10)
-    assert [[inputs([sample], True) for sample in part] for part in parts] == [[5, 5], [5], [20], [2, 2]]
-    assert split_by_tokens([], 10) == []
-
-
-def group(prompt, *completions):
-    return [Sample([prompt] * 10, [prompt] * n, 0.0) for n in completions]
-
-
-def test_the_budget_counts_a_shared_prompt_once_and_keeps_its_samples_together():
-    samples = group(1, 5, 5, 5) + group(2, 3, 3) + group(3, 9, 1)
-    parts = split_by_tokens(samples, 36)
-    assert [[sample.prompt_ids[0] for sample in part] for part in parts] == [[1, 1, 1, 2, 2], [3, 3]]
-    assert [inputs(part, True) for part in parts] == [22 + 14, 18]
-    apart = split_by_tokens(samples, 36, share_prompt=False)
-    assert [inputs(part, False) for part in apart] == [28, 26, 30, 10]
-    assert [sample for part in apart for sample in part] == samples
-
-
-def test_a_group_beyond_the_budget_is_split_and_has_its_prompt_in_every_part():
-    samples = group(1, 5) + group(2, 6, 6, 6, 30, 6, 1, 1) + group(3, 2)
-    parts = split_by_tokens(samples, 20)
-    assert [len(part) for part in parts] == [1, 2, 1, 1, 3, 1]
-    assert [inputs(part, True) for part in parts] == [14, 20, 15, 39, 15, 11]
-    assert [sample for part in parts for sample in part] == samples
 
 
 @pytest.mark.gpu

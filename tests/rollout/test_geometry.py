@@ -5,7 +5,17 @@ import tiny
 import torch
 
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.geometry import BUCKETS, Geometry, bucket, fit, kv_budget, kv_token_bytes, settled
+from fastgrpo.rollout.geometry import (
+    AMPLE,
+    BUCKETS,
+    PROMPT_BUCKETS,
+    Geometry,
+    bucket,
+    fit,
+    kv_token_bytes,
+    memory_left,
+    settled,
+)
 from fastgrpo.rollout.sampling import SamplingParams
 
 REQUESTS = [(100, [50] * 4)] * 8
@@ -25,12 +35,23 @@ def test_fewer_lanes_where_it_is_not():
     assert more.tokens * 10 > 20_000
 
 
-def test_not_even_one_group_fits():
+def test_prompts_with_one_completion_need_no_more_slots_than_lanes():
+    assert fit([(100, [50])] * 1319, 256, 10, 2**30, flat=False) == Geometry(256, 50, 256, 112, 1, False)
+
+
+@pytest.mark.parametrize(
+    "left, remedy",
+    [
+        (2**30, "raise rollout_memory_utilization"),
+        (2**28, "let the model and its training take less, which leave 0.25 GiB (docs/memory.md)"),
+    ],
+)
+def test_not_even_one_group_fits(left, remedy):
     with pytest.raises(ValueError) as error:
-        fit([(512, [4096] * 8)], 256, 12_288, 2**28, flat=False)
+        fit([(512, [4096] * 8)], 256, 12_288, 2**28, flat=False, left=left)
     assert str(error.value) == (
         "one group of 8 completions of up to 4096 tokens and its prompt of 512 needs 0.38 GiB for keys and values, and "
-        "0.25 GiB are allowed: lower num_generations or max_completion_length, or raise rollout_memory_utilization"
+        f"0.25 GiB are allowed: lower num_generations or max_completion_length, or {remedy}"
     )
 
 
@@ -42,38 +63,63 @@ def test_bytes_of_a_token():
                                       num_hidden_layers=28, head_dim=128), torch.bfloat16) == 114_688  # fmt: skip
 
 
-def test_the_budget_is_a_share_of_what_is_free():
-    half, all_of_it = (kv_budget(torch.device("cpu"), share) for share in (0.5, 1.0))
-    assert 0.3 < half / all_of_it < 0.7 and all_of_it > 2**28
-
-
-def test_what_is_reserved_is_not_shared():
+def test_what_is_reserved_is_not_left():
     cpu = torch.device("cpu")
-    free = kv_budget(cpu, 1.0)
-    assert 0 <= kv_budget(cpu, 1.0, free // 2) < 0.6 * free and kv_budget(cpu, 0.5, 2 * free) == 0
+    free = memory_left(cpu)
+    assert free > 2**28 and 0 <= memory_left(cpu, free // 2) < 0.6 * free and memory_left(cpu, 2 * free) == 0
 
 
-def test_a_geometry_that_is_there_stays_or_grows():
-    def geometry(lanes, capacity, prompts=2, group=4):
-        return Geometry(lanes, capacity, prompts, 16, group, True)
+def geometry(lanes, capacity, prompts=2, group=4, flat=True):
+    return Geometry(lanes, capacity, prompts, 16, group, flat)
 
-    requests = [(10, [8] * 4)]
-    old = geometry(8, 16)
-    assert settled(old, geometry(6, 8), requests, 1, 10**6) == old
-    grown = settled(old, geometry(100, 8, 9, 1), requests, 1, 10**6)
-    assert grown == geometry(100, 16, 9, 4) == settled(grown, old, requests, 1, 10**6)
+
+def test_a_phase_keeps_its_geometry_or_grows():
+    requests, old = [(10, [8] * 4)], geometry(8, 16)
+
+    def after(new, requests=requests, budget=10**6):
+        return settled({(4, True): old}, new, requests, 1, budget)
+
+    assert after(geometry(6, 8)) == old
+    assert after(geometry(100, 8, 9)) == geometry(100, 16, 9)
     # A budget that holds 10 lanes of the shorter requests, and 8 of the longer ones before.
-    assert settled(old, geometry(10, 8), requests, 1, old.tokens) == old
-    assert settled(old, geometry(20, 8), requests, 1, old.tokens) == geometry(20, 8)
-    assert settled(old, geometry(8, 17), [(10, [17] * 4)], 1, old.tokens) == geometry(8, 17)
-    flat = Geometry(8, 16, 2, 16, 4, False)
-    assert settled(old, flat, requests, 1, 10**6) == flat
+    assert after(geometry(10, 8), budget=old.tokens) == old
+    assert after(geometry(20, 8), budget=old.tokens) == geometry(20, 8)
+    assert after(geometry(8, 17), [(10, [17] * 4)], old.tokens) == geometry(8, 17)
+    shared = geometry(8, 16, flat=False)
+    assert after(shared) == shared
+
+
+def test_phases_share_a_geometry_where_memory_is_ample():
+    phases, training, evaluation = {}, geometry(64, 100, 16, 8, False), geometry(256, 100, 256, 1, False)
+    both = geometry(256, 100, 256, 8, False)
+    budget = int(both.tokens / AMPLE) + 1
+    chosen = [settled(phases, new, [], 1, budget) for new in (training, evaluation, training, evaluation)]
+    assert chosen == [training, both, both, both]
+
+
+def test_an_evaluation_does_not_inflate_training_where_memory_is_scarce():
+    """And the smaller batches of a phase, such as refills of a step, do not make it go back and forth."""
+    phases, training, evaluation = {}, geometry(64, 100, 16, 8, False), geometry(256, 100, 256, 1, False)
+    refill, budget = geometry(8, 100, 1, 8, False), geometry(256, 100, 256, 8, False).tokens
+    chosen = [settled(phases, new, [], 1, budget) for new in (training, evaluation, refill, training, evaluation)]
+    assert chosen == [training, evaluation, training, training, evaluation]
+
+
+def test_the_engine_shrinks_after_an_evaluation():
+    model, sampling = tiny.model(), SamplingParams(max_tokens=4, seed=0)
+    engine = RolloutEngine(model, attention="products")
+    engine.budget = Geometry(12, 4, 12, 16, 1, False).tokens * kv_token_bytes(model.config, model.dtype)
+    sizes = []
+    for prompts, group in ((2, 2), (12, 1), (2, 2)):
+        engine.generate([[5, 6]] * prompts, group, sampling)
+        sizes.append((engine.geometry.lanes, engine.geometry.prompts))
+    assert sizes == [(4, 2), (12, 12), (4, 2)]
 
 
 def test_buckets_hold_the_lanes():
-    geometry = Geometry(200, 5, 5, 64, 8, False)
-    assert [bucket(n, geometry) for n in (1, 3, 17, 64, 65, 199, 200)] == [1, 4, 24, 64, 96, 200, 200]
-    assert list(BUCKETS) == sorted(BUCKETS)
+    assert [bucket(n, 200) for n in (1, 3, 17, 64, 65, 199, 200)] == [1, 4, 24, 64, 96, 200, 200]
+    assert [bucket(n, 12, PROMPT_BUCKETS) for n in (1, 5, 12)] == [4, 12, 12]
+    assert list(BUCKETS) == sorted(BUCKETS) and list(PROMPT_BUCKETS) == sorted(PROMPT_BUCKETS)
 
 
 def test_a_tight_budget_changes_nothing_but_the_order():

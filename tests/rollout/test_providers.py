@@ -31,7 +31,7 @@ def lay_out(provider, kv_heads, dtype=torch.float64):
     query = torch.randn(HEADS, tokens, WIDTH, dtype=dtype)
     PrefillAttention(PROMPTS, "cpu", slots, prompts, lanes, 20).attend(0, query, key, value, 0.3)
     slots.prompt_lengths[torch.tensor(prompts)] = torch.tensor(PROMPTS, dtype=torch.int32)
-    slots.arrange([-1 if owner < 0 else prompts[owner] for owner in owners])
+    slots.arrange([-1 if owner < 0 else prompts[owner] for owner in owners], group=3)
     history = {
         lane: tuple(tensor.split(PROMPTS, 1)[owner] for tensor in (key, value))
         for lane, owner in enumerate(owners)

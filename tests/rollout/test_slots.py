@@ -29,15 +29,30 @@ def test_shapes_and_order_in_memory(memory_order, flat):
 
 
 def test_each_prompt_knows_its_lanes():
+    """On a CPU there is a row for each prompt up to the last one in use, and a column for each lane that one has."""
     slots, _ = make_slots()
     address = slots.members.data_ptr()
-    slots.arrange([1, 3, -1, 1, 3, 1])
+    slots.arrange([1, 3, -1, 1, 3, 1], group=3)
     assert slots.members.tolist() == [[-1] * 3, [0, 3, 5], [-1] * 3, [1, 4, -1]]
-    slots.arrange([-1, 0])
-    assert slots.members.tolist() == [[1, -1, -1], *[[-1] * 3] * 3]
-    slots.arrange([])
-    assert (slots.members == -1).all()
-    assert slots.members.data_ptr() == address  # a graph reads it there
+    slots.arrange([-1, 0], group=3)
+    assert slots.members.tolist() == [[1]]
+    assert slots.members.data_ptr() == address and slots.members.is_contiguous()
+    slots.arrange([], group=0)
+    assert slots.members.shape == (0, 0)
+
+
+def test_shapes_that_a_graph_may_record():
+    """Elsewhere the rows follow a bucket of the prompts in use, and the columns the group size of what is in flight."""
+    slots = Slots(Geometry(512, 5, 300, 12, 8, False), torch.device("meta"))
+
+    def shape(prompts, group):
+        slots.arrange([prompt for prompt in range(prompts) for _ in range(group)], group)
+        return tuple(slots.members.shape)
+
+    assert [shape(n, 8) for n in (1, 4, 5, 17)] == [(4, 8), (4, 8), (16, 8), (64, 8)]
+    assert shape(257, 1) == (300, 1) and shape(2, 1) == (4, 1)
+    slots.arrange([2, -1, -1], 8)  # two completions of the group have finished
+    assert tuple(slots.members.shape) == (4, 8)
 
 
 @pytest.mark.parametrize("memory_order", ORDERS)

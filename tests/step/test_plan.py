@@ -5,15 +5,36 @@ import tiny
 import torch
 
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.step.activations import activation_bytes
 from fastgrpo.step.optim import MasterAdamW
-from fastgrpo.step.plan import outline, plan
+from fastgrpo.step.plan import outline, plan, plan_run
 
 CPU = torch.device("cpu")
+GIB = 2**30
+SHAPES = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+def parts_of(config, model, dtype=torch.float32):
+    """The parts of a plan by name."""
+    made = plan(config, model, dtype=dtype, device=CPU, prompt_tokens=10)
+    return {part.name: part for part in [*made.parts, made.slots]}
+
+
+def of_shape(tmp_path, name, room, **settings):
+    """The plan of a run of Qwen2.5's shapes in bf16, whose device has so much memory."""
+    tiny.config(**SHAPES[name]).save_pretrained(tmp_path)
+    return plan_run(GRPOConfig(device="cpu", dtype="bfloat16", **settings), tmp_path, room=room)
 
 
 def size(tensors):
@@ -26,8 +47,7 @@ def size(tensors):
 def test_the_plan_is_what_training_holds(tmp_path, architecture, dtype):
     path = tiny.save(tmp_path / "model", name=architecture)
     config = GRPOConfig(beta=0.1)
-    parts = plan(config, outline(path), dtype=dtype, device=CPU, prompt_tokens=10)
-    planned = {part.name: part.bytes for part in parts}
+    planned = {name: part.bytes for name, part in parts_of(config, outline(path), dtype).items()}
     model = tiny.model(architecture, vocab_size=258).to(dtype)
     assert planned["policy"] == size(model.parameters())
     assert planned["reference"] == size(make_reference(Policy(model), config.beta).policy.module.parameters())
@@ -44,7 +64,7 @@ def test_the_plan_is_what_training_holds(tmp_path, architecture, dtype):
 def test_keys_and_values_of_a_rollout(tmp_path):
     path = tiny.save(tmp_path / "model")  # 2 layers, 2 key heads of width 8
     config = GRPOConfig(prompts_per_step=3, num_generations=4, max_num_seqs=256, max_completion_length=20)
-    parts = {part.name: part for part in plan(config, outline(path), dtype=torch.float32, device=CPU, prompt_tokens=10)}
+    parts = parts_of(config, outline(path))
     engine = RolloutEngine(tiny.model(vocab_size=258))
     engine.generate([[5] * 10] * 3, 4, SamplingParams(max_tokens=20))
     held = size(t for tensors in vars(engine.slots).values() for t in flatten(tensors) if t.is_floating_point())
@@ -61,8 +81,7 @@ def test_the_head_on_the_cpu(tmp_path, kl, softcap, chunks):
     model = outline(tiny.save(tmp_path / "model"))
     model.config.final_logit_softcapping = softcap
     config = GRPOConfig(beta=0.1, kl=kl, use_peft=True, max_tokens_per_microbatch=100)
-    parts = plan(config, model, dtype=torch.bfloat16, device=CPU, prompt_tokens=10)
-    assert next(part for part in parts if part.name == "head").bytes == chunks * 100 * 258 * 4
+    assert parts_of(config, model, torch.bfloat16)["head"].bytes == chunks * 100 * 258 * 4
 
 
 def flatten(value):
@@ -85,10 +104,7 @@ def flatten(value):
 )
 def test_references_that_take_less(tmp_path, settings, how, share):
     path = tiny.save(tmp_path / "model")
-    parts = plan(
-        GRPOConfig(beta=0.1, **settings), outline(path), dtype=torch.float32, device=CPU, prompt_tokens=10
-    )  # fmt: skip
-    by_name = {part.name: part for part in parts}
+    by_name = parts_of(GRPOConfig(beta=0.1, **settings), outline(path))
     assert how in by_name["reference"].how
     assert by_name["reference"].bytes <= (share + 0.35 * (share > 0)) * by_name["policy"].bytes
 
@@ -96,8 +112,7 @@ def test_references_that_take_less(tmp_path, settings, how, share):
 def test_adapters_alone_have_gradients_and_states(tmp_path):
     path = tiny.save(tmp_path / "model")
     config = GRPOConfig(use_peft=True, lora_r=4)
-    parts = plan(config, outline(path), dtype=torch.bfloat16, device=CPU, prompt_tokens=10)
-    planned = {part.name: part.bytes for part in parts}
+    planned = {name: part.bytes for name, part in parts_of(config, outline(path), torch.bfloat16).items()}
     model = add_lora(tiny.model(vocab_size=258).to(torch.bfloat16), r=4)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert planned["policy"] == size(model.parameters())
@@ -111,3 +126,88 @@ def test_nothing_is_downloaded(monkeypatch):
     monkeypatch.setattr("socket.socket.connect", refuse)
     with pytest.raises(ValueError, match=r"no config of a causal LM at 'org/model'.*nothing is downloaded"):
         outline("org/model")
+
+
+def test_a_full_fine_tune_of_7b_is_refused_and_lora_is_named(tmp_path):
+    with pytest.raises(ValueError) as error:
+        of_shape(tmp_path, "7B", 80 * GIB, beta=0.04).check()
+    needs, remedies = str(error.value).splitlines()
+    assert "the run needs at least 1" in needs and "there are 80.00 GiB: optimizer 85.11 GiB, gradients 28.37" in needs
+    assert "--use_peft True saves" in remedies and "which is enough" in remedies.split(";")[0]
+    assert "--ref_device cpu saves 14.19 GiB" in remedies and "--ref_quantization nf4" in remedies
+    assert "--beta 0 saves 14.19 GiB" in remedies and remedies.count("enough") == 1
+
+
+def test_only_flags_that_apply_are_named(tmp_path):
+    with pytest.raises(ValueError) as error:
+        of_shape(tmp_path, "7B", 80 * GIB).check()
+    assert "--use_peft" in str(error.value) and "--ref_" not in str(error.value) and "--beta" not in str(error.value)
+    with pytest.raises(ValueError, match="max_tokens_per_microbatch 8192 saves") as error:
+        of_shape(tmp_path, "7B", 10 * GIB, use_peft=True, beta=0.04).check()
+    assert "--use_peft" not in str(error.value) and "--ref_" not in str(error.value)
+    assert "--gradient_checkpointing" not in str(error.value)  # auto has turned it on
+    with pytest.raises(ValueError, match="--gradient_checkpointing True saves"):
+        of_shape(tmp_path, "0.5B", 20 * GIB, gradient_checkpointing=False).check()
+
+
+@pytest.mark.parametrize("name, settings", [("7B", {"use_peft": True}), ("0.5B", {}), ("0.5B", {"beta": 0.04})])
+def test_runs_that_fit_pass(tmp_path, name, settings):
+    planned = of_shape(tmp_path, name, 80 * GIB, **settings)
+    planned.check()
+    assert planned.needed < 80 * GIB
+
+
+def test_gradient_checkpointing_is_chosen_by_memory(tmp_path):
+    plenty, scarce = (of_shape(tmp_path, "0.5B", room * GIB) for room in (80, 24))
+    assert not plenty.checkpointing and scarce.checkpointing
+    assert "fit beside everything else" in plenty.rows()[-1][1] and "would not fit" in scarce.rows()[-1][1]
+    scarce.check()
+    for wanted in (True, False):
+        assert of_shape(tmp_path, "0.5B", 80 * GIB, gradient_checkpointing=wanted).checkpointing is wanted
+    outlined = outline(tmp_path)
+    assert plan(GRPOConfig(), outlined, dtype=torch.bfloat16, device=CPU).checkpointing  # auto is on on a CPU
+    activations = {part.name: part.bytes for part in plenty.parts}["activations"]
+    tokens = GRPOConfig().max_tokens_per_microbatch
+    assert activations == activation_bytes(outlined, torch.bfloat16, tokens, checkpointing=False)
+
+
+def test_keys_and_values_get_a_share_of_the_rest(tmp_path):
+    wanted = of_shape(tmp_path, "0.5B", 80 * GIB, num_generations=32)
+    most = wanted.needed - wanted.slots.bytes + GIB
+    less = of_shape(tmp_path, "0.5B", most, num_generations=32, gradient_checkpointing=False)
+    assert wanted.slots.bytes > 0.7 * GIB
+    assert less.slots.bytes == int(0.7 * GIB) and "would be wanted" in less.slots.how
+    assert less.passing == sum(p.bytes for p in less.parts if p.name in ("logits of a draw", "head", "activations"))
+
+
+def test_supervised_training_has_neither_reference_nor_rollouts(tmp_path):
+    path = tiny.save(tmp_path / "model")
+    parts = parts_of(SFTConfig(), outline(path))
+    assert parts["reference"].bytes == parts["keys and values"].bytes == parts["logits of a draw"].bytes == 0
+    assert parts["activations"].bytes > 0
+
+
+def test_a_model_in_memory_is_planned_and_not_changed(tmp_path):
+    model = tiny.model(vocab_size=258)
+    of_folder = plan_run(GRPOConfig(device="cpu"), tiny.save(tmp_path / "model"), room=GIB)
+    planned = plan_run(GRPOConfig(device="cpu"), model, room=GIB)
+    assert planned.rows() == of_folder.rows() and model.device.type == "cpu"
+    assert plan_run(GRPOConfig(device="cpu"), model) is None  # nobody limits the memory of a CPU
+
+
+def test_what_has_no_attention_layers_is_not_planned():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=1))
+    assert plan_run(GRPOConfig(device="cpu"), mamba, room=GIB) is None
+    assert plan_run(GRPOConfig(device="cpu"), tiny.model().base_model, room=GIB) is None
+    assert plan_run(GRPOConfig(device="cpu"), 7, room=GIB) is None  # loading says what may be given
+
+
+def test_on_a_gpu_the_head_holds_a_chunk_of_16_bit_exponentials(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tiny.config(**SHAPES["0.5B"]).save_pretrained(tmp_path)
+    config = GRPOConfig(use_peft=True)
+    made = plan(config, outline(tmp_path), dtype=torch.bfloat16, device=torch.device("cuda"), room=80 * GIB)
+    head = next(part for part in made.parts if part.name == "head")
+    assert head.bytes == 8192 * 151_936 * 2 and head.passing

@@ -54,3 +54,11 @@ def test_a_gpu_is_described(monkeypatch):
     rows = dict(doctor.machine())
     assert rows["GPU 0"] == "A GPU, sm_90, 80.00 GiB" and rows["kernels"] == "triton"
     assert rows["attention in training"] == "cuda"
+
+
+def test_a_run_that_does_not_fit_gets_its_remedies(tmp_path):
+    argv = ["--model_name_or_path", str(tiny.save(tmp_path / "model")), "--device", "cpu"]
+    assert "does not fit" not in doctor.memory(argv)
+    text = doctor.memory(argv, room=2**20)
+    assert "of the 1.00 MiB that the run may take" in text
+    assert re.search(r"this does not fit: the run needs at least .*\n  --max_tokens_per_microbatch 8192 saves", text)

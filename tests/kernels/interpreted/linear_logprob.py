@@ -196,3 +196,14 @@ def test_a_pitch_for_bulk_copies():
     )
     out = linear_logprob.head_entropy_bwd(exps, head.targets, rows, head.grad_logps, head.grad_entropy)
     assert exps.stride() == out.stride() == (64, 1)
+
+
+def test_on_a_gpu_chunks_of_similar_length_take_the_same_memory():
+    """The allocator then gives the memory of one step's exponentials to the next step's."""
+    like = torch.empty(0, dtype=torch.bfloat16, device="meta")
+    near = [linear_logprob.empty_exps(rows, 50, like) for rows in (4224, 4500, 5120)]
+    assert [exps.shape for exps in near] == [(4224, 50), (4500, 50), (5120, 50)]
+    assert {exps.untyped_storage().nbytes() for exps in near} == {5120 * 64 * 2}
+    assert {exps.stride() for exps in near} == {(64, 1)}
+    on_cpu = linear_logprob.empty_exps(4224, 50, torch.empty(0))
+    assert on_cpu.untyped_storage().nbytes() == 4224 * 64 * 4
