@@ -24,6 +24,7 @@ MANY = 128  # lanes times key heads, from which matrix products are faster than 
 # ATen's bmm leaves matrices of 400 multiplications or more to the matrix library, and takes longer for smaller ones. A
 # head is at least 16 wide, so 25 keys are enough; masked keys make up the number.
 LEAST_KEYS = 25
+CHECKED, ALLOWED = 8, 2e-2  # lanes in the check of the kernel, and how far one may be off: probabilities are 16-bit
 SHORT_PROMPT = 64  # tokens; on a CPU it costs less to read a shorter prompt for each completion than to share it
 
 
@@ -85,9 +86,8 @@ class SharedPrefix(Provider):
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         n = len(token_index)
         members = slots.members
-        self.lanes = members.clamp(
-            min=0
-        ).long()  # [prompts, lanes of each]; an empty entry computes lane 0, and nobody reads the result
+        # [prompts, lanes of each]; an empty entry computes lane 0, and nobody reads the result
+        self.lanes = members.clamp(min=0).long()
         entry = torch.zeros(n + 1, dtype=torch.int64, device=members.device)
         # The entry of each lane among these. Empty entries are written into the spare element at the end.
         order = torch.arange(members.numel(), device=members.device)
@@ -109,15 +109,37 @@ class SharedPrefix(Provider):
 
 
 class GroupDecode(Provider):
-    """The Triton kernel, which computes what `SharedPrefix` does in one operation."""
+    """The Triton kernel, which computes what `SharedPrefix` does in one operation.
+
+    Its first use is checked on a few lanes (fastgrpo/loss/self_check.py), and `SharedPrefix` takes over where it fails.
+
+    Args:
+        part: Computes one part of `SharedPrefix` where it takes over.
+        asked: Whether the user asked for the kernel by name. A failure is then an error.
+    """
 
     flat, memory_order = False, TOKENS_BEFORE_HEADS
+
+    def __init__(self, part: Callable[..., tuple[torch.Tensor, torch.Tensor]] = products, asked: bool = False) -> None:
+        self.plain, self.asked = SharedPrefix(part, TOKENS_BEFORE_HEADS), asked
 
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
         self.members, self.lengths = slots.members, (token_index + 1).to(torch.int32)
         self.prompt_lengths = slots.prompt_lengths[: len(self.members)]
+        self.to_begin = slots, token_index, bounds
 
     def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+        from fastgrpo.loss.self_check import trusted
+
+        variant = str(query.dtype), *query.shape[1:], cache.keys.shape[1], self.members.shape[1]
+        if trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), self.asked):
+            return self._fused(query, cache, scale)
+        if self.to_begin is not None:  # once a step
+            self.plain.begin(*self.to_begin)
+            self.to_begin = None
+        return self.plain.decode(query, cache, scale)
+
+    def _fused(self, query, cache, scale):
         from fastgrpo.kernels.group_decode import group_decode
 
         prompts = len(self.members)  # the splits of the prompts' keys follow from it
@@ -125,6 +147,25 @@ class GroupDecode(Provider):
             query, cache.keys, cache.values, self.lengths, cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
             self.prompt_lengths, self.members, scale=scale,
         )  # fmt: skip
+
+    def _difference(self, query, cache, scale):
+        """Compare some lanes with softmax(q K^T scale) V over the prompt's and the lane's own keys, in fp32."""
+        found = self._fused(query, cache, scale)
+        # The last lane of each of a few prompts: its row of the kernel's block is another each time.
+        rows = [row for row in self.members.tolist() if max(row) >= 0][:CHECKED]
+        for prompt, row in enumerate(rows):
+            lane = max(row)
+            ends = self.prompt_lengths[prompt].item(), self.lengths[lane].item()
+            keys, values = (
+                torch.cat([shared[prompt, :, : ends[0]], own[lane, :, : ends[1]]], 1).float()
+                for shared, own in ((cache.prompt_keys, cache.keys), (cache.prompt_values, cache.values))
+            )
+            scores = query[lane].float().unflatten(0, (len(keys), -1)) @ keys.transpose(1, 2) * scale
+            expected = (scores.softmax(-1) @ values).flatten(0, 1)
+            error = ((found[lane].float() - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+            if not error <= ALLOWED:
+                return f"lane {lane} differs by {error:.3g} of its norm ({ALLOWED} is allowed)"
+        return None
 
 
 class Flat(Provider):
@@ -211,13 +252,14 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     Raises:
         ValueError: There is no such provider, or it does not work there.
     """
-    name = choose_provider(name, device, dtype, head_dim, longest_prompt)
+    asked, name = name, choose_provider(name, device, dtype, head_dim, longest_prompt)
     _log_once(name, device.type)
+    parts = {"flash_attn": flash_attn, "varlen": varlen, "products": products}
     if name == "triton":
-        return GroupDecode()
+        works = (part for other, part in parts.items() if _obstacle(other, device, dtype, head_dim) is None)
+        return GroupDecode(next(works), asked == name)
     if name == "sdpa":
         return Flat(device.type == "cpu")
-    parts = {"flash_attn": flash_attn, "varlen": varlen, "products": products}
     return SharedPrefix(parts[name], (0, 1, 2) if name == "products" else TOKENS_BEFORE_HEADS)
 
 

@@ -22,6 +22,7 @@ BOUNDS = {
     "min_p": MIN_P,
     "max_tokens": Interval(at_least=1),
 }
+OFF = (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))  # the filters, and the values that switch them off
 
 
 def integer(value: Any, name: str) -> int:
@@ -153,10 +154,51 @@ def sample(
         The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32, the probability that the filters left (1
         without filters).
     """
-    if logits.is_cuda:
-        from fastgrpo.kernels.sampling import sample as fused
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return (_fused if logits.is_cuda and _trusts(logits, uniforms, how) else _plain)(logits, uniforms, **how)
 
-        return fused(logits, uniforms, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+def _fused(logits, uniforms, **how):
+    from fastgrpo.kernels.sampling import sample as fused
+
+    return fused(logits, uniforms, **how)
+
+
+def _trusts(logits, uniforms, how):
+    """Whether the self-check trusts the kernels of a draw: the filters decide which of them run."""
+    from fastgrpo.loss.self_check import trusted
+
+    variant = str(logits.dtype), logits.shape[1], how["temperature"] == 0, *(how[name] == off for name, off in OFF)
+    return trusted("sample", logits.device, variant, lambda: draws_differ(logits, uniforms, how))
+
+
+def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, float]) -> str | None:
+    """Compare the kernels of a draw with the plain path, on the same random numbers.
+
+    Args:
+        logits: [S, V] fp32.
+        uniforms: [S] fp32.
+        how: The other arguments of `sample`.
+
+    Returns:
+        None, or how they differ. A draw on a rounding boundary may, one in `OUTLIERS` of the self-check.
+    """
+    from fastgrpo.loss.self_check import OUTLIERS, ROWS, values_differ
+
+    ours, theirs = (way(logits[:ROWS].clone(), uniforms[:ROWS], **how) for way in (_fused, _plain))
+    known = theirs[1].isfinite()
+    moved = ((ours[0] != theirs[0]) & known).sum().item()
+    if moved > len(known) // OUTLIERS:
+        return f"{moved} of {len(known)} draws differ"
+    same = ours[0] == theirs[0]
+    for name, index in (("log-probs", 1), ("kept masses", 2)):
+        far = values_differ(ours[index][same], theirs[index][same])
+        if far:
+            return f"{name} {far}"
+    return None
+
+
+def _plain(logits, uniforms, *, temperature, top_k, top_p, min_p):
     greedy = temperature == 0
     all_logps = torch.log_softmax(logits if greedy or temperature == 1 else logits / temperature, dim=-1)
     if greedy:

@@ -7,11 +7,14 @@ import pytest
 import tiny
 import torch
 
+from fastgrpo.kernels import group_decode
 from fastgrpo.kernels.sampling import sample as fused
+from fastgrpo.loss import self_check
 from fastgrpo.rollout import engine as engine_module
+from fastgrpo.rollout import sampling as sampling_module
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.providers import GroupDecode
-from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.sampling import SamplingParams, draws_differ
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
 
@@ -75,3 +78,43 @@ def test_draws_equal_those_of_the_plain_path(kernels, monkeypatch, filters):
             assert ((seen[i].kept > 0) & (seen[i].kept <= 1)).all()
         else:
             assert seen[i].kept is None
+
+
+def off(original):
+    """Return the kernel with a planted error: it does not see the last token of a prompt."""
+
+    def wrong(*args, scale):
+        *head, prompt_lengths, members = args
+        return original(*head, prompt_lengths - 1, members, scale=scale)
+
+    return wrong
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=("right", "wrong"))
+def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
+    model, sampling = tiny.model("llama"), SamplingParams(temperature=0, max_tokens=3, stop_token_ids=(1,))
+    expected = RolloutEngine(model, attention="products").generate(PROMPTS[::2], 2, sampling)
+    monkeypatch.setattr(self_check, "_verdicts", {})
+    monkeypatch.setenv(self_check.VARIABLE, "1")
+    monkeypatch.setattr(engine_module, "make_provider", lambda *args: GroupDecode())
+    if planted:
+        monkeypatch.setattr(group_decode, "group_decode", off(group_decode.group_decode))
+    with caplog.at_level("WARNING", "fastgrpo"):
+        seen = RolloutEngine(model, max_num_seqs=4).generate(PROMPTS[::2], 2, sampling)
+    assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+    assert set(self_check._verdicts.values()) == {not planted}
+    warned = {record.getMessage().split(" failed")[0] for record in caplog.records}
+    assert warned == ({"the kernel of group_decode"} if planted else set())
+
+
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1.3, "top_p": 0.9}], ids=str)
+def test_the_kernels_of_a_draw_are_checked(how, monkeypatch):
+    how = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **how}
+    logits, numbers = torch.randn(40, 70) * 2, torch.rand(40)
+    assert draws_differ(logits, numbers, how) is None
+    planted = [lambda logits, numbers, **how: fused(logits * 1.01, numbers, **how)]
+    if how["temperature"]:
+        planted.append(lambda logits, numbers, **how: fused(logits, (numbers + 0.1) % 1, **how))
+    for wrong in planted:
+        monkeypatch.setattr(sampling_module, "_fused", wrong)
+        assert "differ" in draws_differ(logits, numbers, how)
