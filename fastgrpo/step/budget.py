@@ -37,7 +37,7 @@ class Plan:
         parts: The parts, without keys and values.
         slots: Keys and values, as many as the rollouts want and may have.
         one_group: Bytes of keys and values without which there is no rollout.
-        share: The share that keys and values may take of what the parts leave: rollout_memory_utilization.
+        share: The share that keys and values may take of what the parts leave.
         room: Bytes of the device that the run may take; infinite where they are not known.
         checkpointing: Whether layers are computed again in the backward pass.
         why: Why this is so, as a text for people.
@@ -94,9 +94,8 @@ class Plan:
             return
         largest = sorted((part for part in self.parts if part.bytes and not part.ppo), key=lambda part: -part.bytes)
         parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in largest)
-        slots = self._least - self._fixed
-        saved = Counter({"--rollout_memory_utilization 1": slots - self.one_group})
-        for part in self.parts:
+        saved = Counter()
+        for part in [*self.parts, self.slots]:
             saved.update(part.saved_by)
         flags = [
             f"{flag} saves {gib(count)}" + (", which is enough" if self._least - count <= self.room else "")
@@ -106,7 +105,7 @@ class Plan:
         remedy = "; ".join(flags) or "take a smaller model or a larger GPU"
         raise ValueError(
             f"the run needs at least {gib(self._least)} of memory, and there are {gib(self.room)}: {parts}, and "
-            f"{gib(slots)} of which keys and values get the share {self.share:g}\n  {remedy}"
+            f"{gib(self._least - self._fixed)} of which keys and values get the share {self.share:g}\n  {remedy}"
         )
 
 

@@ -123,9 +123,9 @@ def plan(
         add_lora(
             model, r=config.lora_r, alpha=config.lora_alpha, target_modules=config.lora_target_modules
         )  # fmt: skip
-    slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens)
-    parts = [*_weights(model, dtype), reference, *_passing(config, model, dtype, device, prompt_tokens, lanes)]
-    share = config.rollout_memory_utilization
+    share = config.rollout_memory_utilization if config.rollout_backend == "fast" else 1.0
+    slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens, share)
+    parts = [*_weights(config, model, dtype), reference, *_passing(config, model, dtype, device, lanes)]
 
     def with_checkpointing(on, why):
         activations = _activations(config, model, dtype, device, prompt_tokens, on)
@@ -146,7 +146,7 @@ def plan(
     return with_checkpointing(True, "the activations of all layers would not fit beside everything else")[0]
 
 
-def _weights(model, dtype):
+def _weights(config, model, dtype):
     """Compute the parts of the policy, its gradients and its optimizer, and what PPO's value model would add."""
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -154,19 +154,19 @@ def _weights(model, dtype):
     masters = FP32 * sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
     gradients, optimizer = moved * FP32, masters + 2 * FP32 * moved
     optimizer_how = f"{moved:,} x (2 Adam states{' + a master' if masters else ''}) x 4 bytes"
-    same, peft = "the same as for the policy", "--use_peft True"
-    whole = moved == count  # adapters are there otherwise
+    same = "the same as for the policy"
+    lora = () if config.use_peft else ("--use_peft True",)
     return [
         Part("policy", count * dtype.itemsize, f"{count:,} parameters x {dtype.itemsize} bytes"),
-        Part("gradients", gradients, f"{moved:,} x 4 bytes (fp32)", saved_by={peft: gradients} if whole else {}),
-        Part("optimizer", optimizer, optimizer_how, saved_by={peft: optimizer} if whole else {}),
+        Part("gradients", gradients, f"{moved:,} x 4 bytes (fp32)", saved_by=dict.fromkeys(lora, gradients)),
+        Part("optimizer", optimizer, optimizer_how, saved_by=dict.fromkeys(lora, optimizer)),
         Part("value model", count * dtype.itemsize, same, ppo=True),
         Part("its gradients", moved * FP32, same, ppo=True),
         Part("its optimizer", optimizer, same, ppo=True),
     ]
 
 
-def _slots(config, model, dtype, device, prompt_tokens):
+def _slots(config, model, dtype, device, prompt_tokens, share):
     """Compute the part of keys and values, the bytes of one group of them, and the number of lanes.
 
     Supervised training draws only in evaluations, which take what is left.
@@ -175,19 +175,31 @@ def _slots(config, model, dtype, device, prompt_tokens):
         return Part("keys and values", 0, "evaluations take a share of what is left"), 0, 0
     shape = model.config.get_text_config()
     token = kv_token_bytes(shape, dtype)
-    limits = [config.max_completion_length] * config.num_generations
-    requests = [(prompt_tokens, limits)] * config.oversampled(config.prompts_per_step)
+    longest = config.max_completion_length
+
+    def group_of(limit):
+        return prompt_tokens, [limit] * config.num_generations
+
+    wanted = [group_of(longest)] * config.oversampled(config.prompts_per_step)
     provider = make_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
     flat = provider.flat or config.rollout_backend == "hf"
-    slots, group = (fit(some, config.max_num_seqs, token, math.inf, flat) for some in (requests, requests[:1]))
+    slots, one, shorter = (
+        fit(requests, config.max_num_seqs, token, math.inf, flat)
+        for requests in (wanted, wanted[:1], [group_of(longest // 2)])
+    )
     tokens = f"{slots.lanes} completions x {slots.lane_tokens} tokens"
     if not flat:
         tokens = f"({slots.prompts} prompts x {slots.longest_prompt} tokens + {tokens})"
-    part = Part("keys and values", slots.tokens * token, f"{tokens} x {token:,} bytes")
-    return part, group.tokens * token, slots.lanes
+    one_group = one.tokens * token
+    saved_by = {
+        "--rollout_memory_utilization 1": math.ceil(one_group / share) - one_group,
+        f"--max_completion_length {longest // 2}": int((one.tokens - shorter.tokens) * token / share),
+    }
+    part = Part("keys and values", slots.tokens * token, f"{tokens} x {token:,} bytes", saved_by=saved_by)
+    return part, one_group, slots.lanes
 
 
-def _passing(config, model, dtype, device, prompt_tokens, lanes):
+def _passing(config, model, dtype, device, lanes):
     """Compute the parts of the head, which come and go within a step."""
     vocabulary, hidden = model.get_output_embeddings().weight.shape
     # Without Triton: the logits, with the full KL those of the reference and as many to compute with, and the slope of

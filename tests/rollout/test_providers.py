@@ -12,7 +12,7 @@ from fastgrpo.rollout import providers
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import Geometry
 from fastgrpo.rollout.parts import flash_attn, products
-from fastgrpo.rollout.providers import Flat, SharedPrefix, choose_provider, make_provider
+from fastgrpo.rollout.providers import Flat, GroupDecode, SharedPrefix, choose_provider, make_provider
 from fastgrpo.rollout.slots import Slots
 
 PROMPTS, GROUPS = [3, 9, 1], [2, 3, 1]  # lengths, and lanes of each
@@ -155,3 +155,24 @@ def test_flash_attn_is_called_as_its_signature_says(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache))
     test_against_a_plain_softmax(SharedPrefix(flash_attn, (0, 2, 1)), 3, True)
+
+
+def test_the_kernel_is_given_the_prompts_in_use(monkeypatch):
+    """It splits the keys of few prompts and not those of many, so stale slots would cost it its programs."""
+    from fastgrpo.kernels import group_decode
+
+    provider, shapes = GroupDecode(), []
+
+    def recorded(query, keys, values, lengths, prompt_keys, prompt_values, prompt_lengths, members, *, scale):
+        assert members.is_contiguous() and len(prompt_keys) == len(prompt_values) == len(prompt_lengths)
+        shapes.append((len(prompt_keys), *members.shape))
+        return query
+
+    monkeypatch.setattr(group_decode, "group_decode", recorded)
+    slots = Slots(Geometry(512, 5, 512, 12, 8, False), torch.device("cpu"), provider.memory_order)
+    for prompts, group in ((3, 2), (300, 1), (1, 8)):
+        lanes = [prompt for prompt in range(prompts) for _ in range(group)]
+        slots.arrange(lanes, group)
+        tokens = [torch.randn(heads, len(lanes), WIDTH) for heads in (HEADS, 2, 2)]
+        DecodeAttention(slots, provider, torch.zeros(len(lanes), dtype=torch.int64)).attend(0, *tokens, 0.3)
+    assert shapes == [(3, 3, 2), (300, 300, 1), (1, 1, 8)]

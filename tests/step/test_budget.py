@@ -16,7 +16,8 @@ def make_plan(room, share=0.5, **saved_by):
         Part("head", GIB, "logits", passing=True),
         Part("value model", 100 * GIB, "of PPO", ppo=True),
     ]
-    return Plan(parts, Part("keys and values", 3 * GIB, "slots"), GIB, share, room, True, "so it is")
+    slots = Part("keys and values", 3 * GIB, "slots", saved_by={"--rollout_memory_utilization 1": GIB / share - GIB})
+    return Plan(parts, slots, GIB, share, room, True, "so it is")
 
 
 def test_parts_of_ppo_do_not_count():

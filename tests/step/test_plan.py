@@ -150,6 +150,17 @@ def test_only_flags_that_apply_are_named(tmp_path):
         of_shape(tmp_path, "0.5B", 20 * GIB, gradient_checkpointing=False).check()
 
 
+def test_one_group_of_long_completions_that_does_not_fit_is_told_so(tmp_path):
+    settings = {"max_completion_length": 32_768, "num_generations": 24, "use_peft": True}
+    with pytest.raises(ValueError) as error:
+        of_shape(tmp_path, "7B", 80 * GIB, **settings).check()
+    flags = str(error.value).splitlines()[1].split("; ")
+    assert flags[0].strip() == "--max_completion_length 16384 saves 30.00 GiB, which is enough"
+    assert any(flag.startswith("--rollout_memory_utilization 1 saves 18.") for flag in flags)
+    by_generate = of_shape(tmp_path, "7B", 160 * GIB, **settings, rollout_backend="hf")
+    assert by_generate.share == 1.0  # no share is set aside where the engine does not run
+
+
 @pytest.mark.parametrize("name, settings", [("7B", {"use_peft": True}), ("0.5B", {}), ("0.5B", {"beta": 0.04})])
 def test_runs_that_fit_pass(tmp_path, name, settings):
     planned = of_shape(tmp_path, name, 80 * GIB, **settings)
