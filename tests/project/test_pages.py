@@ -82,7 +82,7 @@ def test_commands_parse(page):
         argv, sweep = take_sweep([word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in argv])
         assert train.parse(argv) if sweep is None else runs_of(argv, sweep)
     for argv in commands(page, "doctor"):
-        train.parse(["--model_name_or_path" if word == "--model" else word for word in argv])
+        train.parse(["--model_name_or_path" if word == "--model" else word for word in argv if word != "--check"])
 
 
 OTHERS = [evaluate, chat, sft, distill, stages]
