@@ -86,6 +86,7 @@ COLUMNS = {
     "N x D x V": lambda row, mine: f"{row['n']} x {row['d']} x {row['v']}" if "v" in row else "",
     "case": lambda row, mine: row.get("case", ""),
     "variant": lambda row, mine: row["variant"],
+    "liger's layers": lambda row, mine: {True: "yes", False: "no"}.get(row.get("liger"), ""),
     "ms": lambda row, mine: f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})",
     f"x {MINE}": lambda row, mine: f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _case(row) in mine else "",
     "TFLOP/s": _number("tflops", ".3g"),
