@@ -26,6 +26,7 @@ from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_p
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish, name_of
 from benchmarks.layers import LAYERS, LIGER
 from benchmarks.models import EMBEDDED, QWEN, random_model
+from fastgrpo.check.clock import copy_limit
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
@@ -37,7 +38,6 @@ LARGE = CUDA and not SMALL
 ROUNDS = 2 if SMALL else 3 if CUDA else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
 PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 8 if SMALL else 48)
-BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second that a copy reaches
 # Share of the bandwidth limit, at equal lengths; times transformers' generate, and times its continuous batching.
 BARS = {"0.5b": (0.40, 8, 3), "1.5b": (0.60, None, None), "7b": (0.75, None, None)}
 CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # of each case, times transformers' generate
@@ -188,11 +188,11 @@ def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
         lengths: New tokens of each completion.
 
     Returns:
-        0 where the GPU's bandwidth is not known.
+        0 without a GPU.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count, mean = len(lengths), PROMPT_TOKENS + sum(lengths) / len(lengths) / 2
-    bandwidth = BANDWIDTH.get(torch.cuda.get_device_name(), 0) if CUDA else 0
+    bandwidth = copy_limit(DEVICE) if CUDA else 0
     return count * bandwidth / (weights + count * mean * kv_token_bytes(model.config, model.dtype))
 
 
@@ -283,10 +283,11 @@ def bars_of(size: str, case: str, speeds: dict[str, float], limit: float) -> dic
     mine = max(speed for name, speed in speeds.items() if name.startswith("fastgrpo"))
     bars = {}
     if not LARGE:
-        return {f"times {PLAIN}, {case}, {LAYERS}": at_least(mine / speeds[PLAIN], CPU_BARS[case])}
+        times = {name: mine / speeds[name] for name in (PLAIN,) if name in speeds}
+        return {f"times {name}, {case}, {LAYERS}": at_least(ratio, CPU_BARS[case]) for name, ratio in times.items()}
     share, of_plain, of_batching = BARS[size]
     if case == "equal":
-        bars[f"share of the bandwidth limit, {LAYERS}"] = at_least(mine / limit if limit else 0.0, share)
+        bars[f"share of the bandwidth limit, {LAYERS}"] = at_least(mine / limit, share)
     if of_plain and PLAIN in speeds:
         bars[f"times {PLAIN}, {case}, {LAYERS}"] = at_least(mine / speeds[PLAIN], of_plain)
     if of_batching and BATCHING in speeds:

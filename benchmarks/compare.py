@@ -223,6 +223,17 @@ def rows_of(
     return rows + [{**run, "variant": name, "missing": reason} for name, reason in (missing or {}).items()]
 
 
+def results_file(device: str | torch.device, folder: Path = RESULTS) -> Path:
+    """Return the file of a device's results, which bears the name of the GPU, as nvidia-h200.jsonl, or is cpu.jsonl.
+
+    Args:
+        device: Where they were measured.
+        folder: Folder of the results.
+    """
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    return folder / f"{name.lower().replace(' ', '-')}.jsonl"
+
+
 def append(rows: list[dict[str, Any]], device: str | torch.device, folder: Path = RESULTS) -> Path:
     """Add rows to the results of a device, one JSON object a line.
 
@@ -232,11 +243,10 @@ def append(rows: list[dict[str, Any]], device: str | torch.device, folder: Path 
         folder: Folder of the results.
 
     Returns:
-        The file, which bears the name of the GPU, as nvidia-h200.jsonl, or is cpu.jsonl.
+        The file, `results_file`.
     """
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{name.lower().replace(' ', '-')}.jsonl"
+    path = results_file(device, folder)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     return path

@@ -143,14 +143,17 @@ class Contest(NamedTuple):
 
 
 @contextlib.contextmanager
-def taking_part(contestants: list[Contestant]) -> Iterator[None]:
+def taking_part(contestants: list[Contestant]) -> Iterator[list[Contestant]]:
     """End the processes of contestants when the block ends.
 
     Args:
         contestants: The contestants.
+
+    Yields:
+        The contestants.
     """
     try:
-        yield
+        yield contestants
     finally:
         for contestant in contestants:
             contestant.close()

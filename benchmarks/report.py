@@ -47,6 +47,8 @@ def table(rows: list[dict], device: str) -> str:
         A line that says what ran where and when, a table with a line for each variant and shape, and the variants that
         could not run, with the reason.
     """
+    if "bar" in rows[0]:
+        return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
     first, measured = rows[0], [row for row in rows if "missing" not in row]
     mine = {}
     for row in measured:
@@ -66,6 +68,23 @@ def table(rows: list[dict], device: str) -> str:
     if absent:
         lines += ["", "Missing: " + "; ".join(f"{variant} ({reason})" for variant, reason in absent) + "."]
     return "\n".join(lines)
+
+
+def bar_table(rows: list[dict]) -> str:
+    """Write the bars of `make first-gpu` as Markdown: what was measured, what was predicted, what is wanted.
+
+    Args:
+        rows: One a bar; one without a measurement has the reason as "missing".
+    """
+    lines = [["part", "bar", "measured", "predicted", "limit", "met"], ["---"] * 6]
+    for row in rows:
+        measured, limit, met = "-", "", ""
+        if "measured" in row:
+            measured, limit, met = format(row["measured"], "g"), row["limit"], "yes" if row["met"] else "no"
+        elif row["missing"]:
+            measured = f"- ({row['missing']})"
+        lines.append([row["part"], row["bar"], measured, row.get("predicted") or "", limit, met])
+    return "\n".join(line.replace("\n", " ") for line in _rows(lines))
 
 
 def _rows(cells):
