@@ -207,18 +207,24 @@ def plain(head: Head, scalar: Scalar) -> dict[str, torch.Tensor]:
         scalar: The loss, a function of log-probs and entropy.
     """
     dtype = head.hidden.dtype
-    hidden, weight = head.hidden.float(), head.weight.float()
-    x = (hidden @ weight.T).requires_grad_()
+    x = _product(head.hidden, head.weight.T).requires_grad_()
     y = x if head.bias is None else x + head.bias.float()
     y = y if head.softcap is None else head.softcap * torch.tanh(y / head.softcap)
     logps, entropy = reference.logits_logprob(y, head.targets, temperature=head.temperature, return_entropy=True)
     loss = scalar(logps, entropy)
     (dz,) = torch.autograd.grad(loss, x)
-    dz = dz.to(dtype).float()
-    grads = {"hidden": (dz @ weight).to(dtype), "weight": (dz.T @ hidden).to(dtype)}
+    dz = dz.to(dtype)
+    grads = {"hidden": _product(dz, head.weight).to(dtype), "weight": _product(dz.T, head.hidden).to(dtype)}
     if head.bias is not None:
-        grads["bias"] = dz.sum(0).to(dtype)
+        grads["bias"] = dz.float().sum(0).to(dtype)
     return {"logps": logps, "entropy": entropy, "loss": loss, **grads}
+
+
+def _product(left, right):
+    """Return a product in fp32. On a GPU 16-bit operands go through its matrix units, as those of the kernels do."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -36,9 +36,9 @@ def run_case(case: Case, mode: str) -> dict[str, Any]:
         mode: A mode of `Place`.
 
     Returns:
-        "errors" with a pair for each name: the error, and the largest one that is allowed. Where it was timed, "ms" of
-        the kernel and "plain_ms" of plain PyTorch (None where that has not enough memory); and on a GPU, where the
-        case says what bounds it, the "rate" and its share "of_limit".
+        "errors" with a pair for each name: the error, and the largest one that is allowed. Where it was timed and had
+        enough memory for that, "ms" of the kernel and "plain_ms" of plain PyTorch (None where that has not enough); and
+        on a GPU, where the case says what bounds it, the "rate" and its share "of_limit".
     """
     device = torch.device("cuda" if mode == "gpu" else "cpu")
     place = Place(mode, device, case.dtype if mode == "gpu" else torch.float32, timed=False)
@@ -52,6 +52,8 @@ def run_case(case: Case, mode: str) -> dict[str, Any]:
 def _times(trial: Trial, place: Place) -> dict[str, Any]:
     """Time a trial, and say what share of the device's limit it reaches."""
     seconds = medians({"ours": trial.ours, "plain": trial.plain}, place.device)
+    if "ours" not in seconds:  # at this size it has not enough memory
+        return {}
     plain = seconds.get("plain")
     found = {"ms": 1e3 * seconds["ours"], "plain_ms": None if plain is None else 1e3 * plain}
     if place.mode != "gpu" or not (trial.flops or trial.bytes):

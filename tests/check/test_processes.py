@@ -22,6 +22,8 @@ def test_the_problem_is_the_exception():
     code = "import sys; print('a.b.CudaError: bad access\\nset THIS for more', file=sys.stderr); sys.exit(3)"
     assert python(code).problem == "a.b.CudaError: bad access"
     assert python("raise SystemExit(3)").problem == "exit code 3"
+    compilation = "raise TypeError('at 12:4:\\nunsupported operand')"
+    assert python(compilation).problem == "TypeError: at 12:4: unsupported operand"
 
 
 def test_a_killed_process_names_its_signal():

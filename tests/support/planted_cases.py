@@ -25,19 +25,13 @@ def want_too_much():
     raise OutOfResources(106_496, 101_376, "shared memory")
 
 
-def mistype():
-    raise TypeError("at 12:4:\nunsupported operand")
-
-
 CASES = tuple(
     Case(name, trial(ours), torch.float32, ("cpu",))
     for name, ours in {
         "right": lambda: 1.0,
         "wrong": lambda: 1.0 + FAR,
-        "NaN": lambda: float("nan"),
         "crash": crash,
         "too large": want_too_much,
-        "no compilation": mistype,
         "hang": lambda: time.sleep(3600),
     }.items()
 )
