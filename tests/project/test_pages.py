@@ -105,7 +105,13 @@ def test_flags_of_other_commands_exist(command, capsys):
 def test_flags_in_the_text_exist(capsys):
     """In code spans that begin with a flag."""
     known = {f"--{field.name}" for field in dataclasses.fields(GRPOConfig)}
-    known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {"--config", "--debug", "--model", *FLAGS}
+    known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {
+        "--config",
+        "--debug",
+        "--model",
+        "--check",
+        *FLAGS,
+    }
     for page in PAGES:
         for span in re.findall(r"`(--[^`\n]+)`", page.read_text()):
             assert set(re.findall(r"--\w+", span)) <= known, (page.name, span)
