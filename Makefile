@@ -9,7 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs launches test-slow machine-code soak bench bench-gpu bench-gpu-engine lint clean
+.PHONY: train stages test real real-gsm8k docs launches test-slow machine-code soak bench bench-gpu bench-gpu-engine \
+  first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -77,6 +78,10 @@ bench-gpu: $(VENV)/.installed-bench
 bench-gpu-engine: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks/bench_attention.py benchmarks/bench_decode.py benchmarks/bench_rollout.py benchmarks/bench_step.py --benchmark-only $(ARGS)
 	$(BIN)/python -m benchmarks.report
+
+# What only a GPU can tell, in 8 minutes: checks, tests, bars. Mail what it writes to benchmarks/results/.
+first-gpu: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.first_gpu $(ARGS)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -3,14 +3,15 @@
 On a GPU: models with random weights of the sizes of Qwen2.5-0.5B, 1.5B and 7B in bf16, and 32 prompts of 512 tokens
 with 8 completions each. On a CPU: the embedded example's model, and 32 prompts of 6 tokens with 8 completions each. No
 token stops a completion: in the case "equal" all have the same length (512 tokens on a GPU, 48 on a CPU), in the case
-"long-tailed" each has a length drawn beforehand, the same one for all variants.
+"long-tailed" each has a length drawn beforehand, the same one for all variants. The engine, `generate` and continuous
+batching are in processes of their own, and all of them have liger-kernel's layers where they are installed on a GPU, or
+none has.
 
     pytest benchmarks/bench_rollout.py --benchmark-only
 
 Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.compare import compare, rows_of
+from benchmarks.compare import rows_of
+from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish, name_of
+from benchmarks.layers import LAYERS, LIGER
 from benchmarks.models import EMBEDDED, QWEN, random_model
+from fastgrpo.check.clock import copy_limit
+from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.geometry import kv_token_bytes
@@ -33,22 +38,41 @@ LARGE = CUDA and not SMALL
 ROUNDS = 2 if SMALL else 3 if CUDA else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
 PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 8 if SMALL else 48)
-BANDWIDTH = {"NVIDIA H200": 4.3e12}  # bytes a second that a copy reaches
 # Share of the bandwidth limit, at equal lengths; times transformers' generate, and times its continuous batching.
 BARS = {"0.5b": (0.40, 8, 3), "1.5b": (0.60, None, None), "7b": (0.75, None, None)}
-CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # times transformers' generate
+CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # of each case, times transformers' generate
+PLAIN, BATCHING = "transformers generate", "transformers continuous batching"
+ENGINES = (  # name -> arguments of engine_of
+    {f"fastgrpo, {name}": {"attention": name} for name in ("triton", "flash_attn", "varlen", "sdpa")}
+    | {"fastgrpo, triton, no graphs": {"attention": "triton", "eager": True}}
+    if CUDA
+    else {f"fastgrpo, {name}": {"attention": name} for name in ("sdpa", "products")}
+)
 
 
 def make_model(size: str) -> PreTrainedModel:
-    """Make a model with random weights.
+    """Make a model with random weights, and with liger's layers where contestants have them.
 
     Args:
         size: A key of `QWEN`, or "embedded".
     """
     if size == "embedded":
-        return random_model("llama", EMBEDDED, DEVICE, torch.float32, max_position_embeddings=64, bos_token_id=None,
-                            eos_token_id=0, pad_token_id=0)  # fmt: skip
-    return random_model("qwen2", QWEN[size], DEVICE, torch.bfloat16, max_position_embeddings=4096)
+        model = random_model("llama", EMBEDDED, DEVICE, torch.float32, max_position_embeddings=64, bos_token_id=None,
+                             eos_token_id=0, pad_token_id=0)  # fmt: skip
+    else:
+        model = random_model("qwen2", QWEN[size], DEVICE, torch.bfloat16, max_position_embeddings=4096)
+    apply_liger(model, LIGER)
+    return model
+
+
+def make_prompts(vocabulary: int) -> list[list[int]]:
+    """Draw the prompts, the same ones at each call.
+
+    Args:
+        vocabulary: Tokens that the model knows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, vocabulary, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
 
 
 def make_lengths(case: str) -> list[int]:
@@ -64,14 +88,17 @@ def make_lengths(case: str) -> list[int]:
     return draws.clamp(1, NEW_TOKENS).int().tolist()
 
 
-def engine_of(model: PreTrainedModel, attention: str) -> RolloutEngine:
+def engine_of(model: PreTrainedModel, attention: str, eager: bool = False) -> RolloutEngine:
     """Make an engine that decodes all completions at once.
 
     Args:
         model: A transformers model, which is made ready for the engine in place.
         attention: Name of the attention provider.
+        eager: Whether it decodes without CUDA graphs.
     """
-    return RolloutEngine(prepare(model), max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6)
+    return RolloutEngine(
+        prepare(model), max_num_seqs=PROMPTS * GROUP, attention=attention, memory_utilization=0.6, enforce_eager=eager
+    )
 
 
 def ours(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) -> None:
@@ -161,45 +188,87 @@ def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
         lengths: New tokens of each completion.
 
     Returns:
-        0 where the GPU's bandwidth is not known.
+        0 without a GPU.
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count, mean = len(lengths), PROMPT_TOKENS + sum(lengths) / len(lengths) / 2
-    bandwidth = BANDWIDTH.get(torch.cuda.get_device_name(), 0) if CUDA else 0
+    bandwidth = copy_limit(DEVICE) if CUDA else 0
     return count * bandwidth / (weights + count * mean * kv_token_bytes(model.config, model.dtype))
 
 
-def variants_of(
-    model: PreTrainedModel, prompts: list[list[int]], lengths: list[int], case: str
-) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """Make the variants that run here.
+def engine_entry(size: str, engines: list[str], cases: list[str]) -> Entry:
+    """Make the engine with several attention providers, over one model.
 
     Args:
-        model: The model.
-        prompts: Token ids of each prompt.
-        lengths: New tokens of each completion.
-        case: "equal" or "long-tailed".
+        size: A key of `QWEN`, or "embedded".
+        engines: Keys of `ENGINES`.
+        cases: Those of "equal" and "long-tailed" that are run.
 
     Returns:
-        The variants by name, and the reason for each one that does not run.
+        An entry with a variant for each case and engine, and in `about` the dtype, and the limit of each case.
     """
-    variants, missing = {}, {}
-    for name in ["triton", "flash_attn", "varlen", "sdpa"] if CUDA else ["sdpa", "products"]:
-        engine = engine_of(model, name)
+    model = make_model(size)
+    prompts, lengths = make_prompts(model.config.vocab_size), {case: make_lengths(case) for case in cases}
+    calls, missing = {}, {}
+    for name in engines:
         try:
-            ours(engine, prompts, lengths)
+            engine = engine_of(model, **ENGINES[name])
+            ours(engine, prompts, lengths[cases[0]])
         except ValueError as error:
-            missing[f"fastgrpo, {name}"] = str(error)
+            missing |= {f"{case}/{name}": str(error) for case in cases}
             continue
-        variants[f"fastgrpo, {name}"] = partial(ours, engine, prompts, lengths)
-    variants["transformers generate"] = partial(generate, model, prompts, lengths)
-    if CUDA and case == "equal":
-        try:
-            continuous(model, prompts)
-            variants["transformers continuous batching"] = partial(continuous, model, prompts)
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            missing["transformers continuous batching"] = str(error)[:200]
-    return variants, missing
+        calls |= {f"{case}/{name}": partial(ours, engine, prompts, lengths[case]) for case in cases}
+    limits = {case: limit_tokens_a_second(model, lengths[case]) for case in cases}
+    return Entry(calls, missing, {"limits": limits, "dtype": name_of(model.dtype)})
+
+
+def generate_entry(size: str, cases: list[str]) -> Entry:
+    """Make transformers' `generate`.
+
+    Args:
+        size: A key of `QWEN`, or "embedded".
+        cases: Those of "equal" and "long-tailed" that are run.
+
+    Returns:
+        An entry with a variant for each case.
+    """
+    model = make_model(size)
+    prompts = make_prompts(model.config.vocab_size)
+    return Entry({f"{case}/{PLAIN}": partial(generate, model, prompts, make_lengths(case)) for case in cases})
+
+
+def continuous_entry(size: str) -> Entry:
+    """Make transformers' continuous batching, which takes part with equal lengths alone.
+
+    Args:
+        size: A key of `QWEN`, or "embedded".
+
+    Returns:
+        An entry with one variant.
+    """
+    model = make_model(size)
+    return Entry({f"equal/{BATCHING}": partial(continuous, model, make_prompts(model.config.vocab_size))})
+
+
+def contestants_of(size: str, engines: list[str], cases: list[str], peers: bool = True) -> list[Contestant]:
+    """Start those that roll out, each in a process of its own.
+
+    Args:
+        size: A key of `QWEN`, or "embedded".
+        engines: Keys of `ENGINES`.
+        cases: Those of "equal" and "long-tailed" that are run.
+        peers: Whether transformers takes part.
+    """
+
+    def start(name: str, function: str, **options: Any) -> Contestant:
+        return Contestant(name, f"benchmarks.bench_rollout:{function}", DEVICE.type, size=size, **options)
+
+    contestants = [start("fastgrpo", "engine_entry", engines=engines, cases=cases)]
+    if peers:
+        contestants.append(start(PLAIN, "generate_entry", cases=cases))
+        if CUDA and "equal" in cases:
+            contestants.append(start(f"equal/{BATCHING}", "continuous_entry"))
+    return contestants
 
 
 def bars_of(size: str, case: str, speeds: dict[str, float], limit: float) -> dict[str, Bar]:
@@ -212,37 +281,59 @@ def bars_of(size: str, case: str, speeds: dict[str, float], limit: float) -> dic
         limit: What `limit_tokens_a_second` returned.
     """
     mine = max(speed for name, speed in speeds.items() if name.startswith("fastgrpo"))
-    bars, plain, batching = {}, "transformers generate", "transformers continuous batching"
+    bars = {}
     if not LARGE:
-        return {f"times {plain}": at_least(mine / speeds[plain], CPU_BARS[case])}
+        times = {name: mine / speeds[name] for name in (PLAIN,) if name in speeds}
+        return {f"times {name}, {case}, {LAYERS}": at_least(ratio, CPU_BARS[case]) for name, ratio in times.items()}
     share, of_plain, of_batching = BARS[size]
     if case == "equal":
-        bars["share of the bandwidth limit"] = at_least(mine / limit if limit else 0.0, share)
-    if of_plain:
-        bars[f"times {plain}"] = at_least(mine / speeds[plain], of_plain)
-    if of_batching and batching in speeds:
-        bars[f"times {batching}"] = at_least(mine / speeds[batching], of_batching)
+        bars[f"share of the bandwidth limit, {LAYERS}"] = at_least(mine / limit, share)
+    if of_plain and PLAIN in speeds:
+        bars[f"times {PLAIN}, {case}, {LAYERS}"] = at_least(mine / speeds[PLAIN], of_plain)
+    if of_batching and BATCHING in speeds:
+        bars[f"times {BATCHING}, {case}, {LAYERS}"] = at_least(mine / speeds[BATCHING], of_batching)
     return bars
 
 
-@pytest.mark.parametrize("case", ["equal", "long-tailed"])
+def judged(size: str, found: Contest, cases: list[str]) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
+    """Return rows and bars of a contest.
+
+    Args:
+        size: A key of `QWEN`, or "embedded".
+        found: What came of it.
+        cases: The cases that were run.
+    """
+    rows, bars, about = [], {}, found.about["fastgrpo"]
+    for case in cases:
+        results = {name.removeprefix(f"{case}/"): r for name, r in found.results.items() if name.startswith(f"{case}/")}
+        missing = {name.removeprefix(f"{case}/"): why for name, why in found.missing.items() if _is_of(case, name)}
+        tokens, limit = sum(make_lengths(case)), about["limits"][case]
+        speeds = {name: tokens / result["median_s"] for name, result in results.items()}
+        extras = {name: {"tokens_per_s": round(speed)} for name, speed in speeds.items()}
+        if limit:
+            for name, speed in speeds.items():
+                extras[name]["of_bandwidth_limit"] = round(speed / limit, 3)
+        rows += rows_of(
+            results, missing, extras, benchmark="rollout", model=size, case=case, prompts=PROMPTS, group=GROUP,
+            prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, dtype=about["dtype"], liger=LIGER,
+        )  # fmt: skip
+        bars |= bars_of(size, case, speeds, limit)
+    return rows, bars
+
+
+def _is_of(case, name):
+    """Tell whether a variant, or a contestant that has none, belongs to a case."""
+    return name.startswith(f"{case}/") or "/" not in name
+
+
 @pytest.mark.parametrize("size", list(QWEN) if LARGE else ["embedded"])
-def test_rollout(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], size: str, case: str) -> None:
-    model = make_model(size)
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, model.config.vocab_size, (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
-    lengths = make_lengths(case)
-    variants, missing = variants_of(model, prompts, lengths, case)
-    results = compare(variants, ROUNDS, DEVICE)
-    speeds = {name: sum(lengths) / result["median_s"] for name, result in results.items()}
-    limit = limit_tokens_a_second(model, lengths)
-    extras = {name: {"tokens_per_s": round(speed)} for name, speed in speeds.items()}
-    if limit:
-        for name, speed in speeds.items():
-            extras[name]["of_bandwidth_limit"] = round(speed / limit, 3)
-    rows = rows_of(
-        results, missing, extras, benchmark="rollout", model=size, case=case, prompts=PROMPTS, group=GROUP,
-        prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, dtype=name_of(model.dtype),
-    )  # fmt: skip
-    fastest = max((name for name in speeds if name.startswith("fastgrpo")), key=speeds.get)
-    finish(benchmark, capsys, rows, bars_of(size, case, speeds, limit), variants[fastest], ROUNDS, missing=missing)
+def test_rollout(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    contestants = contestants_of(size, list(ENGINES), list(CPU_BARS))
+    with taking_part(contestants):
+        found = contest(contestants, ROUNDS)
+        rows, bars = judged(size, found, list(CPU_BARS))
+        fastest = min(
+            (name for name in found.results if name.startswith("equal/fastgrpo")),
+            key=lambda name: found.results[name]["median_s"],
+        )
+        finish(benchmark, capsys, rows, bars, lambda: found.again(fastest), ROUNDS, missing=found.missing)

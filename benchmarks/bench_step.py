@@ -4,14 +4,15 @@ On a GPU: Llamas with random weights of the sizes of Qwen2.5-0.5B and 1.5B, and 
 completions each of at most 1,024 tokens; TRL generates by transformers' `generate` and by its continuous batching. On a
 CPU: 0.8 million parameters, and 16 prompts with 8 completions of at most 12 tokens. The lengths of the completions are
 long-tailed for all variants alike: enough of the vocabulary are stop tokens that a completion has on average a quarter
-of the tokens it may have.
+of the tokens it may have. Each trainer is in a process of its own, and all of them have liger-kernel's layers, where
+these are installed on a GPU, or none has.
 
     pytest benchmarks/bench_step.py --benchmark-only
 
 Results are added to results/<device>.jsonl. With FASTGRPO_BENCH_SMALL=1 the shapes are tiny and nothing is written.
 """
 
-from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import harness
-from benchmarks.compare import compare, rows_of
+from benchmarks.compare import rows_of
+from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
 from benchmarks.harness import SMALL, Bar, at_least, finish, name_of
+from benchmarks.layers import LAYERS, LIGER, patch_classes
 from benchmarks.models import QWEN, Size, random_model
 from benchmarks.stepwise import Stepwise
 from fastgrpo import GRPOConfig, GRPOTrainer
@@ -37,6 +40,8 @@ PROMPTS, GROUP = (4, 4) if SMALL else (16, 8)
 PROMPT_TOKENS, MAX_TOKENS = (512, 1024) if GPU else (8, 12)
 STOPS = 4 / MAX_TOKENS  # share of the vocabulary that ends a completion
 BETA = 0.04
+FAMILY = "llama"
+PEERS = {"trl": {}} | ({"trl, continuous batching": {"use_transformers_continuous_batching": True}} if GPU else {})
 BARS = {"0.5b": {"trl": 5.0, "trl, continuous batching": 2.5}, "1.5b": {}, "0.8m": {"trl": 1.5}}
 MEMORY_BAR = 0.5  # largest share of TRL's peak memory on a GPU
 MFU_BAR = 0.35  # smallest MFU of the update of the 1.5b model on a GPU
@@ -75,7 +80,7 @@ def save_model(path: Path, size: str) -> None:
     end = f"t{stop_ids[-1]}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end, pad_token=end)
     model = random_model(
-        "llama", SIZES[size], "cpu", DTYPE, max_position_embeddings=4096, bos_token_id=None, eos_token_id=stop_ids,
+        FAMILY, SIZES[size], "cpu", DTYPE, max_position_embeddings=4096, bos_token_id=None, eos_token_id=stop_ids,
         pad_token_id=stop_ids[-1],
     )  # fmt: skip
     model.generation_config.eos_token_id = stop_ids
@@ -94,56 +99,55 @@ def make_rows(size: str) -> list[dict[str, str]]:
     return [{"prompt": " ".join(f"t{i}" for i in row)} for row in ids.tolist()]
 
 
-def our_trainer(path: Path, rows: list[dict[str, str]], folder: Path) -> GRPOTrainer:
+def our_entry(path: str, folder: str, size: str) -> Entry:
     """Make fastgrpo's trainer.
 
     Args:
         path: Folder of the model.
-        rows: The prompts.
         folder: Where the run is written.
+        size: A key of `SIZES`.
+
+    Returns:
+        An entry whose variant takes one step, and returns the step's metrics.
     """
     config = GRPOConfig(
-        output_dir=str(folder), prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS,
-        beta=BETA, max_steps=10_000, device=DEVICE, gradient_checkpointing=GPU, max_num_seqs=PROMPTS * GROUP,
+        output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS,
+        use_liger_kernel=LIGER, beta=BETA, max_steps=10_000, device=DEVICE, gradient_checkpointing=GPU,
+        max_num_seqs=PROMPTS * GROUP,
     )  # fmt: skip
-    return GRPOTrainer(str(path), parity, config, rows)
+    return Entry({"fastgrpo": GRPOTrainer(path, parity, config, make_rows(size)).step})
 
 
-def trl_stepper(
-    path: Path, rows: list[dict[str, str]], folder: Path, stop_ids: list[int], **settings: Any
-) -> Callable[[], None]:
+def trl_entry(path: str, folder: str, size: str, variant: str, **settings: Any) -> Entry:
     """Make TRL's trainer.
 
     Args:
         path: Folder of the model.
-        rows: The prompts.
         folder: Where the run is written.
-        stop_ids: Tokens that end a completion.
+        size: A key of `SIZES`.
+        variant: Its name.
         settings: Further settings of TRL.
 
     Returns:
-        A function that takes one step.
-
-    Raises:
-        ImportError: TRL is not installed.
+        An entry whose variant takes one step.
     """
     import trl
     from datasets import Dataset
 
+    if LIGER:
+        patch_classes(FAMILY)  # of the policy, and of the reference that TRL loads by itself
     micro = 8 if GPU else PROMPTS * GROUP
     config = trl.GRPOConfig(
-        output_dir=str(folder), per_device_train_batch_size=micro, gradient_accumulation_steps=PROMPTS * GROUP // micro,
+        output_dir=folder, per_device_train_batch_size=micro, gradient_accumulation_steps=PROMPTS * GROUP // micro,
         num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=BETA, max_steps=10_000, report_to="none",
         save_strategy="no", logging_steps=10_000, use_cpu=not GPU, bf16=GPU, gradient_checkpointing=GPU,
-        disable_tqdm=True, seed=0, generation_kwargs={"eos_token_id": stop_ids},
+        disable_tqdm=True, seed=0, generation_kwargs={"eos_token_id": stops(size)},
         model_init_kwargs={"dtype": "bfloat16" if GPU else "float32"}, **settings,
     )  # fmt: skip
     stepper = Stepwise()
-    trainer = trl.GRPOTrainer(
-        str(path), parity, args=config, train_dataset=Dataset.from_list(rows), callbacks=[stepper]
-    )
-    stepper.start(trainer)
-    return stepper
+    dataset = Dataset.from_list(make_rows(size))
+    stepper.start(trl.GRPOTrainer(path, parity, args=config, train_dataset=dataset, callbacks=[stepper]))
+    return Entry({variant: stepper})
 
 
 def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) -> dict[str, Bar]:
@@ -157,7 +161,9 @@ def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) 
     bars, mine = {}, results["fastgrpo"]
     for name, other in results.items():
         if name in BARS[size]:
-            bars[f"samples a second, times {name}"] = at_least(other["median_s"] / mine["median_s"], BARS[size][name])
+            bars[f"samples a second, times {name}, {LAYERS}"] = at_least(
+                other["median_s"] / mine["median_s"], BARS[size][name]
+            )
         if GPU and name != "fastgrpo":
             # Less is better: this is how many times less.
             ratio = other["peak_bytes"] / mine["peak_bytes"]
@@ -167,34 +173,57 @@ def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) 
     return bars
 
 
-@pytest.mark.parametrize("size", ["0.5b", "1.5b"] if GPU else ["0.8m"])
-def test_step(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path, size: str) -> None:
-    path, rows = tmp_path / "model", make_rows(size)
+def contestants_of(size: str, folder: Path, peers: list[str]) -> tuple[list[Contestant], dict[str, str]]:
+    """Start the trainers, each in a process of its own.
+
+    Args:
+        size: A key of `SIZES`.
+        folder: Where the model and the runs are written.
+        peers: Keys of `PEERS`.
+
+    Returns:
+        The trainers, and the reason for each one that is not installed.
+    """
+    path = folder / "model"
     save_model(path, size)
-    trainer = our_trainer(path, rows, tmp_path / "ours")
-    measured = []
+    common = {"device": DEVICE, "path": str(path), "size": size}
+    contestants = [Contestant("fastgrpo", "benchmarks.bench_step:our_entry", folder=str(folder / "ours"), **common)]
+    if find_spec("trl") is None:
+        return contestants, dict.fromkeys(peers, "not installed: No module named 'trl'")
+    for name in peers:
+        own = {"variant": name, "folder": str(folder / name), **PEERS[name]}
+        contestants.append(Contestant(name, "benchmarks.bench_step:trl_entry", **common, **own))
+    return contestants, {}
 
-    def ours() -> None:
-        measured.append(trainer.step())
 
-    variants, missing = {"fastgrpo": ours}, {}
-    peers = {"trl": {}} | ({"trl, continuous batching": {"use_transformers_continuous_batching": True}} if GPU else {})
-    for name, settings in peers.items():
-        try:
-            variants[name] = trl_stepper(path, rows, tmp_path / name, stops(size), **settings)
-        except ImportError as error:
-            missing[name] = f"not installed: {error}"
-    results = compare(variants, ROUNDS, DEVICE)
+def judged(size: str, found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
+    """Return rows and bars of a contest.
+
+    Args:
+        size: A key of `SIZES`.
+        found: What came of it.
+    """
+    results = found.results
     if not GPU:
-        for name in peers.keys() & results.keys():
+        for name in PEERS.keys() & results.keys():
             results[name]["peak_bytes"] = None
     samples = PROMPTS * GROUP
     extras = {name: {"samples_per_s": round(samples / result["median_s"], 1)} for name, result in results.items()}
-    middle = sorted(measured[1:], key=lambda values: values["step_time"])[len(measured[1:]) // 2]
+    steps = found.values["fastgrpo"][1:]
+    middle = sorted(steps, key=lambda values: values["step_time"])[len(steps) // 2]
     stages = {key.removeprefix("time/"): value for key, value in middle.items() if key.startswith("time/")}
     extras["fastgrpo"]["stages_ms"] = {stage: round(1e3 * seconds, 2) for stage, seconds in stages.items()}
-    table = rows_of(
-        results, missing, extras, benchmark="step", model=size, prompts=PROMPTS, group=GROUP,
-        prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, beta=BETA, dtype=name_of(DTYPE),
+    rows = rows_of(
+        results, found.missing, extras, benchmark="step", model=size, prompts=PROMPTS, group=GROUP,
+        prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, beta=BETA, dtype=name_of(DTYPE), liger=LIGER,
     )  # fmt: skip
-    finish(benchmark, capsys, table, bars_of(size, results, middle.get("mfu")), ours, ROUNDS, missing=missing)
+    return rows, bars_of(size, results, middle.get("mfu"))
+
+
+@pytest.mark.parametrize("size", ["0.5b", "1.5b"] if GPU else ["0.8m"])
+def test_step(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path, size: str) -> None:
+    contestants, absent = contestants_of(size, tmp_path, list(PEERS))
+    with taking_part(contestants):
+        found = contest(contestants, ROUNDS, absent)
+        rows, bars = judged(size, found)
+        finish(benchmark, capsys, rows, bars, lambda: found.again("fastgrpo"), ROUNDS, missing=found.missing)

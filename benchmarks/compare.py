@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Hashable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,18 +53,46 @@ def compare(
         "peak_bytes", the most bytes alive during the call, beyond those alive before it (inputs) and those that it
         leaves (gradients).
     """
-    peak = _cuda_peak if torch.device(device).type == "cuda" else _cpu_peak
-    clock = _CudaClock(device) if torch.device(device).type == "cuda" else _cpu_seconds
+    peak, clock = instruments(device)
     peaks = {name: peak(call) for name, call in variants.items()}
-    times = {name: [] for name in variants}
-    names = list(variants)
+    return in_turns({name: partial(clock, call) for name, call in variants.items()}, peaks, rounds, seconds)
+
+
+def instruments(device: str | torch.device) -> tuple[Callable[[Call], int], Callable[[Call], float]]:
+    """Return what measures the peak memory of a call in bytes, and what measures its time in seconds.
+
+    Args:
+        device: Where the calls run.
+    """
+    if torch.device(device).type == "cuda":
+        return _cuda_peak, _CudaClock(device)
+    return _cpu_peak, _cpu_seconds
+
+
+def in_turns(
+    clocks: dict[Hashable, Callable[[], float]], peaks: dict[Hashable, int | None], rounds: int,
+    seconds: float | None = None,
+) -> dict[Hashable, dict[str, float]]:  # fmt: skip
+    """Time variants in turns that are warm already; every round starts with another one.
+
+    Args:
+        clocks: For each name, a function that runs the variant once and returns its seconds.
+        peaks: The peak memory of each, in bytes.
+        rounds: As in `compare`.
+        seconds: As in `compare`.
+
+    Returns:
+        As `compare`.
+    """
+    times = {name: [] for name in clocks}
+    names = list(clocks)
     start = time.monotonic()
     for i in range(rounds):
         if i and seconds is not None and time.monotonic() - start > seconds:
             break
         first = i % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(clock(variants[name]))
+            times[name].append(clocks[name]())
     results = {}
     for name, values in times.items():
         p20, median, p80 = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
@@ -194,6 +223,17 @@ def rows_of(
     return rows + [{**run, "variant": name, "missing": reason} for name, reason in (missing or {}).items()]
 
 
+def results_file(device: str | torch.device, folder: Path = RESULTS) -> Path:
+    """Return the file of a device's results, which bears the name of the GPU, as nvidia-h200.jsonl, or is cpu.jsonl.
+
+    Args:
+        device: Where they were measured.
+        folder: Folder of the results.
+    """
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+    return folder / f"{name.lower().replace(' ', '-')}.jsonl"
+
+
 def append(rows: list[dict[str, Any]], device: str | torch.device, folder: Path = RESULTS) -> Path:
     """Add rows to the results of a device, one JSON object a line.
 
@@ -203,11 +243,10 @@ def append(rows: list[dict[str, Any]], device: str | torch.device, folder: Path 
         folder: Folder of the results.
 
     Returns:
-        The file, which bears the name of the GPU, as nvidia-h200.jsonl, or is cpu.jsonl.
+        The file, `results_file`.
     """
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{name.lower().replace(' ', '-')}.jsonl"
+    path = results_file(device, folder)
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     return path

@@ -47,6 +47,8 @@ def table(rows: list[dict], device: str) -> str:
         A line that says what ran where and when, a table with a line for each variant and shape, and the variants that
         could not run, with the reason.
     """
+    if "bar" in rows[0]:
+        return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
     first, measured = rows[0], [row for row in rows if "missing" not in row]
     mine = {}
     for row in measured:
@@ -68,6 +70,23 @@ def table(rows: list[dict], device: str) -> str:
     return "\n".join(lines)
 
 
+def bar_table(rows: list[dict]) -> str:
+    """Write the bars of `make first-gpu` as Markdown: what was measured, what was predicted, what is wanted.
+
+    Args:
+        rows: One a bar; one without a measurement has the reason as "missing".
+    """
+    lines = [["part", "bar", "measured", "predicted", "limit", "met"], ["---"] * 6]
+    for row in rows:
+        measured, limit, met = "-", "", ""
+        if "measured" in row:
+            measured, limit, met = format(row["measured"], "g"), row["limit"], "yes" if row["met"] else "no"
+        elif row["missing"]:
+            measured = f"- ({row['missing']})"
+        lines.append([row["part"], row["bar"], measured, row.get("predicted") or "", limit, met])
+    return "\n".join(line.replace("\n", " ") for line in _rows(lines))
+
+
 def _rows(cells):
     return [f"| {' | '.join(row)} |" for row in cells]
 
@@ -86,6 +105,7 @@ COLUMNS = {
     "N x D x V": lambda row, mine: f"{row['n']} x {row['d']} x {row['v']}" if "v" in row else "",
     "case": lambda row, mine: row.get("case", ""),
     "variant": lambda row, mine: row["variant"],
+    "liger's layers": lambda row, mine: {True: "yes", False: "no"}.get(row.get("liger"), ""),
     "ms": lambda row, mine: f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})",
     f"x {MINE}": lambda row, mine: f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _case(row) in mine else "",
     "TFLOP/s": _number("tflops", ".3g"),

@@ -1,6 +1,7 @@
 """python -m fastgrpo.doctor: show what is installed, which code paths run here, and what missing packages are for.
 
-With --model PATH and any flags of training, it also shows the memory that such a run would take. Nothing is downloaded.
+With --model PATH and any flags of training, it also shows the memory that such a run would take. With --check it runs
+every kernel in a process of its own, and shows how exact and how fast each is on this machine. Nothing is downloaded.
 """
 
 import math
@@ -152,28 +153,39 @@ def memory(argv: list[str], room: float | None = None) -> str:
     return text
 
 
-def doctor(argv: list[str]) -> None:
-    """Print the state of the machine, and with --model the memory of a run.
+def doctor(argv: list[str]) -> int:
+    """Print the state of the machine, with --model the memory of a run, and with --check how each kernel does.
 
     Args:
         argv: The arguments.
+
+    Returns:
+        How many kernels failed.
 
     Raises:
         ValueError: A package that training needs is missing, or a flag is not allowed.
     """
     if {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
-        return
+        return 0
     print(table([*machine(), *packages()]))
     missing = [distribution for distribution, _ in NEEDED if installed(distribution) is None]
     if missing:
         raise ValueError(f"training needs {', '.join(missing)}: {TRAIN}")
+    checks = "--check" in argv
+    argv = [argument for argument in argv if argument != "--check"]
     argv = ["--model_name_or_path" if argument == "--model" else argument for argument in argv]
     argv = [argument.replace("--model=", "--model_name_or_path=", 1) for argument in argv]
     if any(argument.startswith("--model_name_or_path") for argument in argv):
         print("\n" + memory(argv))
     elif argv:
         raise ValueError("flags of training go with --model PATH; the memory that such a run would take is then shown")
+    if not checks:
+        return 0
+    from fastgrpo.check import runner
+
+    print()
+    return runner.check_all(runner.TABLE)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -183,9 +195,12 @@ def main(argv: list[str] | None = None) -> int:
         argv: The arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0, or 2 where something that training needs is missing or a flag does not fit.
+        The exit code: 0, 1 where a kernel failed its check, or 2 where something that training needs is missing or a
+        flag does not fit.
     """
-    return run_command(doctor, argv)
+    failed = []
+    code = run_command(lambda argv: failed.append(doctor(argv)), argv)
+    return code or int(any(failed))
 
 
 if __name__ == "__main__":

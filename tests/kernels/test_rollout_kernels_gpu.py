@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from decode_cases import check_draws, chi_square_score, random_decode
 
+from fastgrpo.check.rollouts import lane_attention
 from fastgrpo.kernels import reference
 from fastgrpo.kernels.group_decode import group_decode
 from fastgrpo.kernels.sampling import sample
@@ -87,25 +88,10 @@ def test_group_decode_in_bf16(name, layout, size):
     ours = group_decode(**case).float()
     exact = {key: x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for key, x in case.items()}
     true = reference.group_decode(**exact)
-    plain = torch.stack([sdpa(case, lane) for lane in range(len(true))]).float()
+    plain = torch.stack([lane_attention(case, lane) for lane in range(len(true))]).float()
     ours, plain = ((x - true).norm().item() / true.norm().item() for x in (ours, plain))
     print(f"{name} {size}: {ours:.2e}, plain {plain:.2e}")
     assert ours <= 1.2 * plain + 1e-5
-
-
-def sdpa(case, lane):
-    """Return the output [H, d] of one lane."""
-    own = slice(case["lengths"][lane].item())
-    keys, values = case["keys"][lane, :, own], case["values"][lane, :, own]
-    for prompt in (case["members"] == lane).any(-1).nonzero()[:, 0].tolist():
-        shared = slice(case["prompt_lengths"][prompt].item())
-        keys = torch.cat([case["prompt_keys"][prompt, :, shared], keys], dim=1)
-        values = torch.cat([case["prompt_values"][prompt, :, shared], values], dim=1)
-    query = case["query"][lane, None, :, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, keys[None], values[None], scale=case["scale"], enable_gqa=True
-    )
-    return out[0, :, 0]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), ((torch.float32, 1e-5), (torch.float16, 2e-3)), ids=str)

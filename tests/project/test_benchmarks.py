@@ -11,7 +11,9 @@ import torch
 from paths import ROOT
 
 from benchmarks import report
+from benchmarks.batches import make_batch
 from benchmarks.compare import append, compare, rows_of
+from benchmarks.variants import bare_products
 
 
 def test_results_have_the_documented_structure():
@@ -202,6 +204,13 @@ def test_bench_decode(small):
         assert ("fastgrpo" in variants) == torch.cuda.is_available() == bool(info["bars"])
 
 
+def test_bare_products_are_in_the_dtype_of_the_weight():
+    """An fp32 dW would take twice the bytes to write, and flatter the head that is compared to it."""
+    batch = make_batch(8, 4, 16, length=4, dtype=torch.bfloat16, device="cpu")
+    dh, dw = bare_products(batch)
+    assert dh.dtype == dw.dtype == torch.bfloat16 and dh.shape == batch.hidden.shape and dw.shape == batch.weight.shape
+
+
 def made_up_rows():
     """Two runs of one benchmark; the newer has a missing peer."""
     common = {"commit": "abc", "torch": "2.13", "benchmark": "head", "dtype": "bfloat16", "d": 8, "v": 32}
@@ -268,13 +277,13 @@ def test_report_reads_the_results_that_are_kept():
 
 def test_bench_rollout(small):
     """Equal lengths and long-tailed ones, the engine's two CPU providers against transformers."""
-    infos = infos_of(small, "bench_rollout")
-    assert [row["case"] for info in infos for row in info["rows"]] == ["equal"] * 3 + ["long-tailed"] * 3
-    for info in infos:
-        assert [row["variant"] for row in info["rows"]] == [
-            "fastgrpo, sdpa", "fastgrpo, products", "transformers generate",
-        ]  # fmt: skip
-        assert all(row["tokens_per_s"] > 0 for row in info["rows"])
+    (info,) = infos_of(small, "bench_rollout")
+    variants = ["fastgrpo, sdpa", "fastgrpo, products", "transformers generate"]
+    assert [(row["case"], row["variant"]) for row in info["rows"]] == [
+        (case, variant) for case in ("equal", "long-tailed") for variant in variants
+    ]
+    assert all(row["tokens_per_s"] > 0 for row in info["rows"])
+    assert all(name.startswith("times transformers generate, ") for name in info["bars"]) and len(info["bars"]) == 2
 
 
 def test_bench_step(small):

@@ -19,7 +19,7 @@ FLOORS = (
     {"policy"},
     {"run"},
     {"rollout", "rewards"},
-    {"evaluation", "step"},
+    {"evaluation", "step", "check"},
     {"trainer", "tasks", "recipes"},
     {"train", "sft", "distill", "stages", "evaluate", "chat", "doctor", "report", "__init__"},
 )

@@ -46,6 +46,10 @@ TOGETHER = {
         "a head whose vocabulary is sharded over processes goes through all kernels of the head",
         ["kernels/softmax.py"],
     ),
+    "tests/check/test_cases.py": (
+        "runs every trial of the table, by the worker",
+        [f"fastgrpo/check/{name}.py" for name in ("losses", "places", "worker")],
+    ),
     "tests/kernels/test_vocab_parallel.py": ("the same on the PyTorch backend", ["kernels/softmax.py"]),
     "tests/kernels/test_aot*.py": (
         "compiles all kernels ahead of time for several GPUs",

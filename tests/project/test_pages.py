@@ -82,7 +82,7 @@ def test_commands_parse(page):
         argv, sweep = take_sweep([word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in argv])
         assert train.parse(argv) if sweep is None else runs_of(argv, sweep)
     for argv in commands(page, "doctor"):
-        train.parse(["--model_name_or_path" if word == "--model" else word for word in argv])
+        train.parse(["--model_name_or_path" if word == "--model" else word for word in argv if word != "--check"])
 
 
 OTHERS = [evaluate, chat, sft, distill, stages]
@@ -105,7 +105,13 @@ def test_flags_of_other_commands_exist(command, capsys):
 def test_flags_in_the_text_exist(capsys):
     """In code spans that begin with a flag."""
     known = {f"--{field.name}" for field in dataclasses.fields(GRPOConfig)}
-    known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {"--config", "--debug", "--model", *FLAGS}
+    known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {
+        "--config",
+        "--debug",
+        "--model",
+        "--check",
+        *FLAGS,
+    }
     for page in PAGES:
         for span in re.findall(r"`(--[^`\n]+)`", page.read_text()):
             assert set(re.findall(r"--\w+", span)) <= known, (page.name, span)

@@ -1,7 +1,7 @@
 """The truth of the losses, for every test of them, and packed batches to try the losses on.
 
-The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of`. The tests of the Triton
-kernels (heads.py) and of the objectives (objective_cases.py) take theirs from here.
+The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of` of fastgrpo/check/heads.py. The
+tests of the Triton kernels (heads.py) and of the objectives (objective_cases.py) have the same one.
 
 Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
 """
@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo import Objective
+from fastgrpo.check.heads import policy_loss, policy_scalar, truth_of
 from fastgrpo.kernels import chunked, reference
 from fastgrpo.kernels.policy_rows import PolicyRows
 from fastgrpo.kernels.products import compute_dtype
@@ -28,42 +29,6 @@ OBJECTIVES = [
                  id=f"{loss_type}-{level}-{kl}")
     for loss_type, level, kl in product(("grpo", "bnpo", "dapo", "dr_grpo"), ("token", "sequence"), KNOBS)
 ]  # fmt: skip
-
-
-def truth_of(leaves, targets, scalar, *, temperature=1.0, softcap=None, grad_output=1.0):
-    """Log-probs and entropy by reference.py, the loss that `scalar(logps, entropy)` makes of them, and its gradients.
-
-    leaves: hidden [N, D], weight [V, D] and maybe bias [V], which require grad; their dtype is that of the arithmetic
-    (fp32 for 16-bit ones). Returns a dict: logps, entropy, loss, and a gradient by the name of each leaf.
-    """
-    logps, entropy = reference.linear_logprob(
-        leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"), logit_softcap=softcap,
-        temperature=temperature, return_entropy=True,
-    )  # fmt: skip
-    loss = scalar(logps, entropy)
-    grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, grad_output))
-    found = {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach()}
-    return {**found, **dict(zip(leaves, grads, strict=True))}
-
-
-def policy_loss(logps, rows, objective):
-    """reference.policy_loss of kept tokens (a PolicyRows), in the dtype of the log-probs: (loss, metrics)."""
-    old, ref, advantages, weights, sampler = (
-        None if x is None else x.to(logps.dtype)
-        for x in (rows.old_logps, rows.ref_logps, rows.advantages, rows.weights, rows.sampler_logps)
-    )
-    return reference.policy_loss(logps, old, ref, advantages, weights, objective, rows.lengths, sampler)
-
-
-def policy_scalar(rows, objective):
-    """The loss of an objective, with its entropy bonus, as a function of log-probs and entropy."""
-
-    def scalar(logps, entropy):
-        loss, _ = policy_loss(logps, rows, objective)
-        bonus = rows.entropy_weights
-        return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()  # - sum_n e_n H_n
-
-    return scalar
 
 
 def kept_truth(leaves, rows, objective, grad_output=1.0):
@@ -162,11 +127,6 @@ def run(case, loss, grad_output=1.0, **knobs):
     output = loss(**head, **case.rest(), **knobs)
     output.loss.backward(torch.tensor(grad_output, dtype=output.loss.dtype))
     return output, {name: tensor.grad for name, tensor in head.items()}
-
-
-def error(actual, expected):
-    """Relative error in the Euclidean norm, against an fp64 truth."""
-    return ((actual.double() - expected).norm() / expected.norm().clamp(min=1e-300)).item()
 
 
 def hand_case():
