@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.policy.attention import attention_of
+from fastgrpo.policy.attention import Unfit, attention_of
+from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config
 from fastgrpo.policy.gguf import set_special_tokens, source_of, unpacked
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.own_attention import narrow_window, packing_obstacle
+from fastgrpo.policy.own_attention import narrow_window
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +304,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention, or
             has a generation config that could not be saved.
     """
-    name, obstacle = type(model).__name__, packing_obstacle(model)
+    name = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
     _refuse_quantized(model)
@@ -312,8 +313,9 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
             raise ValueError(
                 f"{name}: config.{knob}={getattr(model.config, knob)} changes the head, which is not supported"
             )
+    obstacle = dry_run(model).obstacle
     if obstacle and not own_attention:
-        raise ValueError(f"{name} {obstacle}: use --rollout_backend hf, which also trains by the model's own attention")
+        raise Unfit(obstacle, name)
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # transformers' SDPA leaves the cap out
     for module in model.modules():  # the policy that is trained must be the policy that drew the samples
