@@ -28,7 +28,8 @@ class Unfit(ValueError):
     """
 
     def __init__(self, obstacle: str, subject: str = "the model") -> None:
-        super().__init__(f"{subject} {obstacle}: use --rollout_backend hf, which also trains by the model's own attention")
+        remedy = "use --rollout_backend hf, which also trains by the model's own attention"
+        super().__init__(f"{subject} {obstacle}: {remedy}")
         self.obstacle = obstacle
 
 
@@ -40,7 +41,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     """
     model = type(module).__name__
     if context is None:
-        raise Unfit("does not get the context that Policy.states passes to the model", model)
+        raise Unfit("does not get the context that Policy.states hands to the model", model)
     if s_aux is not None:
         raise Unfit("has attention sinks", model)
     if softcap is not None:

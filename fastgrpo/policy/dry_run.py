@@ -49,6 +49,7 @@ def dry_run(model: PreTrainedModel) -> DryRun:
     Returns:
         What was found.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     obstacle, watch = _obstacle_of_config(model), Watch()
     if obstacle is None:
         try:
@@ -56,7 +57,7 @@ def dry_run(model: PreTrainedModel) -> DryRun:
         except Unfit as error:
             obstacle = error.obstacle
         except Exception as error:  # whatever a model raises here, it would raise in the first rollout too
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split()).split(". ")[0][:200]
             obstacle = f"fails where the engine runs it ({type(error).__name__}: {reason})"
     return DryRun(obstacle, watch.grouped)
 
@@ -86,8 +87,7 @@ def _run(policy, watch):
         with torch.no_grad(), watch:
             policy.states(ids, positions, context)
         if len(context.layers) != layers:
-            others = layers - len(context.layers)
-            raise Unfit(f"has layers ({others} of the first {layers}) that do not use transformers' attention interface")
+            raise Unfit(f"has layers without attention ({layers - len(context.layers)} of the first {layers})")
 
 
 def _cut(policy):

@@ -301,12 +301,14 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         The `Policy`.
 
     Raises:
-        ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention, or
-            has a generation config that could not be saved.
+        ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention (see
+            `dry_run`), or has a generation config that could not be saved.
     """
     name = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
+    if model.base_model is model:  # as Llama 4's text model, whose prefix is that of the model for images
+        raise ValueError(f"{name}: there is no {model.base_model_prefix!r} in it, whose states the head would take")
     _refuse_quantized(model)
     for knob in ("logits_scaling", "logit_scale"):
         if getattr(model.config, knob, 1) not in (1, None):

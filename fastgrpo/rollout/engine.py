@@ -23,7 +23,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
 from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_budget, kv_token_bytes, settled
-from fastgrpo.rollout.graph import Graphs
+from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
@@ -87,7 +87,7 @@ class RolloutEngine(RolloutBackend):
         attention: The name of a provider of decode attention, see providers.py.
         memory_utilization: The share of the device's free memory, when the first request comes, that keys and values
             may take.
-        enforce_eager: Whether to decode without CUDA graphs.
+        enforce_eager: Whether to decode without CUDA graphs. A model that cannot be recorded goes without them anyway.
         reserved: A function that returns how many of the free bytes something else will take later (such as the
             optimizer's states before its first step). None stands for 0.
 
@@ -109,7 +109,7 @@ class RolloutEngine(RolloutBackend):
         MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
-        self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
+        self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
         self.budget = None  # bytes for keys and values
         self.running = []  # the Running of each lane up to the last one in use; None where a lane is free
         self.geometry = self.slots = self.lanes = self.provider = None
