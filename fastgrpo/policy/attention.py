@@ -77,13 +77,17 @@ def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
     Returns:
         A context manager that yields nothing.
     """
-    config = model.config
-    before = config._attn_implementation, config.pad_token_id
-    config._attn_implementation, config.pad_token_id = name, None
+    config, text = model.config, model.config.get_text_config()
+    before, padding = config._attn_implementation, getattr(text, "pad_token_id", None)
+    config._attn_implementation = name
+    if padding is not None:
+        text.pad_token_id = None
     try:
         yield
     finally:
-        config._attn_implementation, config.pad_token_id = before
+        config._attn_implementation = before
+        if padding is not None:
+            text.pad_token_id = padding
 
 
 class PackedAttention:

@@ -337,7 +337,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         model.gradient_checkpointing_enable(settings)
     else:
         model.gradient_checkpointing_disable()
-    return Policy(model, own_attention and (obstacle or narrow_window(model.config)) is not None)
+    return Policy(model, own_attention and (obstacle or narrow_window(model.config.get_text_config())) is not None)
 
 
 def _check_generation_config(model):

@@ -4,11 +4,13 @@ import architectures
 import pytest
 import tiny
 import torch
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 from fastgrpo.policy import dry_run as module
 from fastgrpo.policy.dry_run import dry_run, without_weights
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.engine import RolloutEngine
 
 REFUSED = {
     "deepseek_v2": "DeepseekV2ForCausalLM has keys of width 16 and values of width 8",
@@ -85,6 +87,20 @@ def test_gpt2_does_not_look_for_its_padding():
     assert dry_run(model).obstacle is None and model.config.pad_token_id == 0
     with torch.no_grad(), pytest.raises(ValueError, match="waits for the device"), module.Watch():
         without_weights(model).base_model(torch.zeros(1, 3, dtype=torch.int64, device="meta"))
+
+
+def test_the_text_layers_of_a_model_for_images_are_served():
+    """Its config holds the text model's, and has no padding token of its own."""
+    image = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    text = architectures.tiny_model("gemma3_text").config
+    config = Gemma3Config(text_config=text.to_dict(), vision_config=image.to_dict(), mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    policy = prepare(Gemma3ForConditionalGeneration(config))
+    assert policy.window == 128
+    architectures.agrees(policy, RolloutEngine(policy, max_num_seqs=4))
+    assert not hasattr(policy.module.config, "pad_token_id") and policy.shape.pad_token_id == 0
 
 
 def test_the_model_is_left_as_it_is():
