@@ -19,6 +19,20 @@ from fastgrpo.policy.varlen import VarlenAttention
 NAME = "fastgrpo"
 
 
+class Unfit(ValueError):
+    """Packed attention cannot compute what a model does.
+
+    Args:
+        obstacle: Why, as a predicate whose subject is the model, such as "has attention sinks".
+        subject: The class of the model or of its layer.
+    """
+
+    def __init__(self, obstacle: str, subject: str = "the model") -> None:
+        remedy = "use --rollout_backend hf, which also trains by the model's own attention"
+        super().__init__(f"{subject} {obstacle}: {remedy}")
+        self.obstacle = obstacle
+
+
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, context=None, sliding_window=None,
                softcap=None, s_aux=None, **kwargs):  # fmt: skip
     """Attend as the context says; the arguments are those of transformers' attention functions.
@@ -27,11 +41,15 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     """
     model = type(module).__name__
     if context is None:
-        raise ValueError(f"{model}: the fastgrpo attention was called without a context; use Policy.states")
+        raise Unfit("does not get the context that Policy.states hands to the model", model)
     if s_aux is not None:
-        raise ValueError(f"{model}: attention sinks are not supported; use --rollout_backend hf")
+        raise Unfit("has attention sinks", model)
     if softcap is not None:
-        raise ValueError(f"{model}: soft-capped attention is not supported; use --rollout_backend hf")
+        raise Unfit("has soft-capped attention", model)
+    if attention_mask is not None:
+        raise Unfit("has a mask of its own", model)
+    if not getattr(module, "is_causal", True):
+        raise Unfit("lets tokens attend to later ones", model)
     if sliding_window is not None and context.longest > sliding_window:
         raise ValueError(
             f"{model}: a sequence of {context.longest} tokens exceeds the sliding window of {sliding_window}, which is "
@@ -49,7 +67,8 @@ AttentionInterface.register(NAME, _attention)
 def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
     """Let the model attend through a registered function while the context manager is open.
 
-    Afterwards the model attends as before, so that its own `generate` keeps working.
+    Afterwards the model attends as before, so that its own `generate` keeps working. Meanwhile it has no padding token
+    either: GPT-2 would look for one among the ids, which waits for the device.
 
     Args:
         model: The transformers model.
@@ -58,13 +77,17 @@ def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
     Returns:
         A context manager that yields nothing.
     """
-    config = model.config
-    before = config._attn_implementation
+    config, text = model.config, model.config.get_text_config()
+    before, padding = config._attn_implementation, getattr(text, "pad_token_id", None)
     config._attn_implementation = name
+    if padding is not None:
+        text.pad_token_id = None
     try:
         yield
     finally:
         config._attn_implementation = before
+        if padding is not None:
+            text.pad_token_id = padding
 
 
 class PackedAttention:

@@ -95,11 +95,8 @@ def examples_of(
         examples = to_examples(row, tokenizer, stops)
         for example in examples:
             policy.check_ids([*example.prompt_ids, *example.completion_ids], "the example")
-            if policy.context is not None and len(example) > policy.context:
-                raise ValueError(
-                    f"the example has {len(example)} tokens, which exceeds the model's context of {policy.context}; "
-                    "shorten it or leave it out"
-                )
+            what = f"the example has {len(example)} tokens, which"
+            policy.check_length(len(example), what, "shorten it or leave it out")
         return examples
 
     checked = as_rows(rows, "data").each(fitting)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.policy.attention import attention_of
+from fastgrpo.policy.attention import Unfit, attention_of
+from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config
 from fastgrpo.policy.gguf import set_special_tokens, source_of, unpacked
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.own_attention import narrow_window, packing_obstacle
+from fastgrpo.policy.own_attention import narrow_window
 
 logger = logging.getLogger(__name__)
 
@@ -300,20 +301,23 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         The `Policy`.
 
     Raises:
-        ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention, or
-            has a generation config that could not be saved.
+        ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention (see
+            `dry_run`), or has a generation config that could not be saved.
     """
-    name, obstacle = type(model).__name__, packing_obstacle(model)
+    name = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
+    if model.base_model is model:  # as Llama 4's text model, whose prefix is that of the model for images
+        raise ValueError(f"{name}: there is no {model.base_model_prefix!r} in it, whose states the head would take")
     _refuse_quantized(model)
     for knob in ("logits_scaling", "logit_scale"):
         if getattr(model.config, knob, 1) not in (1, None):
             raise ValueError(
                 f"{name}: config.{knob}={getattr(model.config, knob)} changes the head, which is not supported"
             )
+    obstacle = dry_run(model).obstacle
     if obstacle and not own_attention:
-        raise ValueError(f"{name} {obstacle}: use --rollout_backend hf, which also trains by the model's own attention")
+        raise Unfit(obstacle, name)
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")  # transformers' SDPA leaves the cap out
     for module in model.modules():  # the policy that is trained must be the policy that drew the samples
@@ -333,7 +337,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         model.gradient_checkpointing_enable(settings)
     else:
         model.gradient_checkpointing_disable()
-    return Policy(model, own_attention and (obstacle or narrow_window(model.config)) is not None)
+    return Policy(model, own_attention and (obstacle or narrow_window(model.config.get_text_config())) is not None)
 
 
 def _check_generation_config(model):

@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
-from fastgrpo.policy.own_attention import padded_states
+from fastgrpo.policy.own_attention import narrow_window, padded_states
 
 
 class Head(NamedTuple):
@@ -52,6 +52,18 @@ class Context(Protocol):
         Returns:
             [N, H, d].
         """
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Read the width of an attention head.
+
+    Args:
+        config: The model's transformers config.
+
+    Returns:
+        The width.
+    """
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class Policy:
@@ -218,20 +230,41 @@ class Policy:
             limit: The name of the setting that is `max_tokens`.
 
         Raises:
-            ValueError: The prompt is empty, leaves no room for `max_tokens` in the model's context, or has a token
-                without an embedding.
+            ValueError: The prompt is empty, leaves no room for `max_tokens` in the model's context or in its sliding
+                window, or has a token without an embedding.
         """
         self.check_ids(ids, name)
-        if self.context is not None and len(ids) + max_tokens > self.context:
+        what = f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it"
+        self.check_length(len(ids) + max_tokens, what, f"shorten the prompt or lower {limit}")
+
+    def check_length(self, tokens: int, what: str, remedy: str) -> None:
+        """Refuse a sequence that is longer than the policy's context, or than a sliding window of packed attention.
+
+        Args:
+            tokens: Tokens of the sequence.
+            what: The sequence and its length, as the error begins.
+            remedy: What to do, as the error ends.
+
+        Raises:
+            ValueError: The sequence is too long.
+        """
+        if self.context is not None and tokens > self.context:
+            raise ValueError(f"{what} exceeds the model's context of {self.context}; {remedy}")
+        if self.window is not None and tokens > self.window:
             raise ValueError(
-                f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it exceeds the model's context of "
-                f"{self.context}; shorten the prompt or lower {limit}"
+                f"{what} exceeds the sliding window of {self.window} of {type(self.module).__name__}, and the engine's "
+                f"attention has none; {remedy}, or use --rollout_backend hf"
             )
 
     @property
     def context(self) -> int | None:
         """The most tokens of a prompt with its completion; None where the model's config sets no limit."""
         return getattr(self.shape, "max_position_embeddings", None)
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens that packed attention computes as the model would; None where its context is no longer."""
+        return None if self.own_attention else narrow_window(self.shape)
 
     def check_ids(self, ids: list[int], name: str) -> None:
         """Refuse token ids that the policy cannot read.

@@ -13,36 +13,6 @@ from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.batch import Batch
 
 
-def packing_obstacle(model: PreTrainedModel) -> str | None:
-    """Say why packed attention cannot compute what this model computes.
-
-    A sliding window is not an obstacle here: `PackedAttention` refuses a sequence that reaches beyond it.
-
-    Args:
-        model: The transformers model.
-
-    Returns:
-        A predicate whose subject is the model, such as "has attention sinks", or None if there is no obstacle.
-    """
-    config = model.config
-    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    rope = getattr(config, "rope_parameters", None) or {}
-    widths = [getattr(config, name, None) for name in ("qk_head_dim", "v_head_dim")]
-    if not getattr(model, "_supports_attention_backend", False):
-        return "does not use transformers' attention interface"
-    if layer_types:
-        return f"has layers that are not plain attention ({', '.join(sorted(layer_types))})"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "has soft-capped attention"
-    if None not in widths and widths[0] != widths[1]:  # as DeepSeek's latent attention has them
-        return f"has keys of width {widths[0]} and values of width {widths[1]}"
-    if any(hasattr(module, "sinks") for module in model.modules()):
-        return "has attention sinks"
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        return f"has {rope['rope_type']} rotary frequencies, which follow the longest sequence of a batch"
-    return None
-
-
 def narrow_window(config: PretrainedConfig) -> int | None:
     """Find the sliding window of a model, if some layers use one that is shorter than the context.
 
@@ -54,7 +24,8 @@ def narrow_window(config: PretrainedConfig) -> int | None:
     """
     window = getattr(config, "sliding_window", None)
     used = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return window if used and window is not None and window < config.max_position_embeddings else None
+    context = getattr(config, "max_position_embeddings", None)
+    return window if used and window is not None and (context is None or window < context) else None
 
 
 def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:

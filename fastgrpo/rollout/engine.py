@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from fastgrpo.config.sections import MEMORY_UTILIZATION
 from fastgrpo.data.records import Rollout
 from fastgrpo.loss.staging import to_device
-from fastgrpo.policy.model import Policy
+from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
-from fastgrpo.rollout.geometry import bucket, fit, head_dim, kv_token_bytes, memory_left, settled
-from fastgrpo.rollout.graph import Graphs
+from fastgrpo.rollout.geometry import bucket, fit, kv_token_bytes, memory_left, settled
+from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import choose_provider, make_provider
 from fastgrpo.rollout.sampling import sample, uniforms
@@ -89,7 +89,7 @@ class RolloutEngine(RolloutBackend):
         attention: The name of a provider of decode attention, see providers.py.
         memory_utilization: The share of the device's free memory, when the first request comes, that keys and values
             may take.
-        enforce_eager: Whether to decode without CUDA graphs.
+        enforce_eager: Whether to decode without CUDA graphs. A model that cannot be recorded goes without them anyway.
         reserved: A function that returns how many of the free bytes something else will take later (such as the
             optimizer's states before its first step). None stands for 0.
 
@@ -113,7 +113,7 @@ class RolloutEngine(RolloutBackend):
         self.on_gpu = self.policy.device.type == "cuda"
         if attention != "auto":  # what cannot work is refused before anything is drawn
             choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
-        self.graphs = Graphs(self.policy.device, self.on_gpu and not enforce_eager)
+        self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
         self.budget, self.left = None, math.inf  # bytes for keys and values, and the bytes that they are a share of
         self.phases = {}  # the geometry of each phase, see `settled`
         self.running = []  # the Running of each lane up to the last one in use; None where a lane is free

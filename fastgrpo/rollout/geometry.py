@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from fastgrpo.policy.model import head_dim
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -188,18 +190,6 @@ def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
-
-
-def head_dim(config: "PretrainedConfig") -> int:
-    """Read the width of an attention head.
-
-    Args:
-        config: The model's transformers config.
-
-    Returns:
-        The width.
-    """
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def memory_left(device: torch.device, reserved: int = 0) -> int:

@@ -1,8 +1,53 @@
 """CUDA graphs of the decode step, which launch layers, head, draw and bookkeeping at once."""
 
+import logging
 from collections.abc import Callable, Hashable
 
 import torch
+from transformers import PreTrainedModel
+
+from fastgrpo.policy.dry_run import dry_run
+from fastgrpo.policy.model import Policy
+
+logger = logging.getLogger(__name__)
+
+# Compute capabilities (the first number) at which torch's grouped products of bf16 leave the sizes of the groups on the
+# device. Elsewhere they copy them to the host, which a recording does not allow.
+GROUPED_ON_DEVICE = (9, 10)
+
+
+def graph_obstacle(model: PreTrainedModel, capability: tuple[int, int]) -> str | None:
+    """Say why the decode step of a model cannot be recorded as a CUDA graph.
+
+    Args:
+        model: The transformers causal LM.
+        capability: The compute capability of its GPU.
+
+    Returns:
+        A sentence, or None if nothing is known to be in the way.
+    """
+    if not dry_run(model).grouped or (model.dtype == torch.bfloat16 and capability[0] in GROUPED_ON_DEVICE):
+        return None
+    where = f"for {model.dtype} at compute capability {'.'.join(map(str, capability))}"
+    return f"the grouped products of the experts of {type(model).__name__} wait for the host {where}"
+
+
+def recordable(policy: Policy, enforce_eager: bool) -> bool:
+    """Decide whether decode steps are recorded as CUDA graphs, and log why where a GPU goes without.
+
+    Args:
+        policy: The policy.
+        enforce_eager: Whether the user wants none.
+
+    Returns:
+        Whether they are.
+    """
+    if policy.device.type != "cuda" or enforce_eager:
+        return False
+    obstacle = graph_obstacle(policy.module, torch.cuda.get_device_capability(policy.device))
+    if obstacle:
+        logger.warning("decoding goes without CUDA graphs: %s", obstacle)
+    return obstacle is None
 
 
 class Graphs:

@@ -21,7 +21,7 @@ Shapes: h hidden size, H query heads, K key heads, d head width, f width of the 
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.rollout.geometry import head_dim
+from fastgrpo.policy.model import head_dim
 
 
 def activation_bytes(

@@ -20,7 +20,8 @@ from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
-from fastgrpo.rollout.geometry import fit, head_dim, kv_token_bytes, memory_left
+from fastgrpo.policy.model import head_dim
+from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.step.activations import activation_bytes
 from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan

@@ -62,7 +62,7 @@ def test_soft_capped_attention_is_refused():
 def test_the_attention_without_a_context_names_the_remedy():
     model = tiny.model()
     model.config._attn_implementation = NAME
-    with pytest.raises(ValueError, match=r"use Policy\.states"):
+    with pytest.raises(ValueError, match=r"Qwen2Attention does not get the context that Policy\.states hands"):
         model(torch.tensor([[5, 6]]))
 
 

@@ -32,6 +32,18 @@ def test_every_row_is_looked_at():
         check_rows([{"prompt": "ab"}, {"question": "?"}], tokenizer, policy, 200)
 
 
+def test_a_row_that_could_exceed_a_sliding_window_is_refused_before_the_first_step():
+    model, tokenizer = tiny.model("mistral", vocab_size=258, sliding_window=20), tiny.tokenizer()
+    rows = [{"prompt": "ab"}, {"prompt": "c" * 10}]
+    check_rows(rows, tokenizer, Policy(model), 10)
+    message = (
+        "data row 1: .* 10 tokens; .*=11 it exceeds the sliding window of 20 of MistralForCausalLM.*rollout_backend hf"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_rows(rows, tokenizer, Policy(model), 11)
+    check_rows(rows, tokenizer, Policy(model, own_attention=True), 11)
+
+
 def test_prompts_of_rows():
     tokenizer = tiny.tokenizer()
     (prompt,) = prompts_of([{"prompt": "ab", "n": 1}], tokenizer, Policy(tiny.model(vocab_size=258)), 6)

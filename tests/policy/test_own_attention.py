@@ -1,7 +1,5 @@
 """Models that packed attention cannot run train by their own attention over padded sequences."""
 
-from types import SimpleNamespace
-
 import pytest
 import tiny
 import torch
@@ -11,7 +9,6 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.own_attention import packing_obstacle
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -74,14 +71,6 @@ def test_states_and_gradients_are_those_of_each_sequence_alone(name, share_promp
         torch.testing.assert_close(gradient, model.get_parameter(parameter).grad, atol=1e-3, rtol=1e-3, msg=parameter)
 
 
-def test_keys_and_values_of_different_widths_are_an_obstacle():
-    config = SimpleNamespace(qk_head_dim=24, v_head_dim=16)
-    model = SimpleNamespace(config=config, _supports_attention_backend=True, modules=list)
-    assert packing_obstacle(model) == "has keys of width 24 and values of width 16"
-    config.v_head_dim = 24
-    assert packing_obstacle(model) is None
-
-
 def test_the_cap_and_the_window_count():
     """Without the cap or the window the states differ, so the tests above would notice if either were left out."""
     ids = torch.tensor([make_samples()[0].prompt_ids])
@@ -104,7 +93,9 @@ def test_within_its_window_a_model_is_packed():
     sampling = SamplingParams(max_tokens=3, seed=0)
     engine = RolloutEngine(policy)
     assert len(engine.generate([[5, 6, 7]], 2, sampling)) == 2
-    with pytest.raises(ValueError, match=r"7 tokens exceeds the sliding window of 6.*--rollout_backend hf"):
+    with pytest.raises(
+        ValueError, match=r"4 tokens; with max_tokens=3 it exceeds the sliding window of 6 .*--rollout_backend hf"
+    ):
         engine.generate([[5, 6, 7], [5, 6, 7, 8]], 2, sampling)
     assert len(engine.generate([[5, 6, 7]], 2, sampling)) == 2  # the refused requests have left the engine
 

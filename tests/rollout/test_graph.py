@@ -2,10 +2,14 @@
 
 from contextlib import contextmanager
 
+import architectures
 import pytest
+import tiny
 import torch
 
-from fastgrpo.rollout.graph import Graphs
+from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.graph import Graphs, graph_obstacle
 
 
 class RecordedGraph:
@@ -91,3 +95,34 @@ def test_memory_that_runs_out_is_not_taken_for_a_step_that_waits(cuda):
     graphs.run(8, lambda: None)
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         graphs.run(8, step)
+
+
+@pytest.mark.parametrize(
+    "dtype, capability, recorded",
+    [
+        (torch.bfloat16, (9, 0), True), (torch.bfloat16, (10, 0), True), (torch.bfloat16, (8, 0), False),
+        (torch.bfloat16, (8, 9), False), (torch.bfloat16, (12, 0), False), (torch.float16, (9, 0), False),
+        (torch.float32, (9, 0), False),
+    ],
+)  # fmt: skip
+def test_a_mixture_of_experts_is_recorded_where_its_products_stay_on_the_device(dtype, capability, recorded):
+    mixture, plain = (architectures.tiny_model(name).to(dtype) for name in ("qwen3_moe", "qwen3"))
+    assert graph_obstacle(plain, capability) is None
+    obstacle = graph_obstacle(mixture, capability)
+    assert (obstacle is None) == recorded
+    if not recorded:
+        where = f"{dtype} at compute capability {capability[0]}.{capability[1]}"
+        assert obstacle == f"the grouped products of the experts of Qwen3MoeForCausalLM wait for the host for {where}"
+
+
+@pytest.mark.parametrize("enforce_eager, warnings", [(False, 1), (True, 0)])
+def test_an_engine_on_a_gpu_goes_without_graphs_by_itself_and_says_so_once(
+    cuda, monkeypatch, caplog, enforce_eager, warnings
+):
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    mixture = RolloutEngine(architectures.tiny_model("qwen3_moe"), enforce_eager=enforce_eager)
+    assert not mixture.graphs.enabled
+    assert caplog.text.count("decoding goes without CUDA graphs: the grouped products") == warnings
+    assert RolloutEngine(tiny.model(), enforce_eager=enforce_eager).graphs.enabled != enforce_eager
+    assert len(caplog.records) == warnings

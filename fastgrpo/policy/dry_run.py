@@ -1,0 +1,206 @@
+"""A dry run of the engine's passes on the meta device, which tells at load what the engine cannot serve.
+
+A copy of the model without weights computes shapes alone: the prefill of two prompts and one decode step, through
+`Policy.states` as the engine calls it. There a model shows whether it has what the engine needs: every layer attends
+once, through transformers' attention interface, and hands our context on; keys and values have the shapes of the slots
+in rollout/slots.py; and nothing waits for the device, as a CUDA graph that records the decode step must not.
+
+Shapes: N packed tokens, H query heads, K key heads, d head width.
+"""
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from fastgrpo.policy.attention import Unfit
+from fastgrpo.policy.model import Policy, head_dim
+
+# Tokens of each sequence in a prefill of two prompts, and in a decode step of two lanes.
+PASSES = ((3, 2), (1, 1))
+# Products by a stack of weights, as mixtures of experts compute them: torch's own, and transformers' substitute for it.
+GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # the host reads values to go on
+
+
+class DryRun(NamedTuple):
+    """What a dry run found.
+
+    Attributes:
+        obstacle: Why the engine cannot serve the model: a predicate whose subject is the model, such as "has attention
+            sinks". None if it can.
+        grouped: Whether the model multiplies by grouped products, as mixtures of experts do.
+    """
+
+    obstacle: str | None
+    grouped: bool
+
+
+def dry_run(model: PreTrainedModel) -> DryRun:
+    """Find out on the meta device whether the engine can serve a model. No weight is read or copied.
+
+    Args:
+        model: The transformers causal LM, which is left as it is.
+
+    Returns:
+        What was found.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    obstacle, watch = _obstacle_of_config(model), Watch()
+    if obstacle is None:
+        try:
+            _run(Policy(without_weights(model)), watch)
+        except Unfit as error:
+            obstacle = error.obstacle
+        except Exception as error:  # whatever a model raises here, it would raise in the first rollout too
+            reason = " ".join(str(error).split()).split(". ")[0][:200]
+            obstacle = f"fails where the engine runs it ({type(error).__name__}: {reason})"
+    return DryRun(obstacle, watch.grouped)
+
+
+def _obstacle_of_config(model):
+    """Say what would be computed wrongly though every shape is right, or return None."""
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not getattr(model, "_supports_attention_backend", False):
+        return "does not use transformers' attention interface"
+    if layer_types:
+        return f"has layers that are not plain attention ({', '.join(sorted(layer_types))})"
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        return f"has {rope['rope_type']} rotary frequencies, which follow the longest sequence of a batch"
+    return None
+
+
+def _run(policy, watch):
+    """Make both passes of a policy without weights. Raises Unfit, or whatever the model raises."""
+    width, layers = head_dim(policy.shape), _cut(policy)
+    longest = policy.window or policy.context or math.inf  # a layer whose window is shorter than the config's refuses
+    for lengths in PASSES:
+        context = Shapes(width, longest)
+        ids = torch.zeros(sum(lengths), dtype=torch.int64, device="meta")
+        positions = torch.zeros_like(ids)
+        with torch.no_grad(), watch:
+            policy.states(ids, positions, context)
+        if len(context.layers) != layers:
+            raise Unfit(f"has layers without attention ({layers - len(context.layers)} of the first {layers})")
+
+
+def _cut(policy):
+    """Leave of a copy the first layers alone, as far as the first one of each kind. Returns how many are left."""
+    count = policy.shape.num_hidden_layers
+    modules = policy.module.base_model.modules()
+    stacks = [module for module in modules if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    if len(stacks) != 1:  # unclear which are the layers
+        return count
+    kinds = [_kind(layer) for layer in stacks[0]]
+    count = 1 + max(kinds.index(kind) for kind in set(kinds))
+    del stacks[0][count:]
+    return count
+
+
+def _kind(layer):
+    """Describe a layer by its classes, plain attributes and shapes, so that layers of one kind are equal."""
+    kind = []
+    for name, module in layer.named_modules():
+        plain = [(key, value) for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))]
+        plain = [(key, value) for key, value in plain if not key.startswith("layer_i")]  # layer_idx, layer_id
+        shapes = [(key, weight.shape) for key, weight in module.named_parameters(recurse=False)]
+        kind.append((name, type(module), tuple(plain), tuple(shapes)))
+    return tuple(kind)
+
+
+def without_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model to the meta device, where tensors have shapes and no memory.
+
+    Args:
+        model: The model, which is left as it is.
+
+    Returns:
+        The copy, in evaluation mode, with modules and configs of its own.
+    """
+    memo = {}
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor):
+                empty = torch.empty_like(value, device="meta", requires_grad=False)
+                is_parameter = isinstance(value, torch.nn.Parameter)
+                memo[id(value)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+    return copy.deepcopy(model, memo).eval()  # deepcopy takes the tensors from the memo
+
+
+class Shapes:
+    """A `Context` that computes nothing: it checks the shapes that a layer attends with.
+
+    Args:
+        width: The width of a head by which the engine sizes its slots.
+        longest: Most tokens that any sequence has.
+    """
+
+    def __init__(self, width: int, longest: float) -> None:
+        self.width, self.longest, self.layers = width, longest, set()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Check the attention of one layer.
+
+        Args:
+            layer: Number of the layer.
+            query: [H, N, d].
+            key: [K, N, d].
+            value: [K, N, d].
+            scaling: Factor of the scores.
+
+        Returns:
+            [N, H, d] without values.
+
+        Raises:
+            Unfit: The slots of the engine cannot hold these keys and values.
+        """
+        if key.shape != value.shape:
+            raise Unfit(f"has keys of width {key.shape[-1]} and values of width {value.shape[-1]}")
+        if key.shape[-1] != self.width:
+            raise Unfit(f"has keys of width {key.shape[-1]} in layer {layer}, and its config says {self.width}")
+        if layer in self.layers:
+            raise Unfit(f"attends more than once in layer {layer}")
+        self.layers.add(layer)
+        return query.transpose(0, 1).contiguous()
+
+
+class Watch(TorchDispatchMode):
+    """Watches the operators of a forward pass on the meta device.
+
+    Attributes:
+        grouped: Whether there was a grouped product.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.name in GROUPED:  # on meta it takes bf16 alone
+            self.grouped = True
+            return args[0].new_empty(len(args[0]), args[1].shape[-1])
+        if _waits(function, args, kwargs):
+            raise Unfit(f"waits for the device in its forward pass ({function._schema.name})")
+        return function(*args, **kwargs)
+
+
+def _waits(function, args, kwargs):
+    """Whether an operator makes the host wait for values that the device computes."""
+    if function._schema.name == "aten::index":  # an index selects as many elements as it has; a mask does not
+        waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    else:
+        device = kwargs.get("device")
+        moves = device is not None and torch.device(device).type != "meta"
+        waits = moves or any(tag in function.tags for tag in WAITING)
+    return waits and any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
