@@ -167,8 +167,8 @@ def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
         tl.store(d_ptr + cols, d.to(d_ptr.dtype.element_ty), mask=cols < vocab)
 
 
-def _options():
-    return {"BLOCK": 64 if launch.INTERPRET else launch.LOGITS_BLOCK, "num_warps": launch.LOGITS_WARPS}
+def _options(warps=launch.LOGITS_WARPS):
+    return {"BLOCK": 64 if launch.INTERPRET else launch.LOGITS_BLOCK, "num_warps": warps}
 
 
 def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_rows, bonus, knobs, fused):
@@ -180,7 +180,8 @@ def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_
     surrogate, kl, correct_kl, *floats = knobs
     _logits_grpo_fwd_kernel[(n,)](
         logits, logits.stride(0), places, targets, 1.0 / temperature, inverse, stats, *policy_rows, bonus, out, *floats,
-        m, vocab, SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, FUSED=fused, **_options(),
+        m, vocab, SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, FUSED=fused,
+        **_options(launch.LOGITS_FUSED_WARPS if fused else launch.LOGITS_WARPS),
     )  # fmt: skip
     return stats
 

@@ -251,6 +251,11 @@ ROW_KERNELS = {
     "logits": (
         logits_rows._logits_grpo_fwd_kernel,
         {**POLICY, "FUSED": True, "BLOCK": launch.LOGITS_BLOCK},
+        launch.LOGITS_FUSED_WARPS,
+    ),
+    "logits-stats": (
+        logits_rows._logits_grpo_fwd_kernel,
+        {**POLICY, "FUSED": False, "BLOCK": launch.LOGITS_BLOCK, "out_ptr": None},
         launch.LOGITS_WARPS,
     ),
     "logits-backward": (logits_rows._logits_grpo_bwd_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
@@ -270,7 +275,7 @@ def test_row_kernels(case, compiled, request):
     result = compiled[case].result()
     case.check(result)
     name = request.node.callspec.id.split("-", 1)[1]
-    if name in ("entropy", "logits", "logits-backward", "scale"):
+    if name in ("entropy", "logits", "logits-stats", "logits-backward", "scale"):
         assert re.search(r"\bLDG\.E\.\S*128", result[3])  # 16 bytes a thread
     if name == "logits":  # in place: the target's logit is read before any warp can have written over it
         before, after = result[3].split("BAR.SYNC", 1)

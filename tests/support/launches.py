@@ -89,7 +89,7 @@ def meta_gpu() -> Iterator[None]:
     modules = {module: dict(vars(module)) for module in map(import_module, names)}
     before = launch.capability, launch.programs, liger_layers._obstacle, torch.cuda.set_device
     launch.capability, launch.programs = lambda device: (9, 0), lambda device: 132
-    liger_layers._obstacle, torch.cuda.set_device = lambda model: None, lambda device: None
+    liger_layers._obstacle, torch.cuda.set_device = lambda model, device: None, lambda device: None
     try:
         yield
     finally:
