@@ -69,7 +69,7 @@ def test_an_architecture_without_its_rotary_embedding_gets_the_rest(monkeypatch,
     library._apply_liger_kernel_to_instance = apply
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", library)
-    monkeypatch.setattr(liger, "_obstacle", lambda model: None)
+    monkeypatch.setattr(liger, "_obstacle", lambda model, device: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     with caplog.at_level("INFO"):
         assert apply_liger(on_a_gpu("glm4"), True)
