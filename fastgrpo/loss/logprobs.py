@@ -12,6 +12,7 @@ import torch
 
 from fastgrpo.kernels import chunked
 from fastgrpo.kernels.policy_rows import cut
+from fastgrpo.kernels.products import needed
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss.checks import HAS_TRITON, cast_for_autocast, check_head, choose_backend
 from fastgrpo.loss.rows import per_token
@@ -82,18 +83,20 @@ def linear_logprob(
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
-    if backend == "triton" and process_group is None and not torch.compiler.is_compiling():
-        variant = (
-            str(hidden.dtype), hidden.requires_grad, hidden.data_ptr() % 16 == 0, weight.shape, bias is None,
-            logit_softcap is None, isinstance(temperature, torch.Tensor), return_entropy,
-        )  # fmt: skip
+    if backend == "triton" and process_group is None and len(flat) and not torch.compiler.is_compiling():
+        variant = {
+            "dtype": hidden.dtype, "aligned": hidden.data_ptr() % 16 == 0, "entropy": return_entropy,
+            "head": tuple(weight.shape), "bias": bias is not None, "soft-cap": logit_softcap is not None,
+            "gradient": any(needed(hidden, weight, bias)), "temperatures": isinstance(temperature, torch.Tensor),
+        }  # fmt: skip
 
         def compare():
             part, sample = slice(0, self_check.ROWS), hidden[: self_check.ROWS].detach()
             ways = (_summed(way, weight, bias, part) for way in (fused, plain))
-            return self_check.difference(*ways, sample, hidden.requires_grad)
+            return self_check.difference(*ways, sample, variant["gradient"])
 
-        if not self_check.trusted("linear_logprob", hidden.device, variant, compare, asked == "triton"):
+        remedy = 'backend="auto" goes on without it.' if asked == "triton" else None
+        if not self_check.trusted("linear_logprob", hidden.device, variant, compare, remedy):
             backend = "chunked"
     logps, entropy = (fused if backend == "triton" else plain)(hidden, weight, bias)
     logps = logps.view(targets.shape)

@@ -149,26 +149,34 @@ def linear_grpo_loss(
     if backend == "triton" and process_group is None:
         head = {"weight": weight.detach(), "bias": None if bias is None else bias.detach()}
         ways = partial(fused, **head), partial(plain, **head)
-        options = return_entropy, weight.shape, bias is None, logit_softcap is None
+        options = {"entropy": return_entropy, "head": tuple(weight.shape), "bias": bias is not None,
+                   "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias))}  # fmt: skip
         if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options):
             backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(hidden))
     loss, outputs = (fused if backend == "triton" else plain)(flat, kept, weight, bias)
     return loss_output(loss, outputs, kept, targets)
 
 
-def _trusts(name, ways, states, kept, objective, asked, options=()):
+def _trusts(name, ways, states, kept, objective, asked, options):
     """Whether the self-check trusts the kernel of a loss; `options` tell apart what its other arguments compile to."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not len(kept.targets):
         return True
-    knobs = (knob if isinstance(knob, (str, bool)) else knob is None for knob in policy_loss.kernel_knobs(objective))
-    given = (kept.lengths, kept.entropy_weights, kept.old_logps, kept.ref_logps, kept.sampler_logps)
-    variant = (
-        str(states.dtype), states.requires_grad, states.data_ptr() % 16 == 0, *knobs,
-        isinstance(kept.temperature, torch.Tensor), *(value is None for value in given), *options,
-    )  # fmt: skip
+    knobs = ("surrogate", "kl", "correct_kl", "low", "high", "delta", "beta", "tau_pos", "tau_neg")
+    given = ("lengths", "entropy_weights", "old_logps", "ref_logps", "sampler_logps")
+    variant = {
+        "dtype": states.dtype,
+        "aligned": states.data_ptr() % 16 == 0,
+        **options,
+        "temperatures": isinstance(kept.temperature, torch.Tensor),
+        **{knob: value if isinstance(value, (str, bool)) else value is not None
+           for knob, value in zip(knobs, policy_loss.kernel_knobs(objective), strict=True)},
+        **{name: getattr(kept, name) is not None for name in given},
+    }  # fmt: skip
     return self_check.trusted(
-        name, states.device, variant, lambda: self_check.losses_differ(*ways, states, kept), asked == "triton"
-    )
+        name, states.device, variant,
+        lambda: self_check.losses_differ(*ways, states, kept, options["gradient"]),
+        'backend="auto" goes on without it.' if asked == "triton" else None,
+    )  # fmt: skip
 
 
 def logits_grpo_loss(
@@ -236,7 +244,8 @@ def logits_grpo_loss(
             states, kept, objective, chunked.chunk_rows(vocab_size), return_entropy, inplace
         )
 
-    options = return_entropy, inplace, vocab_size, kept.index is None
+    options = {"entropy": return_entropy, "in place": inplace, "vocabulary": vocab_size,
+               "compacted": kept.index is not None, "gradient": needed(flat)[0]}  # fmt: skip
     if backend == "triton" and not _trusts(
         "logits_grpo_loss", (fused, plain), flat, kept, objective, asked, options
     ):  # fmt: skip
@@ -300,7 +309,9 @@ def grpo_loss(
     def plain(states, kept):
         return objectives.PolicyLoss.apply(states, kept, objective, objectives.policy_loss_fwd)
 
-    if backend == "triton" and not _trusts("grpo_loss", (fused, plain), flat, kept, objective, asked):
+    if backend == "triton" and not _trusts(
+        "grpo_loss", (fused, plain), flat, kept, objective, asked, {"gradient": needed(flat)[0]}
+    ):  # fmt: skip
         backend = "chunked"
     loss, outputs = (fused if backend == "triton" else plain)(flat, kept)
     return loss_output(loss, outputs, kept, logps)

@@ -1,17 +1,21 @@
 """The first use of a kernel in a process is checked: a sample of the real call is computed by the plain path as well.
 
 No test of ours can know every GPU, driver and compiler that people have. So each variant of a kernel (its dtype, its
-options, its alignment) is tried on the first rows of the first call that wants it. Where it does not compile, does not
-fit the GPU, or disagrees with plain PyTorch, one warning says so, and the plain path computes from then on. The
-environment variable FASTGRPO_SELF_CHECK chooses: 1 (the default on GPUs), 0 (never), raise (an error instead of the
+options, the shape of the head) is tried on the first rows of the first call that wants it. Where it does not compile,
+does not fit the GPU, or disagrees with plain PyTorch, one warning says so, and the plain path computes from then on.
+The environment variable FASTGRPO_SELF_CHECK chooses: 1 (the default on GPUs), 0 (never), raise (an error instead of the
 warning and the plain path). In Triton's interpreter, on a CPU, only a variable that is set asks for the check.
+
+The gradients of weight and bias are not compared: they are PyTorch's own products of the exponentials of which the
+gradient of the hidden states, which is compared, is made too.
 
 Shapes: N rows of hidden states, logits or log-probs (tokens), M <= N kept ones, m rows of the sample.
 """
 
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,18 +26,29 @@ from fastgrpo.kernels.policy_rows import PolicyRows
 logger = logging.getLogger(__name__)
 
 VARIABLE = "FASTGRPO_SELF_CHECK"
-ROWS = 256  # rows of a sample
+ROWS, MOST_ROWS = 256, 4096  # rows of a sample; at most, where it must hold whole sequences
 # What the two paths may differ by: log-probs and entropies by this much, and by this share of themselves; gradients by
 # this share of their norm. Rounding E to bf16 costs 2e-3 of a gradient, and rounding the gradient itself as much again.
 VALUES, GRADIENTS = 5e-4, 1e-2
 TF32 = 20  # how many times more, where products of fp32 may be rounded to TF32
 OUTLIERS = 100  # one row of so many may differ, such as a ratio that rounds to the other side of the clip range
+REPORT = "Please report this line together with what `python -m fastgrpo.doctor --check` prints."
 
-_verdicts = {}  # (kernel, variant) -> whether it is trusted
+_verdicts = {}  # (kernel, device, variant) -> whether it is trusted
+
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+class Unchecked(Exception):
+    """Says why a kernel could not be checked, which is no fault of the kernel's."""
 
 
 def trusted(
-    kernel: str, device: torch.device, variant: Hashable, compare: Callable[[], str | None], asked: bool = False
+    kernel: str,
+    device: torch.device,
+    variant: dict[str, Any],
+    compare: Callable[[], str | None],
+    remedy: str | None = None,
 ) -> bool:
     """Tell whether to use a kernel, and try it where this variant of it has not been tried yet.
 
@@ -42,15 +57,18 @@ def trusted(
     Args:
         kernel: The name of the public function.
         device: The device that it runs on.
-        variant: What decides which code runs: dtypes, options, alignment.
-        compare: A function that runs the kernel and the plain path on a sample, and returns None or how they differ.
-        asked: Whether the user asked for this kernel by name. A kernel that fails is then an error.
+        variant: What decides which code runs, by name: dtypes, options, shapes.
+        compare: A function that runs the plain path and the kernel on a sample. It returns None or how they differ, and
+            raises `Unchecked` where it cannot tell.
+        remedy: What goes without this kernel, as a sentence for people, where they asked for it by name. A kernel that
+            fails is then an error. None where the choice was ours.
 
     Returns:
         Whether to use the kernel; if not, the plain path must compute.
 
     Raises:
-        RuntimeError: The kernel failed, and it was asked for by name or the variable is "raise".
+        RuntimeError: The kernel failed, and it was asked for by name or the variable is "raise"; or it broke the CUDA
+            context, which ends every use of the GPU in this process.
         ValueError: The variable has another value than 0, 1 and raise.
     """
     if torch.compiler.is_compiling():
@@ -58,104 +76,163 @@ def trusted(
     level = os.environ.get(VARIABLE, "1" if device.type == "cuda" else "0")
     if level not in ("0", "1", "raise"):
         raise ValueError(f"the environment variable {VARIABLE} must be 0, 1 or raise, got {level!r}")
-    key = kernel, device, variant
+    key = kernel, device, tuple(variant.items())
     if level == "0" or key in _verdicts:
         return level == "0" or _verdicts[key]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return True
-    problem = _problem(compare)
+    problem = _problem(kernel, device, compare)
     if problem is not None:
-        said = f"the kernel of {kernel} failed its check on {launch.describe(device)}, for {variant}: {problem}."
-        advice = "Please report this line together with what `python -m fastgrpo.doctor --check` prints"
-        if asked or level == "raise":
-            raise RuntimeError(f'{said} Use backend="auto" or "chunked" to go without it. {advice}')
-        logger.warning("%s Plain PyTorch computes it from now on, which is slower. %s", said, advice)
+        said = ", ".join(f"{name} {value}" for name, value in variant.items())
+        said = f"the kernel of {kernel} failed its check on {launch.describe(device)} ({said}): {problem}."
+        if remedy or level == "raise":
+            raise RuntimeError(" ".join(filter(None, (said, remedy, REPORT))))
+        logger.warning("%s Plain PyTorch computes it from now on, which is slower. %s", said, REPORT)
     _verdicts[key] = problem is None
     return _verdicts[key]
 
 
-def _problem(compare):
-    """Run the comparison; returns None, or what is wrong."""
+def _problem(kernel, device, compare):
+    """Run the comparison; returns None, or what is wrong with the kernel."""
     try:
-        with torch.enable_grad():
+        with _alone(device):
             return compare()
-    except torch.OutOfMemoryError:
-        raise  # of the GPU's memory, which is no fault of the kernel
+    except (Unchecked, torch.OutOfMemoryError) as error:
+        logger.info("the kernel of %s is used without a check: %s", kernel, _first_line(error))
+        return None
     except Exception as error:
-        if "CUDA error" in str(error):
-            raise RuntimeError(
-                "a kernel of fastgrpo broke the CUDA context in its first use; `python -m fastgrpo.doctor --check` "
-                'finds it, and backend="chunked" goes without all of them'
-            ) from error
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        _check_context(device, error)
+        return f"{type(error).__name__}: {_first_line(error)}"
 
 
-def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, PolicyRows]:
-    """Take the first kept rows of a call: `ROWS` of them, or whole sequences where the objective looks at these.
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Keep what surrounds the real call away from the comparison.
 
-    Args:
-        states: [N, D] hidden states, [N, V] logits or [M] log-probs of the kept rows.
-        kept: The M kept rows.
-
-    Returns:
-        The states of m rows, 0 where a row carries no gradient; and these rows, all of them kept.
+    That is inference mode, no_grad, the hooks with which a checkpointed region would compute itself again, and torch's
+    alarm at waits for the device: a comparison must wait.
     """
-    count, sequences = min(ROWS, len(kept.targets)), slice(None)
-    if kept.lengths is not None:
-        ends = kept.lengths.cumsum(0).tolist()
-        last = next(i for i, end in enumerate(ends) if end >= count)
-        count, sequences = ends[last], slice(0, last + 1)
-    part = slice(0, count)
-    of_kept = states if kept.index is None or states.ndim == 1 else states[kept.index[part]]
-    of_kept = of_kept[part].detach()
-    if kept.active is not None:
-        dead = ~kept.active[part]
-        of_kept = of_kept.masked_fill(dead[:, None] if of_kept.ndim > 1 else dead, 0)
-    host = None if kept.host_lengths is None else kept.host_lengths[sequences]
-    return of_kept, kept.cut(part, sequences)._replace(index=None, active=None, host_lengths=host)
+    alarm = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if alarm:
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        ):
+            yield
+    finally:
+        if alarm:
+            torch.cuda.set_sync_debug_mode(alarm)
+
+
+def _check_context(device, error):
+    """Raise where a failed kernel has broken the CUDA context: nothing can run on the GPU then."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise RuntimeError(
+            "a kernel of fastgrpo broke the CUDA context in its first use; `python -m fastgrpo.doctor --check` finds "
+            'it, and backend="chunked" goes without all of them'
+        ) from error
+
+
+def _first_line(error):
+    return next(iter(str(error).strip().splitlines()), "no reason given")
 
 
 def losses_differ(
-    fused: Callable[[torch.Tensor, PolicyRows], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-    plain: Callable[[torch.Tensor, PolicyRows], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-    states: torch.Tensor,
-    kept: PolicyRows,
-) -> str | None:
+    fused: Callable[[torch.Tensor, PolicyRows], Loss], plain: Callable[[torch.Tensor, PolicyRows], Loss],
+    states: torch.Tensor, kept: PolicyRows, gradient: bool,
+) -> str | None:  # fmt: skip
     """Compare two ways to compute a loss on a sample of its rows.
 
     Args:
         fused: The kernel: states and kept rows -> the loss, a scalar, and log-probs and more by name.
         plain: The same in plain PyTorch.
         states: As for `sample_of`.
-        kept: The M kept rows.
+        kept: The M kept rows, at least one.
+        gradient: Whether the gradients of the states are compared.
 
     Returns:
         None, or how they differ.
+
+    Raises:
+        Unchecked: The plain path cannot compute the sample.
     """
     sample, rows = sample_of(states, kept)
-    return difference(lambda x: fused(x, rows), lambda x: plain(x, rows), sample, states.requires_grad)
+    return difference(lambda x: fused(x, rows), lambda x: plain(x, rows), sample, gradient)
+
+
+def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, PolicyRows]:
+    """Take the first kept rows of a call: `ROWS` of them, or whole sequences where the objective looks at these.
+
+    Every row gets a gradient, so that all can be compared: its weight is 1 and its advantage 1 or -1.
+
+    Args:
+        states: [N, D] hidden states, [N, V] logits or [M] log-probs of the kept rows.
+        kept: The M kept rows, at least one.
+
+    Returns:
+        The states of m rows, 0 where the device alone knows that a row does not count; and these rows, all of them
+        kept.
+
+    Raises:
+        Unchecked: A sequence is too long.
+    """
+    count, sequences = min(ROWS, len(kept.targets)), slice(None)
+    if kept.lengths is not None:
+        ends = kept.lengths.cumsum(0).tolist()
+        last = next(i for i, end in enumerate(ends) if end >= count)
+        count, sequences = ends[last], slice(0, last + 1)
+        if count > MOST_ROWS:
+            raise Unchecked(f"its first sequences have {count} tokens")
+    part = slice(0, count)
+    of_kept = states if kept.index is None or states.ndim == 1 else states[kept.index[part]]
+    of_kept = of_kept[part].detach()
+    if kept.active is not None:
+        dead = ~kept.active[part]
+        of_kept = of_kept.masked_fill(dead[:, None] if of_kept.ndim > 1 else dead, 0)
+    rows = kept.cut(part, sequences)
+    signs = 1.0 - 2.0 * (torch.arange(count, device=states.device) % 2)
+    return of_kept, rows._replace(
+        index=None,
+        active=None,
+        host_lengths=None if kept.host_lengths is None else kept.host_lengths[sequences],
+        advantages=signs.to(rows.advantages.dtype),
+        weights=torch.ones_like(rows.weights),
+        entropy_weights=None if rows.entropy_weights is None else torch.full_like(rows.entropy_weights, 0.1),
+    )
 
 
 def difference(
-    fused: Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-    plain: Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]],
-    states: torch.Tensor,
-    gradient: bool = True,
+    fused: Callable[[torch.Tensor], Loss], plain: Callable[[torch.Tensor], Loss], states: torch.Tensor, gradient: bool
 ) -> str | None:
     """Compare two ways to compute a loss, with its gradient.
 
     Args:
         fused: The kernel: states [m, ...] -> the loss, a scalar, and log-probs and more [m] by name.
-        plain: The same in plain PyTorch.
+        plain: The same in plain PyTorch. It gets the states in fp32.
         states: The states of the sample, of which each gets a copy.
         gradient: Whether the gradients of the states are compared.
 
     Returns:
         None, or how they differ.
+
+    Raises:
+        Unchecked: The plain path cannot compute the sample.
     """
     loose = TF32 if states.dtype == torch.float32 and launch.precision(states.dtype) == "tf32" else 1
-    truth, values, scale = _run(plain, states, gradient, None)
-    ours, found, _ = _run(fused, states, gradient, scale)
+    try:
+        truth, values = _run(plain, states.float(), gradient)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Unchecked(f"plain PyTorch cannot compute it ({_first_line(error)})") from error
+    ours, found = _run(fused, states, gradient)
     for name in ("logps", "entropy"):
         if values.get(name) is not None:
             far = values_differ(found[name], values[name], loose)
@@ -165,7 +242,7 @@ def difference(
         return None
     ours, truth = (grad.float().reshape(len(grad), -1) for grad in (ours, truth))
     known = truth.isfinite().all(1)  # a batch with NaN in it proves nothing
-    truth = truth[known] * scale
+    truth = truth[known]
     row_errors = (ours[known] - truth).norm(dim=1).nan_to_num(torch.inf).sort().values
     row_errors = row_errors[: len(row_errors) - len(row_errors) // OUTLIERS]
     share = (row_errors.norm() / truth.norm().clamp(min=1e-30)).item() if len(truth) else 0.0
@@ -173,8 +250,15 @@ def difference(
     return None if share <= allowed else f"gradients differ by {share:.3g} of their norm ({allowed:.3g} is allowed)"
 
 
+def _run(function, states, gradient):
+    """Return the gradient of the states, or None, and the values by name."""
+    leaf = states.clone().requires_grad_(gradient)
+    loss, values = function(leaf.clone() if gradient else leaf)
+    return torch.autograd.grad(loss, leaf)[0] if gradient else None, values
+
+
 def values_differ(found: torch.Tensor, expected: torch.Tensor, loose: float = 1) -> str | None:
-    """Compare log-probs or entropies.
+    """Compare log-probs, entropies or probabilities.
 
     Args:
         found: [m] of the kernel.
@@ -191,17 +275,3 @@ def values_differ(found: torch.Tensor, expected: torch.Tensor, loose: float = 1)
         return None
     row = wrong.nonzero()[0].item()
     return f"differ in {wrong.sum().item()} of {len(wrong)} rows, such as {found[row]:.6g} and {expected[row]:.6g}"
-
-
-def _run(function, states, gradient, scale) -> tuple[Any, dict[str, torch.Tensor], float]:
-    """Run one path; returns the gradient times `scale`, the values, and a scale that makes the largest entry 1.
-
-    The scale keeps small gradients out of the range in which fp16 loses them.
-    """
-    leaf = states.clone().requires_grad_(gradient)
-    loss, values = function(leaf.clone() if gradient else leaf)
-    if not gradient:
-        return None, values, 1.0
-    (grad,) = torch.autograd.grad(loss, leaf, loss.new_tensor(1.0 if scale is None else scale))
-    largest = grad.abs().max().item()
-    return grad, values, 1 / largest if largest > 0 else 1.0

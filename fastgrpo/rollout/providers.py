@@ -131,8 +131,10 @@ class GroupDecode(Provider):
     def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         from fastgrpo.loss.self_check import trusted
 
-        variant = str(query.dtype), *query.shape[1:], cache.keys.shape[1], self.members.shape[1]
-        if trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), self.asked):
+        variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
+                   "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip
+        remedy = "--rollout_attention auto goes on without it." if self.asked else None
+        if trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy):
             return self._fused(query, cache, scale)
         if self.to_begin is not None:  # once a step
             self.plain.begin(*self.to_begin)
@@ -152,9 +154,8 @@ class GroupDecode(Provider):
         """Compare some lanes with softmax(q K^T scale) V over the prompt's and the lane's own keys, in fp32."""
         found = self._fused(query, cache, scale)
         # The last lane of each of a few prompts: its row of the kernel's block is another each time.
-        rows = [row for row in self.members.tolist() if max(row) >= 0][:CHECKED]
-        for prompt, row in enumerate(rows):
-            lane = max(row)
+        in_use = [(prompt, max(row)) for prompt, row in enumerate(self.members.tolist()) if max(row, default=-1) >= 0]
+        for prompt, lane in in_use[:CHECKED]:
             ends = self.prompt_lengths[prompt].item(), self.lengths[lane].item()
             keys, values = (
                 torch.cat([shared[prompt, :, : ends[0]], own[lane, :, : ends[1]]], 1).float()

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 pytest.importorskip("triton")
 
@@ -29,8 +30,8 @@ def broken():
 
 def test_a_variant_is_tried_once(monkeypatch):
     tried = []
-    for variant in (("bf16", True), ("bf16", False), ("bf16", True)):
-        assert self_check.trusted("head", CPU, variant, lambda: tried.append(0))
+    for bias in (True, False, True):
+        assert self_check.trusted("head", CPU, {"bias": bias}, lambda: tried.append(0))
     assert len(tried) == 2
 
 
@@ -39,44 +40,62 @@ def test_a_variant_is_tried_once(monkeypatch):
 )
 def test_a_failure_warns_once_and_stands(compare, reason, caplog):
     with caplog.at_level(logging.WARNING, "fastgrpo"):
-        assert not any(self_check.trusted("head", CPU, ("bf16",), compare) for _ in range(3))
+        assert not any(self_check.trusted("head", CPU, {"dtype": "bf16"}, compare) for _ in range(3))
     (record,) = caplog.records
     message = record.getMessage()
-    for part in ("the kernel of head", "('bf16',)", reason, f"torch {torch.__version__}", "doctor --check"):
+    for part in ("the kernel of head", "(dtype bf16)", reason, f"torch {torch.__version__}", "doctor --check"):
         assert part in message
-    assert self_check.trusted("head", CPU, ("fp16",), lambda: None)  # another variant has its own verdict
+    assert self_check.trusted("head", CPU, {"dtype": "fp16"}, lambda: None)  # another variant has its own verdict
 
 
 @pytest.mark.parametrize("compare", (wrong, broken))
 def test_what_was_asked_for_by_name_is_an_error(compare):
-    with pytest.raises(RuntimeError, match=r'failed its check.*backend="auto"'):
-        self_check.trusted("head", CPU, (), compare, asked=True)
+    with pytest.raises(RuntimeError, match=r"failed its check.*Go without it\. Please report"):
+        self_check.trusted("head", CPU, {}, compare, "Go without it.")
 
 
 def test_the_variable(monkeypatch):
     monkeypatch.setenv(self_check.VARIABLE, "0")
-    assert self_check.trusted("head", CPU, (), broken)
+    assert self_check.trusted("head", CPU, {}, broken)
     monkeypatch.setenv(self_check.VARIABLE, "raise")
     with pytest.raises(RuntimeError, match="log-probs differ"):
-        self_check.trusted("head", CPU, (), wrong)
+        self_check.trusted("head", CPU, {}, wrong)
     monkeypatch.delenv(self_check.VARIABLE)
-    assert self_check.trusted("head", CPU, (), broken)  # a CPU is not checked unless it is asked to
+    assert self_check.trusted("head", CPU, {}, broken)  # a CPU is not checked unless it is asked to
     monkeypatch.setenv(self_check.VARIABLE, "yes")
     with pytest.raises(ValueError, match="FASTGRPO_SELF_CHECK must be 0, 1 or raise, got 'yes'"):
-        self_check.trusted("head", CPU, (), wrong)
+        self_check.trusted("head", CPU, {}, wrong)
 
 
-def test_a_full_gpu_and_a_broken_context_are_no_verdict():
-    def full():
-        raise torch.OutOfMemoryError("CUDA out of memory")
+def full():
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
-    def poisoned():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        self_check.trusted("head", CPU, (), full)
-    with pytest.raises(RuntimeError, match="doctor --check"):
-        self_check.trusted("head", CPU, (), poisoned)
+def refused():
+    return self_check.difference(head(), refusing, torch.randn(4, 16), True)
+
+
+def refusing(states):
+    raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+
+
+@pytest.mark.parametrize("compare", (full, refused))
+def test_what_is_no_fault_of_the_kernel_speaks_for_it(compare, caplog):
+    with caplog.at_level(logging.INFO, "fastgrpo"):
+        assert self_check.trusted("head", CPU, {}, compare, "Go without it.")
+    assert "is used without a check" in caplog.records[0].getMessage()
+
+
+def test_a_broken_context_ends_the_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def poisoned(*_):
+        raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", poisoned)
+    with pytest.raises(RuntimeError, match="broke the CUDA context"):
+        self_check.trusted("head", torch.device("cuda"), {}, broken)
     assert not self_check._verdicts
 
 
@@ -85,10 +104,10 @@ def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
     weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
     def way(states):
-        logps = torch.log_softmax(states @ weight.T, -1)[:, 3]
+        logps = torch.log_softmax(states.float() @ weight.T, -1)[:, 3]
         off = torch.zeros(len(states))
         off[rows] = shift
-        return (logps * 1e-6).sum() * scale, {"logps": logps.detach() + off, "entropy": None}
+        return logps.sum() * scale, {"logps": logps.detach() + off, "entropy": None}
 
     return way
 
@@ -109,15 +128,15 @@ def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
 )  # fmt: skip
 def test_difference(other, problem):
     states = torch.randn(200, 16)
-    found = self_check.difference(other, head(), states)
+    found = self_check.difference(other, head(), states, True)
     assert found is None if problem is None else problem in found
 
 
 def test_rows_that_are_nan_on_both_paths_prove_nothing():
     states = torch.randn(200, 16)
     states[:50] = float("nan")
-    assert self_check.difference(head(), head(), states) is None
-    assert "gradients" in self_check.difference(head(scale=1.02), head(), states)
+    assert self_check.difference(head(), head(), states, True) is None
+    assert "gradients" in self_check.difference(head(scale=1.02), head(), states, True)
 
 
 def rows(m, **fields):
@@ -133,6 +152,7 @@ def test_a_sample_is_the_first_kept_rows():
     active = torch.arange(500) % 3 > 0
     sample, kept = self_check.sample_of(states, rows(500, index=index, active=active))
     assert torch.equal(sample, states[index[:256]] * active[:256, None]) and kept.active is None
+    assert kept.advantages[:3].tolist() == [1, -1, 1] and kept.weights.eq(1).all()  # every row has a gradient
 
 
 def test_a_sample_holds_whole_sequences_where_the_objective_looks_at_them():
@@ -141,3 +161,27 @@ def test_a_sample_holds_whole_sequences_where_the_objective_looks_at_them():
     sample, kept = self_check.sample_of(torch.randn(520, 4), given)
     assert len(sample) == len(kept.targets) == 500
     assert kept.lengths.tolist() == [100, 100, 300] and kept.host_lengths == (100, 100, 300)
+    with pytest.raises(self_check.Unchecked, match="5000 tokens"):
+        self_check.sample_of(torch.randn(5000, 4), rows(5000, lengths=torch.tensor([5000])))
+
+
+def test_a_comparison_is_alone(caplog):
+    """Inference mode, no_grad and a checkpointed region around the call do not reach it."""
+
+    def compare():
+        states = torch.ones(3, requires_grad=True)
+        (grad,) = torch.autograd.grad(states.square().sum(), states)
+        return None if grad.eq(2).all() else "wrong"
+
+    with torch.inference_mode():
+        assert self_check.trusted("head", CPU, {"in": "inference"}, compare)
+    with torch.no_grad():
+        assert self_check.trusted("head", CPU, {"in": "no_grad"}, compare)
+
+    def region(x):
+        assert self_check.trusted("head", CPU, {"in": "checkpoint"}, compare)
+        return x.square().sin()
+
+    x = torch.ones(3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None and set(self_check._verdicts.values()) == {True}

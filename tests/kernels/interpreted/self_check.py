@@ -11,6 +11,7 @@ import tiny
 import torch
 from loss_runs import OBJECTIVES, V, device_only_mask, run, same
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fastgrpo.loss.checks
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
@@ -123,6 +124,38 @@ def test_log_probs(batch, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "fastgrpo"):
         ours = linear_logprob(hidden, weight, kwargs["targets"])
     assert torch.equal(ours, expected) and "the kernel of linear_logprob failed" in caplog.records[0].getMessage()
+
+
+def test_what_a_sample_may_hold(batch, monkeypatch):
+    """Rows of every kind that a healthy kernel computes rightly must not speak against it."""
+    hidden, weight, kwargs = batch
+    cases = {
+        "a large step": ({"num_items_in_batch": 300_000}, torch.float16),
+        "advantages of 0": ({"advantages": torch.zeros(6)}, torch.float32),
+        "no rows": ({"rows": torch.tensor([], dtype=torch.int64)}, torch.float32),
+    }
+    for case, (more, dtype) in cases.items():
+        if case == "advantages of 0":
+            device_only_mask(monkeypatch)
+        self_check._verdicts.clear()
+        tensors = [x.to(dtype) for x in (hidden, weight)]
+        run(linear_grpo_loss, tensors, {**kwargs, **more}, "triton")
+        assert list(self_check._verdicts.values()) == ([] if case == "no rows" else [True]), case
+    linear_logprob(hidden[:0], weight, kwargs["targets"][:0], backend="triton")
+
+
+def test_a_loss_in_a_checkpointed_region(batch):
+    hidden, weight, kwargs = batch
+
+    def region(hidden, weight):
+        return linear_grpo_loss(hidden, weight, backend="triton", **kwargs).loss
+
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    checkpoint(region, *leaves, use_reentrant=False).backward()
+    _, expected = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
+    assert list(self_check._verdicts.values()) == [True]
+    for leaf, grad in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(leaf.grad, grad, rtol=1e-4, atol=1e-6)
 
 
 class Counting(TorchDispatchMode):
