@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
-# A kernel that the check of its first use distrusts is an error here: its users go on with plain PyTorch, which must not
-# be measured under its name.
+# Where the check of its first use distrusts a kernel, that is an error here: plain PyTorch would take its place, and be
+# measured under its name.
 KERNELS_ONLY = {"FASTGRPO_SELF_CHECK": "raise"}
 # The same in all rows of one run, also where its parts are processes: they get both from the one that starts them.
 STARTED_VARIABLE, COMMIT_VARIABLE = "FASTGRPO_BENCH_STARTED", "FASTGRPO_BENCH_COMMIT"

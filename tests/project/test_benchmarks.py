@@ -47,7 +47,7 @@ def test_the_parts_of_a_run_have_its_date_and_commit():
     (row,) = json.loads(done.stdout)
     assert (row["date"], row["commit"]) == ("2026-02-02T00:00:00+00:00", "abc")
     (mine,) = rows_of({}, {"a": ""})
-    assert SAME_RUN == {STARTED_VARIABLE: mine["date"], COMMIT_VARIABLE: mine["commit"]}
+    assert {STARTED_VARIABLE: mine["date"], COMMIT_VARIABLE: mine["commit"]} == SAME_RUN
 
 
 def test_a_time_budget_ends_the_rounds():
