@@ -20,7 +20,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 RESULTS = Path(__file__).parent / "results"
-STARTED = datetime.now(UTC).isoformat(timespec="seconds")  # the same in all rows of one run
+# Where the check of its first use distrusts a kernel, that is an error here: plain PyTorch would take its place, and be
+# measured under its name.
+KERNELS_ONLY = {"FASTGRPO_SELF_CHECK": "raise"}
+# The same in all rows of one run, also where its parts are processes: they get both from the one that starts them.
+STARTED_VARIABLE, COMMIT_VARIABLE = "FASTGRPO_BENCH_STARTED", "FASTGRPO_BENCH_COMMIT"
+STARTED = os.environ.get(STARTED_VARIABLE) or datetime.now(UTC).isoformat(timespec="seconds")
 PACKAGES = ("triton", "trl", "liger-kernel", "cut-cross-entropy")  # their versions stand in every row
 L2_BYTES = 256 * 2**20  # more than the L2 cache of any GPU: zeroing so much evicts what the variant before left there
 # Zeroing the cache this often takes the GPU half a millisecond. Meanwhile the host launches the variant's first
@@ -70,13 +75,14 @@ def instruments(device: str | torch.device) -> tuple[Callable[[Call], int], Call
 
 
 def in_turns(
-    clocks: dict[Hashable, Callable[[], float]], peaks: dict[Hashable, int | None], rounds: int,
+    clocks: dict[Hashable, Callable[[], float | None]], peaks: dict[Hashable, int | None], rounds: int,
     seconds: float | None = None,
 ) -> dict[Hashable, dict[str, float]]:  # fmt: skip
     """Time variants in turns that are warm already; every round starts with another one.
 
     Args:
-        clocks: For each name, a function that runs the variant once and returns its seconds.
+        clocks: For each name, a function that runs the variant once and returns its seconds; None takes the variant out
+            of this round and all others, and out of the results.
         peaks: The peak memory of each, in bytes.
         rounds: As in `compare`.
         seconds: As in `compare`.
@@ -92,7 +98,13 @@ def in_turns(
             break
         first = i % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(clocks[name]())
+            if name not in times:
+                continue
+            measured = clocks[name]()
+            if measured is None:
+                del times[name]
+            else:
+                times[name].append(measured)
     results = {}
     for name, values in times.items():
         p20, median, p80 = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double())
@@ -177,7 +189,9 @@ def _commit():
     return described.stdout.strip() or "unknown"
 
 
-COMMIT = _commit()  # asked for once, because the first results that a run writes make the tree differ
+# Asked for once, because the first results that a run writes make the tree differ.
+COMMIT = os.environ.get(COMMIT_VARIABLE) or _commit()
+SAME_RUN = {STARTED_VARIABLE: STARTED, COMMIT_VARIABLE: COMMIT}  # for the environment of a run's parts
 
 
 def rows_of(

@@ -2,7 +2,8 @@
 
 Liger, for one, replaces layers of transformers for a whole process. A contestant is made in its process by a function
 of a benchmark, which returns an `Entry`: some variants of the same work, and what else the benchmark wants to know. The
-parent asks for one call at a time, and so the contestants wait for one another.
+parent asks for one call at a time, and so the contestants wait for one another. Each is started when the one before it
+has been made: what ours measures and reserves while it is made, it does alone on the device.
 
     python -m benchmarks.contestants MODULE:FUNCTION DEVICE OPTIONS
 
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.compare import in_turns, instruments
+from benchmarks.compare import KERNELS_ONLY, in_turns, instruments
 
 ROOT = Path(__file__).parent.parent
 MINE = "fastgrpo"  # how the names of our own variants begin: these may not fail
@@ -48,7 +49,7 @@ class Failed(RuntimeError):
 
 
 class Contestant:
-    """A process with an `Entry`, which is under way when this returns.
+    """A process with an `Entry`, which `entry` starts.
 
     Args:
         name: What its variants are called where none of them can be made.
@@ -58,22 +59,22 @@ class Contestant:
     """
 
     def __init__(self, name: str, function: str, device: str, **options: Any):
-        self.name, self.values = name, {}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.contestants", function, device, json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
+        self.name, self.values, self.process, self.made = name, {}, None, None
+        self.command = [sys.executable, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
 
     def entry(self) -> dict[str, Any]:
-        """Wait until it is made, and return the names of its calls, what is missing, and what it says of itself.
+        """Start it, wait until it is made, and return the names of its calls, what is missing, and what it is about.
 
         Raises:
             Failed: It could not be made.
         """
-        return self._answer()
+        if self.process is None:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                env={**os.environ, **KERNELS_ONLY},
+            )  # fmt: skip
+        self.made = self.made or self._answer()
+        return self.made
 
     def peak(self, name: str) -> int:
         """Call a variant for the first time, and return its peak memory in bytes.
@@ -98,7 +99,9 @@ class Contestant:
         return self._ask(name, "seconds")
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, where it was started."""
+        if self.process is None:
+            return
         self.process.kill()
         self.process.wait()
         with contextlib.suppress(BrokenPipeError):  # of a request that it never read
@@ -189,9 +192,19 @@ def contest(
                 _tolerate(name, error, missing)
                 continue
             clocks[name] = partial(contestant.seconds, name)
-    results = in_turns(clocks, peaks, rounds, seconds)
+    results = in_turns({name: partial(_timed, name, clock, missing) for name, clock in clocks.items()}, peaks, rounds,
+                       seconds)  # fmt: skip
     values = {name: found for contestant in contestants for name, found in contestant.values.items()}
     return Contest(results, missing, about, values, lambda name: clocks[name]())
+
+
+def _timed(name, clock, missing):
+    """Return the seconds of a call, or None where it failed and is no call of ours."""
+    try:
+        return clock()
+    except Failed as error:
+        _tolerate(name, error, missing)
+        return None
 
 
 def _tolerate(name, error, missing):

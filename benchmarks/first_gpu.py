@@ -20,7 +20,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.compare import RESULTS, append, results_file, rows_of
+from benchmarks.compare import KERNELS_ONLY, RESULTS, SAME_RUN, append, results_file, rows_of
 from benchmarks.first_sizes import (
     FLATTEN_SIZES,
     FP32_SIZE,
@@ -30,7 +30,7 @@ from benchmarks.first_sizes import (
     STEP_SIZE,
     size_name,
 )
-from benchmarks.harness import CUDA, SMALL, Bar, at_most
+from benchmarks.harness import CUDA, SMALL, Bar, none_of
 from benchmarks.layers import LAYERS
 from benchmarks.report import bar_table
 from fastgrpo.check.processes import Ended, run_limited
@@ -39,6 +39,9 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 470  # of the 8 minutes, for the parts together
 LEAST = 5  # seconds below which a part is not started
 TAIL = 3000  # characters of the output of a part that failed
+SUMMARY = re.compile(r"^=+ .*\b(passed|failed|skipped|errors?)\b.* in [\d.]+s.* =+$", re.MULTILINE)  # of a whole run
+STARTED_TEST = re.compile(r"^(tests/\S*?::.*?) *\Z", re.MULTILINE)  # pytest prints the name, and then the verdict
+ROW_NAMES = ("benchmark", "model", "n", "d", "v", "case", "variant")  # what tells the rows of a part from one another
 VERDICT = re.compile(r"^(tests/.*?::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 KERNEL_TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_rollout_kernels_gpu.py")
 SANITIZER = "compute-sanitizer"
@@ -71,6 +74,7 @@ class Part(NamedTuple):
         bars: The bars that it is held to, which the table has whether it ends or not.
         read: Makes out of its end what it found.
         variables: Variables of its environment.
+        reserved: Seconds that the parts before it leave to it.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Part(NamedTuple):
     bars: tuple[str, ...]
     read: Callable[[Ended], Found]
     variables: dict[str, str]
+    reserved: float = 0
 
 
 class Outcome(NamedTuple):
@@ -98,21 +103,21 @@ class Outcome(NamedTuple):
 
 
 def read_json(ended: Ended) -> Found:
-    """Read what a part of first_parts.py printed; its last lines count where it tells the same bar again.
+    """Read what a part of first_parts.py printed; its last lines count where it tells the same bar or row again.
 
     Args:
         ended: How it ended.
     """
-    rows, bars, notes, machine = [], {}, {}, {}
+    rows, bars, notes, machine = {}, {}, {}, {}
     for line in ended.output.splitlines():
         if line.startswith('{"rows"') and line.endswith("}"):
             found = json.loads(line)
-            rows += found["rows"]
+            rows |= {tuple(row.get(name) for name in ROW_NAMES): row for row in found["rows"]}
             bars |= found["bars"]
             machine |= found["machine"]
             if found["note"]:
                 notes[tuple(found["bars"])] = found["note"]
-    return Found(rows, bars, "; ".join(dict.fromkeys(notes.values())), machine)
+    return Found(list(rows.values()), bars, "; ".join(dict.fromkeys(notes.values())), machine)
 
 
 def read_tests(bar: str) -> Callable[[Ended], Found]:
@@ -128,8 +133,10 @@ def read_tests(bar: str) -> Callable[[Ended], Found]:
         bad = by.get("FAILED", []) + by.get("ERROR", [])
         note = ", ".join(f"{len(names)} {verdict.lower()}" for verdict, names in by.items())
         note += "".join(f"; {name}" for name in bad[:3])
+        note += "".join(f"; ended in {name}" for name in STARTED_TEST.findall(ended.output))
         ran = len(bad) + len(by.get("PASSED", []))
-        return Found([], {bar: at_most(len(bad), 0)} if ran else {}, note)
+        all_ran = SUMMARY.search(ended.output) is not None and (bool(bad) or ended.problem is None)
+        return Found([], {bar: none_of(len(bad), all_ran)} if ran else {}, note)
 
     return read
 
@@ -141,7 +148,7 @@ def read_sanitizer(ended: Ended) -> Found:
         ended: How it ended.
     """
     counts = re.findall(r"ERROR SUMMARY: (\d+) error", ended.output)
-    return Found([], {f"errors of {SANITIZER}": at_most(int(counts[-1]), 0)} if counts else {})
+    return Found([], {f"errors of {SANITIZER}": none_of(int(counts[-1]), ended.problem is None)} if counts else {})
 
 
 def find_sanitizer() -> str | None:
@@ -161,30 +168,32 @@ def parts() -> list[Part]:
     def own(name: str, seconds: float, *bars: str, **variables: str) -> Part:
         return Part(name, (sys.executable, "-m", "benchmarks.first_parts", name), seconds, bars, read_json, variables)
 
-    def pytest(name: str, seconds: float, *arguments: str) -> Part:
+    def pytest(name: str, seconds: float, *arguments: str, reserved: float = 0) -> Part:
         bar = f"tests that fail: {name}"
         command = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", *arguments)
-        return Part(name, command, seconds, (bar,), read_tests(bar), {})
+        return Part(name, command, seconds, (bar,), read_tests(bar), {}, reserved)
 
     head = ("time, of the bare products", "forward time, of one product", "time, of trl, 100% active",
             "time, of liger, 100% active", *(() if SMALL else ("peak memory, of the formula",)))  # fmt: skip
     sanitizer = find_sanitizer()
-    watched = (sanitizer, "--tool", "memcheck", sys.executable, "-m", "benchmarks.first_parts", "kernels")
+    watched = (sanitizer, "--tool", "memcheck", sys.executable, "-m", "benchmarks.first_kernels")
     flatten = ("tokens that flatten gives other bits", "time with flatten, of that without")
     interpreted = {} if CUDA else {"TRITON_INTERPRET": "1"}
     return [
-        own("versions", 30),
-        pytest("the same bits", 60, *KERNEL_TESTS, "-k", "anchor or same_bits"),
-        own("check", 170, "kernels that fail their check"),
-        own("head", 90, *(f"{size_name(shape)}: {bar}" for shape in HEAD_SHAPES for bar in head)),
-        own("rollout", 60, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
-            f"{ROLLOUT_SIZE}: graphs, times without"),
-        own("step", 110, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}"),
+        own("versions", 20),
+        pytest("the same bits", 50, *KERNEL_TESTS, "-k", "anchor or same_bits"),
+        own("check", 100, "kernels that fail their check"),
+        own("head", 70, *(f"{size_name(shape)}: {bar}" for shape in HEAD_SHAPES for bar in head), **KERNELS_ONLY),
+        own("rollout", 75, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
+            f"{ROLLOUT_SIZE}: graphs, times without", **KERNELS_ONLY),
+        own("step", 110, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
-            f"{size_name(FP32_SIZE)} in fp32: time of triton, of chunked", **interpreted),
-        Part("sanitizer", watched if sanitizer else None, 60, (f"errors of {SANITIZER}",), read_sanitizer,
-             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-        pytest("gpu", SECONDS, *gpu_tests()),
+            f"{size_name(FP32_SIZE)} in fp32: time of triton, of chunked", **interpreted, **KERNELS_ONLY),
+        own("times", 45),
+        # Without the caching allocator the sanitizer knows where each tensor ends. It watches the kernels alone.
+        Part("sanitizer", watched if sanitizer else None, 90, (f"errors of {SANITIZER}",), read_sanitizer,
+             {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "FASTGRPO_SELF_CHECK": "0"}),
+        pytest("gpu", SECONDS, *gpu_tests(), reserved=45),
     ]  # fmt: skip
 
 
@@ -201,15 +210,17 @@ def run_parts(
     Yields:
         What came of each, as soon as it has ended.
     """
-    end = now() + seconds
+    end, reserved = now() + seconds, sum(part.reserved for part in chosen)
     for part in chosen:
-        left = end - now()
+        reserved -= part.reserved
+        left = end - now() - reserved
         if part.command is None:
             yield Outcome(part, Found([], {}), f"{SANITIZER} is not here", "")
         elif left < LEAST:
             yield Outcome(part, Found([], {}), f"no time was left of {seconds:.0f} s", "")
         else:
-            ended = run_limited(part.command, min(part.seconds, left), {**os.environ, **part.variables}, str(ROOT))
+            ended = run_limited(part.command, min(part.seconds, left), {**os.environ, **SAME_RUN, **part.variables},
+                                str(ROOT))  # fmt: skip
             output = (ended.output + ended.errors)[-TAIL:] if ended.problem else ""
             yield Outcome(part, part.read(ended), ended.problem, output)
 
@@ -235,7 +246,8 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
 def _judged(bar):
     """Return a bar as a line of results has it."""
     kind = "at most" if "at most" in bar else "at least"
-    return {"measured": bar["value"], "limit": f"{kind} {bar[kind]:g}", "met": bar["met"]}
+    unseen = "" if bar.get("complete", True) else ", and not all ran"
+    return {"measured": bar["value"], "limit": f"{kind} {bar[kind]:g}{unseen}", "met": bar["met"]}
 
 
 def main(names: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,26 @@ import torch
 from benchmarks import bench_head, bench_rollout, bench_step, variants
 from benchmarks.batches import make_batch
 from benchmarks.compare import compare, rows_of, versions
-from benchmarks.contestants import contest, taking_part
+from benchmarks.contestants import Contest, Contestant, contest, taking_part
 from benchmarks.first_sizes import (
     FLATTEN_SIZES,
     FP32_SIZE,
     HEAD_SHAPES,
     ROLLOUT_SIZE,
-    SANITIZED,
     STEP_SIZE,
     size_name,
 )
-from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_most, name_of
+from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_most, name_of, none_of
 from benchmarks.peers import PEERS, peers
-from fastgrpo import linear_grpo_loss, linear_logprob
-from fastgrpo.check import rollouts, runner
-from fastgrpo.check.cases import modes_here
+from fastgrpo import linear_grpo_loss
+from fastgrpo.check import runner
+from fastgrpo.check.cases import Case, modes_here
 from fastgrpo.check.worker import find_cases
 
 ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape
+FLATTEN_BAR = 1.01  # a hundredth is noise
+CHECK_SECONDS = 45  # time limit of a step of one check, with the start of its process
 GRAPHS, *_, EAGER = bench_rollout.ENGINES
 
 
@@ -70,23 +72,54 @@ def show_versions() -> None:
 def _driver():
     """Return the version of the driver, or what nvidia-smi says in its place."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")[0]
+    except OSError:  # slim containers have no nvidia-smi
+        return "unknown"
+
+
+def _cases() -> tuple[str, list[Case]]:
+    """Return where the kernels are checked, and the cases of that mode; small, one of them."""
+    mode = modes_here()[0]
+    return mode, [case for case in find_cases(runner.TABLE) if mode in case.modes][: 1 if SMALL else None]
 
 
 def check_kernels() -> None:
-    """Run the checks of `doctor --check`; small, one of them."""
-    modes = modes_here()
-    other = runner.other_assembler() if "gpu" in modes else {}
-    cases = find_cases(runner.TABLE)
-    count, failed = 0, []
-    for mode in modes[:1] if SMALL else modes:
-        for line in runner.check(runner.TABLE, cases[:1] if SMALL else cases, mode, other):
-            print(line, flush=True)
-            count += 1
-            if not line.passed:
-                failed.append(line.name)
-            note = f"{count - len(failed)} of {count} passed" + (f"; failed: {', '.join(failed)}" if failed else "")
-            tell(bars={"kernels that fail their check": at_most(len(failed), 0)}, note=note)
+    """Compare every kernel with its specification, and then those that fail by the other assembler."""
+    mode, cases = _cases()
+    lines = []
+
+    def told() -> None:
+        print(lines[-1], flush=True)
+        failed = [line for line in lines if not line.passed]
+        note = f"{len(lines) - len(failed)} of {len(cases)} passed"
+        note += "".join(f"; {line.name} failed: {runner.reason(line.found)} {line.note}".rstrip() for line in failed)
+        tell(bars={"kernels that fail their check": none_of(len(failed), len(lines) == len(cases))}, note=note)
+
+    for line in runner.check(runner.TABLE, cases, mode, steps=("values",), seconds=CHECK_SECONDS):
+        lines.append(line)
+        told()
+    other = runner.other_assembler() if mode == "gpu" else {}
+    for line in [line for line in lines if other and not line.passed]:
+        lines.remove(line)
+        lines.append(runner.try_again(runner.TABLE, line, other, CHECK_SECONDS))
+        told()
+
+
+def time_kernels() -> None:
+    """Tell the time of every kernel, beside that of plain PyTorch and as a share of the device's limit."""
+    mode, cases = _cases()
+    notes = []
+    for line in runner.check(runner.TABLE, cases, mode, steps=("times",), seconds=CHECK_SECONDS):
+        found = line.found
+        if "ms" in found:
+            plain, limit = found["plain_ms"], found.get("of_limit")
+            notes.append(f"{line.name} {found['ms']:.3f} ms")
+            notes[-1] += f", {found['ms'] / plain:.2f} x plain" if plain else ""
+            notes[-1] += f", {limit:.0%} of the limit" if limit else ""
+        elif not line.passed:
+            notes.append(f"{line.name}: {runner.reason(found)}")
+        tell(note="; ".join(notes))
 
 
 def time_head() -> None:
@@ -116,32 +149,58 @@ def time_head() -> None:
         del batch, calls
 
 
+def tell_contest(
+    contestants: list[Contestant], missing: dict[str, str],
+    judge: Callable[[Contest], tuple[list[dict[str, Any]], dict[str, Bar]]], rounds: int = 2,
+) -> None:  # fmt: skip
+    """Time contestants in turns; the first one before that alone, so that its figures are told however slow others are.
+
+    Args:
+        contestants: The contestants.
+        missing: The reason for each one that does not take part.
+        judge: Makes rows and bars of a contest.
+        rounds: Timed calls of each variant.
+    """
+    with taking_part(contestants):
+        if len(contestants) > 1:
+            tell(*judge(contest(contestants[:1], rounds)))
+        found = contest(contestants, rounds, missing)
+    tell(*judge(found), note="; ".join(f"{name}: {why}" for name, why in found.missing.items()))
+
+
 def time_rollout() -> None:
     """Time rollouts with and without CUDA graphs."""
-    with taking_part(bench_rollout.contestants_of(ROLLOUT_SIZE, [GRAPHS, EAGER], ["equal"], peers=False)) as taking:
-        found = contest(taking, 2)
-    rows, bars = bench_rollout.judged(ROLLOUT_SIZE, found, ["equal"])
-    times = found.results
-    bars["graphs, times without"] = at_least(
-        times[f"equal/{EAGER}"]["median_s"] / times[f"equal/{GRAPHS}"]["median_s"], 1.0
+    own = {"size": ROLLOUT_SIZE, "cases": ["equal"]}
+
+    def judge(found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
+        rows, bars = bench_rollout.judged(ROLLOUT_SIZE, found, ["equal"])
+        if f"equal/{EAGER}" in found.results:
+            graphs, eager = (found.results[f"equal/{name}"]["median_s"] for name in (GRAPHS, EAGER))
+            bars["graphs, times without"] = at_least(eager / graphs, 1.0)
+        return rows, {f"{ROLLOUT_SIZE}: {name}": bar for name, bar in bars.items()}
+
+    graphs, eager = (
+        Contestant(name, "benchmarks.bench_rollout:engine_entry", DEVICE, engines=[engine], **own)
+        for name, engine in (("fastgrpo", GRAPHS), (EAGER, EAGER))
     )
-    tell(rows, {f"{ROLLOUT_SIZE}: {name}": bar for name, bar in bars.items()})
+    tell_contest([graphs, eager], {}, judge)
 
 
 def time_step() -> None:
     """Time one GRPO step beside TRL's."""
+
+    def judge(found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
+        rows, bars = bench_step.judged(STEP_SIZE, found)
+        return rows, {f"{STEP_SIZE}: {name}": bar for name, bar in bars.items()}
+
     with tempfile.TemporaryDirectory() as folder:
         contestants, missing = bench_step.contestants_of(STEP_SIZE, Path(folder), ["trl"])
-        with taking_part(contestants):
-            found = contest(contestants, 2 if SMALL else 1, missing)
-    rows, bars = bench_step.judged(STEP_SIZE, found)
-    note = "; ".join(f"{name}: {why}" for name, why in found.missing.items())
-    tell(rows, {f"{STEP_SIZE}: {name}": bar for name, bar in bars.items()}, note)
+        tell_contest(contestants, missing, judge, 2 if SMALL else 1)
 
 
 def compare_choices() -> None:
     """Compare what was chosen without a GPU: `flatten` on and off, and the Triton path in fp32 with the one without."""
-    from fastgrpo.kernels import linear_exp
+    from fastgrpo.kernels import launch, linear_exp
     from fastgrpo.kernels.linear_logprob import linear_logprob as anchored
 
     for size in FLATTEN_SIZES:
@@ -151,13 +210,15 @@ def compare_choices() -> None:
             with torch.no_grad(), mock.patch.object(linear_exp, "flattens", lambda *options: flatten):
                 return anchored(*head, path="anchored")[0]
 
+        name = size_name(size)
         different = (call(True) != call(False)).sum().item()
-        times = compare({flatten: partial(call, flatten) for flatten in (True, False)}, ROUNDS, DEVICE, SECONDS)
-        bars = {
-            "tokens that flatten gives other bits": at_most(different, 0),
-            "time with flatten, of that without": at_most(times[True]["median_s"] / times[False]["median_s"], 1.0),
-        }
-        tell(bars={f"{size_name(size)}: {name}": bar for name, bar in bars.items()})
+        tell(bars={f"{name}: tokens that flatten gives other bits": at_most(different, 0)})
+        bar = f"{name}: time with flatten, of that without"
+        if launch.uses_descriptors(hidden, weight):
+            times = compare({flatten: partial(call, flatten) for flatten in (True, False)}, ROUNDS, DEVICE, SECONDS)
+            tell(bars={bar: at_most(times[True]["median_s"] / times[False]["median_s"], FLATTEN_BAR)})
+        else:  # two times of one and the same kernel: noise would decide
+            tell(note="flatten changes nothing here, where the kernel has no descriptors")
         del hidden, weight, targets, call
     hidden, weight, targets = _operands(FP32_SIZE, torch.float32)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
@@ -178,22 +239,6 @@ def _operands(size, dtype):
     return hidden, weight, torch.randint(v, (n,), device=DEVICE)
 
 
-def run_kernels() -> None:
-    """Run the kernels of head and decoding once; compute-sanitizer watches this part."""
-    from fastgrpo.kernels.group_decode import group_decode
-
-    hidden, weight, targets = _operands(SANITIZED, DTYPE)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    torch.autograd.grad(linear_grpo_loss(*leaves, targets, torch.ones(len(hidden), device=DEVICE)).loss, leaves)
-    linear_logprob(*leaves, targets, return_entropy=True)[1].sum().backward()
-    for depth in (64, 128):
-        lanes = torch.arange(8).view(2, 4)
-        group_decode(**rollouts.random_decode(lanes.tolist(), [40, 33], [9] * 8, heads=(8, 2), depth=depth,
-                                              dtype=DTYPE, device=DEVICE))  # fmt: skip
-    if CUDA:
-        torch.cuda.synchronize()
-
-
 PARTS = {
     "versions": show_versions,
     "check": check_kernels,
@@ -201,7 +246,7 @@ PARTS = {
     "rollout": time_rollout,
     "step": time_step,
     "choices": compare_choices,
-    "kernels": run_kernels,
+    "times": time_kernels,
 }
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The sizes of the parts of `make first-gpu`, and what was predicted for them before anything had run on a GPU."""
 
+from benchmarks import predictions
 from benchmarks.bench_head import SHAPES
 from benchmarks.harness import SMALL
 
@@ -8,15 +9,6 @@ ROLLOUT_SIZE, STEP_SIZE = ("embedded", "0.8m") if SMALL else ("0.5b", "0.5b")
 # N, D and V of the first product with and without `flatten`, and of the loss in fp32.
 FLATTEN_SIZES = ((40, 16, 70),) if SMALL else ((8192, 896, 151_936), (8192, 4096, 128_256))
 FP32_SIZE = (40, 16, 70) if SMALL else (2048, 896, 151_936)
-SANITIZED = (256, 128, 2000)  # of the head under compute-sanitizer
-# For an H200, from the machine code. The bar, after its shape or size -> the range. These are predictions, no results.
-PREDICTED = {
-    "8192 x 896 x 151936: time, of the bare products": "1.05 to 1.10",
-    "8192 x 896 x 151936: forward time, of one product": "1.10 to 1.19",
-    "8192 x 4096 x 128256: time, of the bare products": "1.015 to 1.04",
-    "0.5b: share of the bandwidth limit, with liger's layers": "0.34 to 0.37",
-    "0.5b: share of the bandwidth limit, without liger's layers": "0.22 to 0.25",
-}
 
 
 def size_name(size: tuple) -> str:
@@ -26,3 +18,21 @@ def size_name(size: tuple) -> str:
         size: A tuple that begins with the three numbers.
     """
     return " x ".join(str(number) for number in size[:3])
+
+
+def predicted_heads() -> dict[str, str]:
+    """Return what the machine code says of the head: the bar, after its shape -> the ratio."""
+    found = {}
+    for shape in () if SMALL else HEAD_SHAPES:
+        step, forward = predictions.predicted(shape.d)
+        found[f"{size_name(shape)}: time, of the bare products"] = f"{step:.3f}"
+        found[f"{size_name(shape)}: forward time, of one product"] = f"{forward:.3f}"
+    return found
+
+
+# For an H200. The bar, after its shape or size -> the ratio or range. These are predictions, no results.
+PREDICTED = {
+    **predicted_heads(),
+    "0.5b: share of the bandwidth limit, with liger's layers": "0.34 to 0.37",
+    "0.5b: share of the bandwidth limit, without liger's layers": "0.22 to 0.25",
+}

@@ -51,6 +51,16 @@ def at_least(value: float, limit: float) -> Bar:
     return {"value": round(value, 3), "at least": limit, "met": value >= limit}
 
 
+def none_of(failures: int, complete: bool) -> Bar:
+    """Judge a count of failures, which is no good news where not all of them could be seen.
+
+    Args:
+        failures: How many were seen.
+        complete: Whether all that could fail has run to its end.
+    """
+    return {**at_most(failures, 0), "met": complete and failures == 0, "complete": complete}
+
+
 def finish(
     benchmark: BenchmarkFixture,
     capsys: pytest.CaptureFixture[str],

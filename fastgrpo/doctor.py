@@ -1,7 +1,7 @@
 """python -m fastgrpo.doctor: show what is installed, which code paths run here, and what missing packages are for.
 
 With --model PATH and any flags of training, it also shows the memory that such a run would take. With --check it runs
-every kernel in a process of its own, and shows how exact and how fast each is on this machine. Nothing is downloaded.
+every kernel in another process, and shows how exact and how fast each is on this machine. Nothing is downloaded.
 """
 
 import math

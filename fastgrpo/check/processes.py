@@ -1,13 +1,16 @@
-"""Runs a command in a process group of its own with a time limit, and says in one line how it ended if not well."""
+"""Runs commands with a time limit, and says in one line how one ended if not well."""
 
 import contextlib
+import json
 import os
 import re
+import select
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REASON_LENGTH = 200
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|OutOfResources)\b")
@@ -27,10 +30,74 @@ class Ended(NamedTuple):
     problem: str | None
 
 
+class Server:
+    """A process that answers each line of its input with a JSON object on a line of its output.
+
+    Args:
+        command: The program and its arguments.
+        environment: All variables of its environment.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]):
+        self.errors, self.unread = tempfile.TemporaryFile(), b""  # noqa: SIM115 - `close` closes it
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment, bufsize=0
+        )
+
+    def ask(self, line: str, seconds: float) -> dict[str, Any]:
+        """Hand a line to the process and wait for the answer. Lines that are no JSON object are passed over.
+
+        Args:
+            line: The line.
+            seconds: How long the answer may take.
+
+        Returns:
+            The answer; or a "problem" in one line, after which there is nothing more to ask.
+        """
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which is told below
+            self.process.stdin.write(line.encode() + b"\n")
+        end, output = time.monotonic() + seconds, self.process.stdout
+        while (answer := self._answer()) is None:
+            left = max(end - time.monotonic(), 0)
+            if not select.select([output], [], [], left)[0]:
+                return {"problem": _too_long(seconds)}
+            more = os.read(output.fileno(), 2**16)
+            if not more:
+                return {"problem": self._how_it_ended(left, seconds)}
+            self.unread += more
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.wait()
+        for file in (self.process.stdin, self.process.stdout, self.errors):
+            file.close()
+
+    def _answer(self):
+        """Return the next object of what was read, or None."""
+        while b"\n" in self.unread:
+            line, _, self.unread = self.unread.partition(b"\n")
+            with contextlib.suppress(ValueError):
+                if isinstance(found := json.loads(line), dict):
+                    return found
+        return None
+
+    def _how_it_ended(self, left, seconds):
+        """Say why there is no answer and no more output."""
+        try:
+            code = self.process.wait(left)
+        except subprocess.TimeoutExpired:
+            return _too_long(seconds)
+        self.errors.seek(0)
+        said = _what_was_raised(self.errors.read().decode(errors="replace")) if code > 0 else ""
+        return said or ("it ended without a result" if code == 0 else _code(code))
+
+
 def run_limited(
     command: Sequence[str], seconds: float, environment: dict[str, str], folder: str | None = None
 ) -> Ended:
-    """Run a command. When its time is over, it and all processes that it started are killed.
+    """Run a command in a process group of its own; when its time is over, all processes of the group are killed.
 
     Args:
         command: The program and its arguments.
@@ -48,7 +115,7 @@ def run_limited(
             process.wait(seconds)
             problem = None if process.returncode == 0 else _code(process.returncode)
         except subprocess.TimeoutExpired:
-            problem = f"not done after {seconds:.0f} s"
+            problem = _too_long(seconds)
         finally:
             _kill_group(process)
         texts = []
@@ -58,6 +125,11 @@ def run_limited(
     if problem and process.returncode > 0:
         problem = _what_was_raised(texts[1]) or problem
     return Ended(*texts, problem)
+
+
+def _too_long(seconds: float) -> str:
+    """Say that a time limit was reached."""
+    return f"not done after {seconds:.0f} s"
 
 
 def _code(code: int) -> str:

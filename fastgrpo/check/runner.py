@@ -1,15 +1,17 @@
-"""Runs every check in a process of its own, and prints a line for each: python -m fastgrpo.doctor --check.
+"""Runs every check in another process, and prints a line for each: python -m fastgrpo.doctor --check.
 
-A bad access ends CUDA for its process, and so a check may crash, hang, or fail to compile without harm to the others.
-On a GPU a failed check is tried again with the other assembler that Triton brings along, because a wrong one of these
-is a likely cause: Triton takes `ptxas` up to compute capability 9.x and `ptxas-blackwell` from 10.0 on.
+A bad access ends CUDA for its process. So a process goes on with the next check only where the one before has passed;
+one that crashes, hangs, does not compile or is wrong was the last one of its process. On a GPU a failed check is tried
+again with the other assembler that Triton brings along, because a wrong one of these is a likely cause: Triton takes
+`ptxas` up to compute capability 9.x and `ptxas-blackwell` from 10.0 on.
 """
 
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +19,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fastgrpo.check.cases import Case, modes_here
-from fastgrpo.check.processes import run_limited
-from fastgrpo.check.worker import find_cases
+from fastgrpo.check.processes import Server
+from fastgrpo.check.worker import STEPS, find_cases
 
 TABLE = "fastgrpo.check.cases:CASES"
-SECONDS = 120.0  # time limit of one check
+SECONDS = 120.0  # time limit of one step of a check
 HOW = {"gpu": "GPU", "cpu": "CPU, without Triton", "interpreter": "CPU, interpreted"}
 COLUMNS = "{:<34} {:<19} {:<6} {:<34} {:>9} {:>7} {:>14} {:>8}"
 HEADER = COLUMNS.format("kernel", "where", "result", "worst error (allowed)", "ms", "x plain", "rate", "of limit")
-
-Attempt = Callable[[str, str, str, dict[str, str]], dict[str, Any]]  # (table, name, mode, variables) -> what was found
 
 
 class Line(NamedTuple):
@@ -76,9 +76,8 @@ def worst_of(found: dict[str, Any]) -> tuple[str, float, float] | None:
 
     def share(entry: tuple[str, float, float]) -> float:
         _, error, allowed = entry
-        if math.isnan(error):
-            return math.inf
-        return error / allowed if allowed else math.inf if error else 0.0
+        of_limit = error / allowed if allowed else math.inf if error else 0.0
+        return math.inf if math.isnan(of_limit) else of_limit
 
     return max(errors, key=share, default=None)
 
@@ -91,35 +90,58 @@ def reason(found: dict[str, Any]) -> str | None:
     """
     if "problem" in found:
         return found["problem"]
-    name, error, allowed = worst_of(found)
-    return None if error <= allowed else f"the error of {name} is {error:.1e}, and {allowed:.1e} is allowed"
+    beyond = {name: (error, allowed) for name, (error, allowed) in found.get("errors", {}).items()
+              if not error <= allowed}  # NaN, on either side, is never within a limit  # fmt: skip
+    if not beyond:
+        return None
+    return "the error of {} is {:.1e}, and {:.1e} is allowed".format(*worst_of({"errors": beyond}))
 
 
-def attempt(table: str, name: str, mode: str, variables: dict[str, str], seconds: float = SECONDS) -> dict[str, Any]:
-    """Run one check in a process of its own.
+class Checks:
+    """Runs checks of a table, in one process as long as they pass; the next one after a failure has a fresh process.
 
     Args:
         table: A table of cases, as module:attribute.
-        name: The case.
-        mode: Where it runs.
-        variables: Variables of its environment, beside those of this process.
-        seconds: Its time limit.
-
-    Returns:
-        What the worker found, or its "problem" in one line.
+        mode: Where they run.
+        variables: Variables of the processes' environment, beside those of this process.
+        seconds: Time limit of a step.
     """
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["FASTGRPO_SELF_CHECK"] = "0"  # a kernel that fails there would not be compared here
-    if mode != "gpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    if mode == "interpreter":
-        environment["TRITON_INTERPRET"] = "1"
-    ended = run_limited(
-        [sys.executable, "-m", "fastgrpo.check.worker", table, name, mode], seconds, {**environment, **variables}
-    )
-    if ended.problem:
-        return {"problem": ended.problem}
-    return json.loads(ended.output.splitlines()[-1])
+
+    def __init__(self, table: str, mode: str, variables: dict[str, str], seconds: float = SECONDS):
+        self.command = [sys.executable, "-m", "fastgrpo.check.worker", table, mode]
+        self.seconds, self.server = seconds, None
+        self.environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        self.environment["FASTGRPO_SELF_CHECK"] = "0"  # a kernel that fails there would not be compared here
+        if mode != "gpu":
+            self.environment["CUDA_VISIBLE_DEVICES"] = ""
+        if mode == "interpreter":
+            self.environment["TRITON_INTERPRET"] = "1"
+        self.environment |= variables
+
+    def run(self, name: str, steps: Iterable[str] = STEPS) -> dict[str, Any]:
+        """Run steps of a check, until one fails.
+
+        Args:
+            name: The case.
+            steps: Keys of `STEPS`.
+
+        Returns:
+            What the worker found, with the "problem" in one line where a step did not end.
+        """
+        found = {}
+        for step in steps:
+            self.server = self.server or Server(self.command, self.environment)
+            found |= self.server.ask(json.dumps({"name": name, "step": step}), self.seconds)
+            if reason(found) is not None:
+                self.close()
+                break
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        if self.server is not None:
+            self.server.close()
+        self.server = None
 
 
 def other_assembler() -> dict[str, str]:
@@ -138,30 +160,50 @@ def other_assembler() -> dict[str, str]:
 
 
 def check(
-    table: str, cases: tuple[Case, ...], mode: str, other: dict[str, str], run: Attempt = attempt
-) -> Iterator[Line]:
+    table: str, cases: Sequence[Case], mode: str, other: dict[str, str] | None = None, steps: Sequence[str] = (*STEPS,),
+    seconds: float = SECONDS, start: Callable[..., Checks] = Checks,
+) -> Iterator[Line]:  # fmt: skip
     """Run the checks of a mode, a failed one a second time with the other assembler.
 
     Args:
         table: The table that the cases are from, as module:attribute.
         cases: The cases.
         mode: Where they run.
-        other: The variable that chooses the other assembler; empty for no second try.
-        run: Runs one check, as `attempt` does.
+        other: The variable that chooses the other assembler; None or empty for no second try.
+        steps: Keys of `STEPS`.
+        seconds: Time limit of a step.
+        start: Makes what runs the checks, as `Checks`.
 
     Yields:
         The outcome of each check, as soon as it is known.
     """
-    for case in cases:
-        if mode not in case.modes:
-            continue
-        found, note = run(table, case.name, mode, {}), ""
-        if other and reason(found) is not None:
-            ((variable, path),) = other.items()
-            again = reason(run(table, case.name, mode, other))
-            outcome = "passes" if again is None else f"fails too: {again}"
-            note = f"with {variable}={path} it {outcome}"
-        yield Line(case.name, mode, found, note)
+    with closing(start(table, mode, {}, seconds)) as checks:
+        for case in cases:
+            if mode in case.modes:
+                line = Line(case.name, mode, checks.run(case.name, steps))
+                yield line if line.passed or not other else try_again(table, line, other, seconds, start)
+
+
+def try_again(
+    table: str, line: Line, other: dict[str, str], seconds: float = SECONDS, start: Callable[..., Checks] = Checks
+) -> Line:
+    """Compare the values of a failed check again, with the other assembler.
+
+    Args:
+        table: The table that the case is from.
+        line: What came of the check.
+        other: The variable that chooses the other assembler.
+        seconds: Time limit of a step.
+        start: As in `check`.
+
+    Returns:
+        The outcome, with a note that says whether it helped.
+    """
+    with closing(start(table, line.mode, other, seconds)) as checks:
+        again = reason(checks.run(line.name, ("values",)))
+    ((variable, path),) = other.items()
+    outcome = "passes" if again is None else f"fails too: {again}"
+    return line._replace(note=f"with {variable}={path} it {outcome}")
 
 
 def check_all(table: str) -> int:

@@ -1,12 +1,15 @@
-"""Runs one check in a process of its own: python -m fastgrpo.check.worker TABLE NAME MODE.
+"""Runs checks in a process of its own: python -m fastgrpo.check.worker TABLE MODE.
 
-TABLE names a table of cases, as module:attribute. The last line of the output is a JSON object: the errors with the
-largest ones that are allowed, the times, and the rate as a share of the device's limit. Whatever else happens to the
-process is for runner.py to tell.
+TABLE names a table of cases, as module:attribute. Each line of the input is a JSON object with the name of a case and
+a step, "values" or "times"; the answer is a line too. "values" gives the errors with the largest ones that are allowed,
+"times" the times and the rate as a share of the device's limit. An exception ends the process; whatever happens to it
+is for runner.py to tell.
 """
 
+import gc
 import importlib
 import json
+import os
 import sys
 import warnings
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 
 from fastgrpo.check.cases import Case
 from fastgrpo.check.clock import copy_limit, medians, product_limit
-from fastgrpo.check.places import Place, Trial
+from fastgrpo.check.places import Place
 
 
 def find_cases(table: str) -> tuple[Case, ...]:
@@ -28,35 +31,52 @@ def find_cases(table: str) -> tuple[Case, ...]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def run_case(case: Case, mode: str) -> dict[str, Any]:
-    """Compare a kernel with its specification, and time it where the mode has a size for that.
+def place_of(case: Case, mode: str, timed: bool) -> Place:
+    """Return where a case runs.
+
+    Args:
+        case: The case.
+        mode: A mode of `Place`.
+        timed: Whether it runs at the size of the time, not at that of the values.
+    """
+    on_gpu = mode == "gpu"
+    return Place(mode, torch.device("cuda" if on_gpu else "cpu"), case.dtype if on_gpu else torch.float32, timed)
+
+
+def values_of(case: Case, mode: str) -> dict[str, Any]:
+    """Compare a kernel with its specification.
 
     Args:
         case: The case.
         mode: A mode of `Place`.
 
     Returns:
-        "errors" with a pair for each name: the error, and the largest one that is allowed. Where it was timed and had
-        enough memory for that, "ms" of the kernel and "plain_ms" of plain PyTorch (None where that has not enough); and
-        on a GPU, where the case says what bounds it, the "rate" and its share "of_limit".
+        "errors" with a pair for each name: the error, and the largest one that is allowed.
     """
-    device = torch.device("cuda" if mode == "gpu" else "cpu")
-    place = Place(mode, device, case.dtype if mode == "gpu" else torch.float32, timed=False)
+    trial = case.make(place_of(case, mode, timed=False))
+    return {"errors": trial.judge(trial.ours())}
+
+
+def times_of(case: Case, mode: str) -> dict[str, Any]:
+    """Time a kernel, and say what share of the device's limit it reaches.
+
+    Args:
+        case: The case.
+        mode: A mode of `Place`.
+
+    Returns:
+        Nothing where the mode has no size for that, or not enough memory. Else "ms" of the kernel and "plain_ms" of
+        plain PyTorch (None where that has not enough); and on a GPU, where the case says what bounds it, the "rate" and
+        its share "of_limit".
+    """
+    place = place_of(case, mode, timed=True)
     trial = case.make(place)
-    found = {"errors": trial.judge(trial.ours())}
-    del trial
-    timed = case.make(place._replace(timed=True))
-    return found if timed is None else {**found, **_times(timed, place)}
-
-
-def _times(trial: Trial, place: Place) -> dict[str, Any]:
-    """Time a trial, and say what share of the device's limit it reaches."""
-    seconds = medians({"ours": trial.ours, "plain": trial.plain}, place.device)
-    if "ours" not in seconds:  # at this size it has not enough memory
+    seconds = {} if trial is None else medians({"ours": trial.ours, "plain": trial.plain}, place.device)
+    if "ours" not in seconds:
         return {}
     plain = seconds.get("plain")
     found = {"ms": 1e3 * seconds["ours"], "plain_ms": None if plain is None else 1e3 * plain}
-    if place.mode != "gpu" or not (trial.flops or trial.bytes):
+    if mode != "gpu" or not (trial.flops or trial.bytes):
         return found
     limit = product_limit(place.device, place.dtype) if trial.flops else copy_limit(place.device)
     rate = (trial.flops or trial.bytes) / seconds["ours"]
@@ -64,18 +84,28 @@ def _times(trial: Trial, place: Place) -> dict[str, Any]:
     return {**found, "rate": text, "of_limit": rate / limit}
 
 
+STEPS = {"values": values_of, "times": times_of}
+
+
 def main(argv: list[str]) -> None:
-    """Run one case of a table, and print what was found.
+    """Run the steps that the input asks for, and print what each found.
 
     Args:
-        argv: The table, the case's name and the mode.
+        argv: The table and the mode.
     """
-    table, name, mode = argv
-    (case,) = (case for case in find_cases(table) if case.name == name)
-    torch.manual_seed(0)
+    table, mode = argv
+    cases = {case.name: case for case in find_cases(table)}
     if mode == "interpreter":
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy tells of every exp that overflows on its way to a flag
-    print("\n" + json.dumps(run_case(case, mode)), flush=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    for line in sys.stdin:
+        asked = json.loads(line)
+        torch.manual_seed(0)
+        answers.write(json.dumps(STEPS[asked["step"]](cases[asked["name"]], mode)) + "\n")
+        answers.flush()
+        gc.collect()
+        torch.cuda.empty_cache()  # the next one may need all of it
 
 
 if __name__ == "__main__":

@@ -15,17 +15,17 @@ from paths import ROOT
 
 from fastgrpo.check.cases import CASES
 from fastgrpo.check.runner import reason
-from fastgrpo.check.worker import run_case
+from fastgrpo.check.worker import times_of, values_of
 
 RUN = """
 import json, sys, warnings
 from triton.runtime.interpreter import InterpretedFunction
 from fastgrpo.check.cases import CASES
-from fastgrpo.check.worker import run_case
+from fastgrpo.check.worker import values_of
 warnings.simplefilter("ignore", RuntimeWarning)
 launched, get = set(), InterpretedFunction.__getitem__
 InterpretedFunction.__getitem__ = lambda self, grid: (launched.add(self.fn.__name__), get(self, grid))[1]
-found = {case.name: run_case(case, "interpreter") for case in CASES if "interpreter" in case.modes}
+found = {case.name: values_of(case, "interpreter") for case in CASES if "interpreter" in case.modes}
 print(json.dumps([found, sorted(launched)]))
 """
 
@@ -41,13 +41,13 @@ def test_names_are_unique():
 @pytest.mark.parametrize("case", named("cpu"))
 def test_without_triton(case):
     torch.manual_seed(0)
-    found = run_case(case, "cpu")
+    found = values_of(case, "cpu") | times_of(case, "cpu")
     assert reason(found) is None, found
     assert found["ms"] > 0 and found["plain_ms"] > 0 and "rate" not in found
 
 
 def test_interpreted():
-    """In one process, for the time of the suite; `doctor --check` gives each its own."""
+    """In one process, as in `doctor --check` where none fails."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", RUN],
@@ -70,5 +70,5 @@ def test_interpreted():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", named("gpu"))
 def test_on_a_gpu(case):
-    found = run_case(case, "gpu")
+    found = values_of(case, "gpu") | times_of(case, "gpu")
     assert reason(found) is None, found

@@ -1,6 +1,7 @@
 """A planted error of every kind costs one line that says FAIL and why, and makes the exit code 1."""
 
-from functools import partial
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,19 @@ def planted(monkeypatch):
 
 
 def test_a_planted_error_fails_the_command(planted, monkeypatch, capsys):
-    """The wrong value, the crash and the failed launch cost their own lines; the right kernel passes."""
+    """The wrong value, the crash and the failed launch cost their own lines; right kernels beside them pass."""
     monkeypatch.setattr(runner, "find_cases", lambda table: CASES[:-1])
     monkeypatch.setattr(runner, "modes_here", lambda: ("cpu",))
     monkeypatch.setattr(runner, "TABLE", TABLE)
     assert doctor.main(["--check"]) == 1
     out = capsys.readouterr().out
     table = {line.split("  ")[0]: line for line in out[out.index(runner.HEADER) :].splitlines()}
-    assert " pass " in table["right"] and all(" FAIL " in table[name] for name in ("wrong", "crash", "too large"))
+    assert all(" pass " in table[name] for name in ("right", "right again"))
+    assert all(" FAIL " in table[name] for name in ("wrong", "crash", "too large"))
     assert "value: 1.0e-03 (1.0e-05)" in table["wrong"]
     assert "    killed by SIGSEGV" in out
     assert "OutOfResources: out of resource: shared memory, Required: 106496, Hardware limit: 101376" in out
-    assert "1 of 4 checks passed" in out
+    assert "2 of 5 checks passed" in out
 
 
 def test_nan_is_beyond_every_limit():
@@ -41,24 +43,72 @@ def test_nan_is_beyond_every_limit():
     assert runner.reason({"errors": {"none": (1e-9, 0.0)}}) is not None
 
 
+@pytest.mark.parametrize("pair", ((0.0, math.nan), (math.nan, math.nan), (math.nan, 0.0)), ids=str)
+@pytest.mark.parametrize("place", range(3))
+def test_nan_in_any_place_fails(pair, place):
+    """Also where plain PyTorch has NaN, and wherever the entry stands among others."""
+    entries = [("near", (9e-6, 1e-5)), ("far", (1e-9, 1e-5))]
+    entries.insert(place, ("value", pair))
+    found = {"errors": dict(entries)}
+    assert runner.reason(found).startswith("the error of value is ") and runner.worst_of(found)[0] == "value"
+
+
 def test_a_hang_ends_at_its_limit(planted):
-    (line,) = runner.check(TABLE, CASES[-1:], "cpu", {}, partial(runner.attempt, seconds=1))
+    (line,) = runner.check(TABLE, CASES[-1:], "cpu", seconds=1)
     assert line.name == "hang" and not line.passed and "not done after 1 s" in str(line)
 
 
+class Answers:
+    """In place of a process: tells its number as an error, and crashes at the case of that name."""
+
+    number = 0
+
+    def __init__(self, command, environment):
+        Answers.number += 1
+        self.number = Answers.number
+
+    def ask(self, line, seconds):
+        asked = json.loads(line)
+        if asked["name"] == "crash" and asked["step"] == "times":
+            return {"problem": "killed by SIGSEGV"}
+        return {"errors": {"value": (float(self.number), 2.0)}} if asked["step"] == "values" else {"ms": 1.0}
+
+    def close(self):
+        pass
+
+
+def test_a_process_goes_on_until_a_check_fails(monkeypatch):
+    """The third process is the first one whose number is beyond what is allowed, so that each of its checks fails."""
+    monkeypatch.setattr(runner, "Server", Answers)
+    monkeypatch.setattr(Answers, "number", 0)
+    checks = runner.Checks(TABLE, "cpu", {})
+    found = [checks.run(name) for name in ("a", "b", "crash", "c", "crash", "d", "e")]
+    assert [values["errors"]["value"][0] for values in found] == [1, 1, 1, 2, 2, 3, 4]
+    assert [runner.reason(values) is None for values in found] == [True, True, False, True, False, False, False]
+    assert "problem" in found[2] and "ms" in found[3] and "ms" not in found[5]  # no time of what is wrong
+    assert checks.run("f", ("times",)) == {"ms": 1.0}
+
+
 def assembler(helps):
-    """A run that fails unless the other assembler is chosen, and perhaps even then."""
+    """Checks that fail unless the other assembler is chosen, and perhaps even then."""
 
-    def run(table, name, mode, variables):
-        right = name == "right" or (variables == OTHER and helps)
-        return {"errors": {"value": (0.0 if right else 1.0, 1e-5)}}
+    class Planted:
+        def __init__(self, table, mode, variables, seconds):
+            self.variables = variables
 
-    return run
+        def run(self, name, steps):
+            right = name == "right" or (self.variables == OTHER and helps)
+            return {"errors": {"value": (0.0 if right else 1.0, 1e-5)}}
+
+        def close(self):
+            pass
+
+    return Planted
 
 
 @pytest.mark.parametrize(("helps", "note"), ((True, "passes"), (False, "fails too: the error of value is 1.0e+00")))
 def test_a_failed_check_is_tried_with_the_other_assembler(helps, note):
-    right, wrong = runner.check(TABLE, CASES[:2], "cpu", OTHER, assembler(helps))
+    right, wrong = runner.check(TABLE, CASES[:2], "cpu", OTHER, start=assembler(helps))
     assert right.passed and right.note == ""
     assert not wrong.passed  # what people get without the variable is wrong
     assert f"with TRITON_PTXAS_PATH=/bundled/ptxas-blackwell it {note}" in str(wrong)

@@ -12,7 +12,7 @@ from paths import ROOT
 
 from benchmarks import report
 from benchmarks.batches import make_batch
-from benchmarks.compare import append, compare, rows_of
+from benchmarks.compare import COMMIT_VARIABLE, SAME_RUN, STARTED_VARIABLE, append, compare, in_turns, rows_of
 from benchmarks.variants import bare_products
 
 
@@ -29,6 +29,25 @@ def test_variants_run_in_turns():
     calls = []
     compare({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
+
+
+def test_what_takes_part_no_longer_is_not_in_the_results():
+    clocks = {"stays": lambda: 1.0, "goes": iter((1.0, None)).__next__, "stays too": lambda: 2.0}
+    results = in_turns(clocks, dict.fromkeys(clocks, 0), rounds=5)
+    assert {name: result["rounds"] for name, result in results.items()} == {"stays": 5, "stays too": 5}
+
+
+def test_the_parts_of_a_run_have_its_date_and_commit():
+    """The results that the run has written would make each later process name another commit."""
+    code = "import json; from benchmarks.compare import rows_of; print(json.dumps(rows_of({}, {'a': ''})))"
+    variables = {STARTED_VARIABLE: "2026-02-02T00:00:00+00:00", COMMIT_VARIABLE: "abc"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, check=True
+    )
+    (row,) = json.loads(done.stdout)
+    assert (row["date"], row["commit"]) == ("2026-02-02T00:00:00+00:00", "abc")
+    (mine,) = rows_of({}, {"a": ""})
+    assert {STARTED_VARIABLE: mine["date"], COMMIT_VARIABLE: mine["commit"]} == SAME_RUN
 
 
 def test_a_time_budget_ends_the_rounds():

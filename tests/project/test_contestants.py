@@ -35,7 +35,35 @@ def test_contestants_do_not_reach_one_another(planted):
         "dies": "failed: its process ended with code 3",
         "cannot be made": "failed: ImportError: no package",
     }
-    assert found.about["fastgrpo"] == {"name": "fastgrpo"} and found.again("fastgrpo") > 0
+    # A kernel that its self-check distrusts is an error: plain PyTorch is not measured under our name.
+    assert found.about["fastgrpo"] == {"name": "fastgrpo", "self-check": "raise"} and found.again("fastgrpo") > 0
+
+
+def test_a_peer_that_fails_in_a_timed_round_is_missing(planted):
+    """The others go on, and nothing of it is in the results."""
+    found = contest(planted("trl, second round", "fastgrpo", "peer"), 3)
+    assert found.missing == {"trl, second round": "failed: OSError: no memory"}
+    assert {name: result["rounds"] for name, result in found.results.items()} == {"fastgrpo": 3, "peer": 3}
+    with pytest.raises(Failed, match="OSError: no memory"):
+        contest(planted("fastgrpo, second round")[-1:], 3)
+
+
+def test_a_contestant_is_started_when_the_one_before_is_made(planted, monkeypatch):
+    """And what is asked of one again is not made again."""
+    started, answer = [], Contestant._answer
+    contestants = planted("fastgrpo", "peer")
+
+    def watched(contestant):
+        found = answer(contestant)
+        if "calls" in found:
+            started.append([other.name for other in contestants if other.process is not None])
+        return found
+
+    monkeypatch.setattr(Contestant, "_answer", watched)
+    assert not any(contestant.process for contestant in contestants)
+    assert contest(contestants[:1], 1).results.keys() == {"fastgrpo"}
+    assert contest(contestants, 1).results.keys() == {"fastgrpo", "peer"}
+    assert started == [["fastgrpo"], ["fastgrpo", "peer"]]
 
 
 def test_a_failure_of_ours_fails_the_benchmark(planted):
