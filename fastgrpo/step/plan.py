@@ -4,19 +4,16 @@
 not fit is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
 """
 
-import copy
 import dataclasses
 import math
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.policy.files import loading, read_config, read_json
-from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
@@ -25,34 +22,9 @@ from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import make_provider
 from fastgrpo.step.activations import activation_bytes
 from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan
+from fastgrpo.step.outline import outline, outline_of, unplannable
 
 FP32 = 4  # bytes of a number
-
-
-def outline(path: str | Path, trust_remote_code: bool = False, download: bool = False) -> PreTrainedModel:
-    """Build a causal LM without weights from its config.
-
-    Args:
-        path: A folder with the config, a GGUF file, or a hub id.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        download: Whether the config may be downloaded. If not, that of a hub id must be in the hub's cache.
-
-    Returns:
-        The model on torch's meta device.
-
-    Raises:
-        ValueError: There is no config, or it is not one of a causal LM.
-    """
-    files = ("config.json", "adapter_config.json")
-    local = download or Path(path).is_dir() or find_gguf(path) is not None
-    if not local and not any(read_json(path, file, local_files_only=True) for file in files):
-        raise ValueError(
-            f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
-            "downloaded here)"
-        )
-    config = read_config(path, trust_remote_code, local_files_only=not download)
-    with loading(path, "config.json"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: float | None = None) -> Plan | None:
@@ -64,8 +36,8 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
         room: Bytes that the run may take on its device; None stands for what is free there.
 
     Returns:
-        The plan. None on a CPU whose memory nobody limits, and for what is no causal LM with attention layers, whose
-        numbers the plan is computed from: loading it refuses it, or gives it to the hf backend.
+        The plan. None on a CPU whose memory nobody limits, and for a model that is `unplannable`: loading it refuses
+        it, or gives it to the hf backend.
     """
     device = choose_device(config.device)
     on_cpu = device.type == "cpu" and room is None
@@ -74,24 +46,12 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
     if room is None:
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
-    if isinstance(model, PreTrainedModel):
-        model = _weightless(model)
-    else:
-        model = outline(model, config.trust_remote_code, download=True)
-    shape = model.config.get_text_config()
-    numbers = [getattr(shape, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")]
-    if model.get_output_embeddings() is None or not all(isinstance(number, int) for number in numbers):
+    outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
+    if unplannable(outlined):
         return None
-    return plan(config, model, dtype=choose_dtype(config.dtype, device), device=device, room=room)
-
-
-def _weightless(model):
-    """Copy a model without its weights: its parameters are on the meta device."""
-    memo = {
-        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    return copy.deepcopy(model, memo)  # deepcopy takes the parameters from the memo
+    if outlined is model:
+        outlined = outline_of(model)
+    return plan(config, outlined, dtype=choose_dtype(config.dtype, device), device=device, room=room)
 
 
 def plan(
