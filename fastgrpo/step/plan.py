@@ -19,7 +19,7 @@ from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
 from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
-from fastgrpo.rollout.providers import make_provider
+from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
 from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan
 from fastgrpo.step.outline import outline, outline_of, unplannable
@@ -142,8 +142,10 @@ def _slots(config, model, dtype, device, prompt_tokens, share):
         return prompt_tokens, [limit] * config.num_generations
 
     wanted = [group_of(longest)] * config.oversampled(config.prompts_per_step)
-    provider = make_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
-    flat = provider.flat or config.rollout_backend == "hf"
+    attention = "sdpa"  # the hf backend, too, has a copy of the prompt for each completion
+    if config.rollout_backend == "fast":
+        attention = choose_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
+    flat = attention == "sdpa"
     slots, one, shorter = (
         fit(requests, config.max_num_seqs, token, math.inf, flat)
         for requests in (wanted, wanted[:1], [group_of(longest // 2)])

@@ -9,6 +9,7 @@ from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
+from fastgrpo.rollout import providers
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.step.activations import activation_bytes
@@ -214,3 +215,15 @@ def test_on_a_gpu_the_head_holds_a_chunk_of_16_bit_exponentials(tmp_path, monkey
     made = plan(config, outline(tmp_path), dtype=torch.bfloat16, device=torch.device("cuda"), room=80 * GIB)
     head = next(part for part in made.parts if part.name == "head")
     assert head.bytes == 8192 * 151_936 * 2 and head.passing
+
+
+@pytest.mark.parametrize("backend, flat", [("hf", True), ("fast", False)])
+def test_no_attention_of_rollouts_is_chosen_before_there_are_rollouts(tmp_path, monkeypatch, caplog, backend, flat):
+    monkeypatch.setattr(providers, "_logged", set())
+    with caplog.at_level("INFO"):
+        made = plan(
+            GRPOConfig(rollout_backend=backend), outline(tiny.save(tmp_path / "model")),
+            dtype=torch.float32, device=CPU,
+        )  # fmt: skip
+    assert not providers._logged and "rollout attention" not in caplog.text
+    assert ("prompts x" in made.slots.how) != flat
