@@ -21,7 +21,7 @@ from fastgrpo.policy.model import head_dim
 from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
-from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan
+from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan, gib
 from fastgrpo.step.outline import outline, outline_of, unplannable
 
 FP32 = 4  # bytes of a number
@@ -86,16 +86,17 @@ def plan(
         )  # fmt: skip
     share = config.rollout_memory_utilization if config.rollout_backend == "fast" else 1.0
     slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens, share)
-    parts = [*_weights(config, model, dtype), reference, *_passing(config, model, dtype, device, lanes)]
+    parts = [*_weights(config, model, dtype), reference, *_head(config, model, dtype, device, lanes)]
 
     def with_checkpointing(on, why):
         activations = _activations(config, model, dtype, device, prompt_tokens, on)
-        left = room - sum(part.bytes for part in (*parts, activations) if not part.ppo)
-        allowed = max(one_group, min(slots.bytes, share * left))
-        kept = slots if allowed >= slots.bytes else dataclasses.replace(
-            slots, bytes=int(allowed), how=f"the share {share:g} of what is left; {slots.how} would be wanted"
-        )  # fmt: skip
-        return Plan([*parts, activations], kept, one_group, share, room, on, why), slots.bytes <= share * left
+        made = Plan([*parts, *activations], slots, one_group, share, room, on, why)
+        allowed = share * (room - made.fixed)
+        if slots.bytes <= allowed:
+            return made, True
+        how = f"{share:g} of what the other parts leave; rollouts would fill {gib(slots.bytes)}: {slots.how}"
+        fewer = dataclasses.replace(slots, bytes=max(one_group, int(allowed)), how=how)
+        return dataclasses.replace(made, slots=fewer), False
 
     if config.gradient_checkpointing != "auto":
         return with_checkpointing(config.gradient_checkpointing, "as gradient_checkpointing says")[0]
@@ -162,9 +163,10 @@ def _slots(config, model, dtype, device, prompt_tokens, share):
     return part, one_group, slots.lanes
 
 
-def _passing(config, model, dtype, device, lanes):
+def _head(config, model, dtype, device, lanes):
     """Compute the parts of the head, which come and go within a step."""
-    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    weight = model.get_output_embeddings().weight
+    vocabulary, hidden = weight.shape
     # Without Triton: the logits, with the full KL those of the reference and as many to compute with, and the slope of
     # the soft-cap.
     full_kl = isinstance(config, GRPOConfig) and config.objective.full_kl
@@ -174,21 +176,26 @@ def _passing(config, model, dtype, device, lanes):
         from fastgrpo.kernels.launch import CHUNK_ROWS
 
         chunk, logit = CHUNK_ROWS, dtype.itemsize
-    chunk = min(chunk, config.max_tokens_per_microbatch)
-    gradient = 0 if config.use_peft else vocabulary * hidden * FP32
-    how = f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes"
+    budget = config.max_tokens_per_microbatch
+    chunk, half = min(chunk, budget), min(chunk, budget // 2)
+    gradient = vocabulary * hidden * FP32 * weight.requires_grad
+    # Autograd holds the gradient of a tied head until that of the embedding is there, at the very end.
+    tied = weight is model.get_input_embeddings().weight
     return [
-        Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", passing=True),
+        Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", times=("draw",)),
         Part(
-            "head", chunk * vocabulary * logit + gradient,
-            how + (", and its weight's gradient in fp32" if gradient else ""), passing=True,
-            saved_by={"--use_peft True": gradient} if gradient else {},
+            "head", chunk * vocabulary * logit, f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes", times=("head",),
+            saved_by={f"--max_tokens_per_microbatch {budget // 2}": (chunk - half) * vocabulary * logit},
+        ),
+        Part(
+            "head's gradient", gradient, f"{vocabulary:,} x {hidden} x 4 bytes" if gradient else "none: it is frozen",
+            times=("head", "layers") if tied else ("head",), saved_by={"--use_peft True": gradient} if gradient else {},
         ),
     ]  # fmt: skip
 
 
 def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
-    """Compute the part of the activations of the largest micro-batch, see activations.py."""
+    """Compute the parts of the activations of the largest micro-batch, see activations.py."""
     fused = would_apply(model, config.use_liger_kernel, device)
     longest = prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
     in_all = math.inf
@@ -200,12 +207,21 @@ def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
         return tokens, activation_bytes(model, dtype, tokens, checkpointing=checkpointing, fused=fused)
 
     budget = config.max_tokens_per_microbatch
-    tokens, size = of(budget, checkpointing)
-    saved_by = {f"--max_tokens_per_microbatch {budget // 2}": size - of(budget // 2, checkpointing)[1]}
+    tokens, sizes = of(budget, checkpointing)
+    others = {f"--max_tokens_per_microbatch {budget // 2}": of(budget // 2, checkpointing)[1]}
     if not checkpointing:
-        saved_by["--gradient_checkpointing True"] = size - of(budget, True)[1]
-    how = f"{tokens:,} tokens of a micro-batch" + (", whose layers are computed again" if checkpointing else "")
-    return Part("activations", size, how, passing=True, saved_by=saved_by)
+        others["--gradient_checkpointing True"] = of(budget, True)[1]
+    saved = [{flag: size - other[i] for flag, other in others.items()} for i, size in enumerate(sizes)]
+    again = ", whose layers are computed again" if checkpointing else ""
+    about = (
+        ("activations", f"{tokens:,} tokens of a micro-batch{again}", ("head", "layers")),
+        ("the head's inputs", f"{tokens:,} tokens and their gradients", ("head",)),
+        ("a layer's backward", f"{tokens:,} tokens in one layer", ("layers",)),
+    )
+    return [
+        Part(name, size, how, times=times, saved_by=saved_by)
+        for (name, how, times), size, saved_by in zip(about, sizes, saved, strict=True)
+    ]
 
 
 def _reference(config, model):
