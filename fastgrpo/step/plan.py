@@ -1,7 +1,7 @@
 """The plan of a run's memory, computed from its settings and from the model's config, without any weights.
 
-`python -m fastgrpo.doctor --model` prints it. On a GPU a run makes it before the weights are loaded: a run that does
-not fit is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
+`python -m fastgrpo.doctor --model` prints it. A run makes it before the weights are loaded: one that does not fit into
+its GPU is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
 """
 
 import dataclasses
@@ -33,17 +33,18 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
     Args:
         config: The settings of the run.
         model: What the run trains: a folder, hub id or GGUF file, or a model, which is not changed.
-        room: Bytes that the run may take on its device; None stands for what is free there.
+        room: Bytes that the run may take on its device. None stands for what is free on a GPU, and for no limit on a
+            CPU.
 
     Returns:
-        The plan. None on a CPU whose memory nobody limits, and for a model that is `unplannable`: loading it refuses
-        it, or gives it to the hf backend.
+        The plan. None for a model that is `unplannable`: loading it refuses it, or gives it to the hf backend.
     """
-    device = choose_device(config.device)
-    on_cpu = device.type == "cpu" and room is None
-    if on_cpu or not isinstance(model, (str, Path, PreTrainedModel)):
+    if not isinstance(model, (str, Path, PreTrainedModel)):
         return None
-    if room is None:
+    device = choose_device(config.device)
+    if room is None and device.type == "cpu":
+        room = math.inf
+    elif room is None:
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
