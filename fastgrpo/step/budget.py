@@ -24,6 +24,7 @@ class Part:
         how: How the bytes come about, as a text for people, such as "64 parameters x 2 bytes".
         ppo: Whether only PPO needs the part. Such parts are there to be compared with.
         times: The `TIMES` at which the part is there, if it comes and goes within a step. Empty if it is always there.
+        at_most: Whether the bytes are a bound that the run may stay far below, so that it is not refused for them.
         saved_by: Flags that would make the part smaller, each with the bytes that it would save.
     """
 
@@ -32,6 +33,7 @@ class Part:
     how: str
     ppo: bool = False
     times: tuple[str, ...] = ()
+    at_most: bool = False
     saved_by: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -72,19 +74,23 @@ class Plan:
         """Bytes of what comes and goes within a step, at the time at which it is most."""
         return self.fixed - sum(part.bytes for part in self.parts if not (part.ppo or part.times))
 
-    def _most(self, flag=None):
+    def _there(self, time, certain=False):
+        """List the parts that are there at a time: all of them, or those of which it is certain how large they are."""
+        parts = (part for part in self.parts if not part.ppo and (not part.times or time in part.times))
+        return [part for part in parts if not (certain and part.at_most)]
+
+    def _most(self, flag=None, certain=False):
         """Return the time at which the parts are most, and their bytes then, less what a flag would save."""
 
         def held(time):
-            there = (part for part in self.parts if not part.ppo and (not part.times or time in part.times))
-            return sum(part.bytes - part.saved_by.get(flag, 0) for part in there)
+            return sum(part.bytes - part.saved_by.get(flag, 0) for part in self._there(time, certain))
 
         time = max(TIMES, key=held)
         return time, held(time)
 
     def _least(self, flag=None):
         """Count the bytes without which there is no step: the share of keys and values must hold one group."""
-        return self._most(flag)[1] + self._for_one_group - self.slots.saved_by.get(flag, 0)
+        return self._most(flag, certain=True)[1] + self._for_one_group - self.slots.saved_by.get(flag, 0)
 
     @property
     def _for_one_group(self):
@@ -116,9 +122,9 @@ class Plan:
         """
         if self._least() <= self.room:
             return
-        time, _ = self._most()
-        there = [part for part in self.parts if part.bytes and not part.ppo and (not part.times or time in part.times)]
-        parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in sorted(there, key=lambda part: -part.bytes))
+        time, _ = self._most(certain=True)
+        there = sorted((part for part in self._there(time, certain=True) if part.bytes), key=lambda part: -part.bytes)
+        parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in there)
         group = f"keys and values of one group {gib(self.one_group)}"
         if self.share < 1:
             group = (

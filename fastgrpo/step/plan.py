@@ -199,8 +199,9 @@ def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
     """Compute the parts of the activations of the largest micro-batch, see activations.py."""
     fused = would_apply(model, config.use_liger_kernel, device)
     longest = prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
-    in_all = math.inf
-    if isinstance(config, GRPOConfig):
+    # How long examples are is not known before there is a tokenizer.
+    in_all, supervised = math.inf, not isinstance(config, GRPOConfig)
+    if not supervised:
         in_all = config.prompts_per_step * (prompt_tokens + config.num_generations * config.max_completion_length)
 
     def of(budget, checkpointing):
@@ -214,13 +215,14 @@ def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
         others["--gradient_checkpointing True"] = of(budget, True)[1]
     saved = [{flag: size - other[i] for flag, other in others.items()} for i, size in enumerate(sizes)]
     again = ", whose layers are computed again" if checkpointing else ""
+    most = "at most " * supervised
     about = (
-        ("activations", f"{tokens:,} tokens of a micro-batch{again}", ("head", "layers")),
-        ("the head's inputs", f"{tokens:,} tokens and their gradients", ("head",)),
-        ("a layer's backward", f"{tokens:,} tokens in one layer", ("layers",)),
+        ("activations", f"{most}{tokens:,} tokens of a micro-batch{again}", ("head", "layers")),
+        ("the head's inputs", f"{most}{tokens:,} tokens and their gradients", ("head",)),
+        ("a layer's backward", f"{most}{tokens:,} tokens in one layer", ("layers",)),
     )
     return [
-        Part(name, size, how, times=times, saved_by=saved_by)
+        Part(name, size, how, times=times, at_most=supervised, saved_by=saved_by)
         for (name, how, times), size, saved_by in zip(about, sizes, saved, strict=True)
     ]
 

@@ -206,6 +206,17 @@ def test_supervised_training_has_neither_reference_nor_rollouts(tmp_path):
     assert parts["activations"].bytes > 0
 
 
+def test_a_supervised_run_is_not_refused_for_micro_batches_that_its_examples_may_not_fill(tmp_path):
+    tiny.config(**SHAPES["0.5B"]).save_pretrained(tmp_path)
+    config = SFTConfig(device="cpu", dtype="bfloat16")
+    planned = plan_run(config, tmp_path, room=10 * GIB)
+    planned.check()
+    assert planned.needed > 10 * GIB and planned.checkpointing
+    with pytest.raises(ValueError, match="needs at least 8") as error:
+        plan_run(config, tmp_path, room=8 * GIB).check()
+    assert "activations" not in str(error.value) and "max_tokens_per_microbatch" not in str(error.value)
+
+
 def test_a_model_in_memory_is_planned_and_not_changed(tmp_path):
     model = tiny.model(vocab_size=258)
     of_folder = plan_run(GRPOConfig(device="cpu"), tiny.save(tmp_path / "model"), room=GIB)
