@@ -122,7 +122,7 @@ def memory(argv: list[str], room: float | None = None) -> str:
             CPU.
 
     Returns:
-        A table with a line for each part, and if they do not fit into the GPU, what would help.
+        A table with a line for each part, and if they do not fit into the GPU, what would help; or why there is none.
 
     Raises:
         ValueError: A flag is not allowed, or there is no config of the model.
@@ -131,13 +131,17 @@ def memory(argv: list[str], room: float | None = None) -> str:
     from fastgrpo.policy.load import choose_device, choose_dtype
     from fastgrpo.rollout.geometry import memory_left
     from fastgrpo.step.budget import gib
-    from fastgrpo.step.plan import outline, plan
+    from fastgrpo.step.outline import outline, unplannable
+    from fastgrpo.step.plan import plan
 
     config = parse(argv)
     quiet_libraries()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     model = outline(config.model_name_or_path, config.trust_remote_code)
+    obstacle = unplannable(model)
+    if obstacle:
+        return f"the memory of {config.model_name_or_path} cannot be computed: the model {obstacle}"
     if room is None:
         room = memory_left(device) if device.type == "cuda" else math.inf
     planned = plan(config, model, dtype=dtype, device=device, room=room)

@@ -9,14 +9,18 @@ Autograd keeps, for each token and layer, with b bytes a number of the weights' 
 
 liger-kernel's layers keep 2 b h + 4 of a norm, b (H + K) d of the norms of q and k, and 3 b f of the MLP. A mixture of
 experts computes each token in k of them: f is then k times the width of one, and 2 b k h are added for their inputs and
-outputs. With gradient checkpointing each layer keeps its input alone, b h, and one layer at a time is computed again.
+outputs. With gradient checkpointing each layer keeps its input alone, b h.
 
-Whatever the layers keep, the backward pass holds b (3 f + 2 h) + 8 h for the gradients within one layer, and the last
-norm and the head (4 + b) h + (4 + b) h: the norm's, and the head's hidden states with their fp32 gradient. Frozen
-layers below adapters keep less than this.
+Until the layers go backward, the last norm and the head hold (4 + b) h + (4 + b) h: the norm's, and the head's hidden
+states with their fp32 gradient. Frozen layers below adapters keep less than this.
+
+After that, one layer at a time holds b (3 f + 2 h) + 8 h for its gradients. With gradient checkpointing that layer is
+computed again, and keeps for as long what is listed above.
 
 Shapes: h hidden size, H query heads, K key heads, d head width, f width of the MLP.
 """
+
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -24,9 +28,23 @@ from transformers import PreTrainedModel
 from fastgrpo.policy.model import head_dim
 
 
+class Activations(NamedTuple):
+    """The memory of one micro-batch's activations.
+
+    Attributes:
+        kept: Bytes that the layers keep for the backward pass.
+        ends: Bytes that the last norm and the head hold until the layers go backward.
+        backward: Bytes that the backward pass of one layer adds.
+    """
+
+    kept: int
+    ends: int
+    backward: int
+
+
 def activation_bytes(
     model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, checkpointing: bool, fused: bool = False
-) -> int:
+) -> Activations:
     """Compute the memory that the forward and backward pass over one micro-batch takes at its peak.
 
     Args:
@@ -37,14 +55,13 @@ def activation_bytes(
         fused: Whether liger-kernel's layers are in the model.
 
     Returns:
-        Bytes.
+        The bytes.
     """
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, fused)
-    kept = (b * h + layer / config.num_hidden_layers) if checkpointing else layer
-    within = b * (3 * _mlp_width(config)[0] + 2 * h) + 8 * h
-    ends = 2 * (4 + b) * h
-    return round(tokens * (config.num_hidden_layers * kept + within + ends))
+    kept = config.num_hidden_layers * (b * h if checkpointing else layer)
+    backward = b * (3 * _mlp_width(config)[0] + 2 * h) + 8 * h + layer * checkpointing
+    return Activations(tokens * kept, tokens * 2 * (4 + b) * h, tokens * backward)
 
 
 def _layer_bytes(model, b, fused):

@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
+# The times of a step at which most memory is held. What comes and goes is there at some of them.
+TIMES = {
+    "draw": "while completions are drawn",
+    "head": "while the loss computes logits",
+    "layers": "while the layers go backward",
+}
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,8 @@ class Part:
         bytes: How much memory the part takes, in bytes.
         how: How the bytes come about, as a text for people, such as "64 parameters x 2 bytes".
         ppo: Whether only PPO needs the part. Such parts are there to be compared with.
-        passing: Whether the part comes and goes within a step. When a rollout begins it is not there.
+        times: The `TIMES` at which the part is there, if it comes and goes within a step. Empty if it is always there.
+        at_most: Whether the bytes are a bound that the run may stay far below, so that it is not refused for them.
         saved_by: Flags that would make the part smaller, each with the bytes that it would save.
     """
 
@@ -25,7 +32,8 @@ class Part:
     bytes: int
     how: str
     ppo: bool = False
-    passing: bool = False
+    times: tuple[str, ...] = ()
+    at_most: bool = False
     saved_by: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -54,21 +62,39 @@ class Plan:
     @property
     def needed(self) -> int:
         """Bytes of the run with all keys and values that the rollouts want and may have."""
-        return self._fixed + self.slots.bytes
+        return self.fixed + self.slots.bytes
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of all parts but keys and values, at the time at which they are most."""
+        return self._most()[1]
 
     @property
     def passing(self) -> int:
-        """Bytes that come and go within a step, beside the gradients and the optimizer's states."""
-        return sum(part.bytes for part in self.parts if part.passing)
+        """Bytes of what comes and goes within a step, at the time at which it is most."""
+        return self.fixed - sum(part.bytes for part in self.parts if not (part.ppo or part.times))
+
+    def _there(self, time, certain=False):
+        """List the parts that are there at a time: all of them, or those of which it is certain how large they are."""
+        parts = (part for part in self.parts if not part.ppo and (not part.times or time in part.times))
+        return [part for part in parts if not (certain and part.at_most)]
+
+    def _most(self, flag=None, certain=False):
+        """Return the time at which the parts are most, and their bytes then, less what a flag would save."""
+
+        def held(time):
+            return sum(part.bytes - part.saved_by.get(flag, 0) for part in self._there(time, certain))
+
+        time = max(TIMES, key=held)
+        return time, held(time)
+
+    def _least(self, flag=None):
+        """Count the bytes without which there is no step: the share of keys and values must hold one group."""
+        return self._most(flag, certain=True)[1] + self._for_one_group - self.slots.saved_by.get(flag, 0)
 
     @property
-    def _fixed(self):
-        return sum(part.bytes for part in self.parts if not part.ppo)
-
-    @property
-    def _least(self):
-        """Bytes without which the run cannot make a step: the share of keys and values must hold one group."""
-        return self._fixed + math.ceil(self.one_group / self.share)
+    def _for_one_group(self):
+        return math.ceil(self.one_group / self.share)
 
     def rows(self) -> list[tuple[str, str]]:
         """List the plan for a table.
@@ -76,12 +102,16 @@ class Plan:
         Returns:
             Pairs of a name and what there is to say of it, the sum and the choice of gradient checkpointing at the end.
         """
-        rows = [
-            (part.name, f"{gib(part.bytes):>11}   {part.how}") for part in [*self.parts, self.slots] if not part.ppo
-        ]
-        room = "" if math.isinf(self.room) else f"of the {gib(self.room)} that the run may take"
+        rows = []
+        for part in [*self.parts, self.slots]:
+            when = f", {TIMES[part.times[0]]}" if len(part.times) == 1 else ""
+            if not part.ppo:
+                rows.append((part.name, f"{gib(part.bytes):>11}   {part.how}{when}"))
+        about = f"the most at once, {TIMES[self._most()[0]]}" if self.passing else ""
+        if not math.isinf(self.room):
+            about += f"; of the {gib(self.room)} that the run may take"
         recompute = "on" if self.checkpointing else "off"
-        return [*rows, ("in all", f"{gib(self.needed):>11}   {room}".rstrip()),
+        return [*rows, ("in all", f"{gib(self.needed):>11}   {about}".rstrip()),
                 ("gradient checkpointing", f"{recompute:>11}   {self.why}")]  # fmt: skip
 
     def check(self) -> None:
@@ -90,22 +120,28 @@ class Plan:
         Raises:
             ValueError: It does not; the parts are listed, and the flags that would help.
         """
-        if self._least <= self.room:
+        if self._least() <= self.room:
             return
-        largest = sorted((part for part in self.parts if part.bytes and not part.ppo), key=lambda part: -part.bytes)
-        parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in largest)
-        saved = Counter()
-        for part in [*self.parts, self.slots]:
-            saved.update(part.saved_by)
-        flags = [
-            f"{flag} saves {gib(count)}" + (", which is enough" if self._least - count <= self.room else "")
+        time, _ = self._most(certain=True)
+        there = sorted((part for part in self._there(time, certain=True) if part.bytes), key=lambda part: -part.bytes)
+        parts = ", ".join(f"{part.name} {gib(part.bytes)}" for part in there)
+        group = f"keys and values of one group {gib(self.one_group)}"
+        if self.share < 1:
+            group = (
+                f"{gib(self._for_one_group)} for one group's keys and values of {gib(self.one_group)}, as keys and "
+                f"values may take {self.share:g} of what the parts leave"
+            )
+        flags = {flag for part in [*self.parts, self.slots] for flag in part.saved_by}
+        saved = Counter({flag: self._least() - self._least(flag) for flag in sorted(flags)})
+        remedies = [
+            f"{flag} saves {gib(count)}" + (", which is enough" if self._least(flag) <= self.room else "")
             for flag, count in saved.most_common()
-            if count >= self._least / 100
+            if count >= self._least() / 100
         ]
-        remedy = "; ".join(flags) or "take a smaller model or a larger GPU"
+        remedy = "; ".join(remedies) or "take a smaller model or a larger GPU"
         raise ValueError(
-            f"the run needs at least {gib(self._least)} of memory, and there are {gib(self.room)}: {parts}, and "
-            f"{gib(self._least - self._fixed)} of which keys and values get the share {self.share:g}\n  {remedy}"
+            f"the run needs at least {gib(self._least())} of memory {TIMES[time]}, and there are {gib(self.room)}: "
+            f"{parts}, and {group}\n  {remedy}"
         )
 
 

@@ -1,58 +1,30 @@
 """The plan of a run's memory, computed from its settings and from the model's config, without any weights.
 
-`python -m fastgrpo.doctor --model` prints it. On a GPU a run makes it before the weights are loaded: a run that does
-not fit is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
+`python -m fastgrpo.doctor --model` prints it. A run makes it before the weights are loaded: one that does not fit into
+its GPU is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
 """
 
-import copy
 import dataclasses
 import math
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.policy.files import loading, read_config, read_json
-from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
 from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
-from fastgrpo.rollout.providers import make_provider
+from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
-from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan
+from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan, gib
+from fastgrpo.step.outline import outline, outline_of, unplannable
 
 FP32 = 4  # bytes of a number
-
-
-def outline(path: str | Path, trust_remote_code: bool = False, download: bool = False) -> PreTrainedModel:
-    """Build a causal LM without weights from its config.
-
-    Args:
-        path: A folder with the config, a GGUF file, or a hub id.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        download: Whether the config may be downloaded. If not, that of a hub id must be in the hub's cache.
-
-    Returns:
-        The model on torch's meta device.
-
-    Raises:
-        ValueError: There is no config, or it is not one of a causal LM.
-    """
-    files = ("config.json", "adapter_config.json")
-    local = download or Path(path).is_dir() or find_gguf(path) is not None
-    if not local and not any(read_json(path, file, local_files_only=True) for file in files):
-        raise ValueError(
-            f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
-            "downloaded here)"
-        )
-    config = read_config(path, trust_remote_code, local_files_only=not download)
-    with loading(path, "config.json"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: float | None = None) -> Plan | None:
@@ -61,37 +33,26 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
     Args:
         config: The settings of the run.
         model: What the run trains: a folder, hub id or GGUF file, or a model, which is not changed.
-        room: Bytes that the run may take on its device; None stands for what is free there.
+        room: Bytes that the run may take on its device. None stands for what is free on a GPU, and for no limit on a
+            CPU.
 
     Returns:
-        The plan. None on a CPU whose memory nobody limits, and for what is no causal LM with attention layers, whose
-        numbers the plan is computed from: loading it refuses it, or gives it to the hf backend.
+        The plan. None for a model that is `unplannable`: loading it refuses it, or gives it to the hf backend.
     """
-    device = choose_device(config.device)
-    on_cpu = device.type == "cpu" and room is None
-    if on_cpu or not isinstance(model, (str, Path, PreTrainedModel)):
+    if not isinstance(model, (str, Path, PreTrainedModel)):
         return None
-    if room is None:
+    device = choose_device(config.device)
+    if room is None and device.type == "cpu":
+        room = math.inf
+    elif room is None:
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
-    if isinstance(model, PreTrainedModel):
-        model = _weightless(model)
-    else:
-        model = outline(model, config.trust_remote_code, download=True)
-    shape = model.config.get_text_config()
-    numbers = [getattr(shape, name, None) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")]
-    if model.get_output_embeddings() is None or not all(isinstance(number, int) for number in numbers):
+    outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
+    if unplannable(outlined):
         return None
-    return plan(config, model, dtype=choose_dtype(config.dtype, device), device=device, room=room)
-
-
-def _weightless(model):
-    """Copy a model without its weights: its parameters are on the meta device."""
-    memo = {
-        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        for parameter in model.parameters()
-    }
-    return copy.deepcopy(model, memo)  # deepcopy takes the parameters from the memo
+    if outlined is model:
+        outlined = outline_of(model)
+    return plan(config, outlined, dtype=choose_dtype(config.dtype, device), device=device, room=room)
 
 
 def plan(
@@ -126,16 +87,17 @@ def plan(
         )  # fmt: skip
     share = config.rollout_memory_utilization if config.rollout_backend == "fast" else 1.0
     slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens, share)
-    parts = [*_weights(config, model, dtype), reference, *_passing(config, model, dtype, device, lanes)]
+    parts = [*_weights(config, model, dtype), reference, *_head(config, model, dtype, device, lanes)]
 
     def with_checkpointing(on, why):
         activations = _activations(config, model, dtype, device, prompt_tokens, on)
-        left = room - sum(part.bytes for part in (*parts, activations) if not part.ppo)
-        allowed = max(one_group, min(slots.bytes, share * left))
-        kept = slots if allowed >= slots.bytes else dataclasses.replace(
-            slots, bytes=int(allowed), how=f"the share {share:g} of what is left; {slots.how} would be wanted"
-        )  # fmt: skip
-        return Plan([*parts, activations], kept, one_group, share, room, on, why), slots.bytes <= share * left
+        made = Plan([*parts, *activations], slots, one_group, share, room, on, why)
+        allowed = share * (room - made.fixed)
+        if slots.bytes <= allowed:
+            return made, True
+        how = f"{share:g} of what the other parts leave; rollouts would fill {gib(slots.bytes)}: {slots.how}"
+        fewer = dataclasses.replace(slots, bytes=max(one_group, int(allowed)), how=how)
+        return dataclasses.replace(made, slots=fewer), False
 
     if config.gradient_checkpointing != "auto":
         return with_checkpointing(config.gradient_checkpointing, "as gradient_checkpointing says")[0]
@@ -182,8 +144,10 @@ def _slots(config, model, dtype, device, prompt_tokens, share):
         return prompt_tokens, [limit] * config.num_generations
 
     wanted = [group_of(longest)] * config.oversampled(config.prompts_per_step)
-    provider = make_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
-    flat = provider.flat or config.rollout_backend == "hf"
+    attention = "sdpa"  # the hf backend, too, has a copy of the prompt for each completion
+    if config.rollout_backend == "fast":
+        attention = choose_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
+    flat = attention == "sdpa"
     slots, one, shorter = (
         fit(requests, config.max_num_seqs, token, math.inf, flat)
         for requests in (wanted, wanted[:1], [group_of(longest // 2)])
@@ -200,9 +164,10 @@ def _slots(config, model, dtype, device, prompt_tokens, share):
     return part, one_group, slots.lanes
 
 
-def _passing(config, model, dtype, device, lanes):
+def _head(config, model, dtype, device, lanes):
     """Compute the parts of the head, which come and go within a step."""
-    vocabulary, hidden = model.get_output_embeddings().weight.shape
+    weight = model.get_output_embeddings().weight
+    vocabulary, hidden = weight.shape
     # Without Triton: the logits, with the full KL those of the reference and as many to compute with, and the slope of
     # the soft-cap.
     full_kl = isinstance(config, GRPOConfig) and config.objective.full_kl
@@ -212,25 +177,31 @@ def _passing(config, model, dtype, device, lanes):
         from fastgrpo.kernels.launch import CHUNK_ROWS
 
         chunk, logit = CHUNK_ROWS, dtype.itemsize
-    chunk = min(chunk, config.max_tokens_per_microbatch)
-    gradient = 0 if config.use_peft else vocabulary * hidden * FP32
-    how = f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes"
+    budget = config.max_tokens_per_microbatch
+    chunk, half = min(chunk, budget), min(chunk, budget // 2)
+    gradient = vocabulary * hidden * FP32 * weight.requires_grad
+    # Autograd holds the gradient of a tied head until that of the embedding is there, at the very end.
+    tied = weight is model.get_input_embeddings().weight
     return [
-        Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", passing=True),
+        Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", times=("draw",)),
         Part(
-            "head", chunk * vocabulary * logit + gradient,
-            how + (", and its weight's gradient in fp32" if gradient else ""), passing=True,
-            saved_by={"--use_peft True": gradient} if gradient else {},
+            "head", chunk * vocabulary * logit, f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes", times=("head",),
+            saved_by={f"--max_tokens_per_microbatch {budget // 2}": (chunk - half) * vocabulary * logit},
+        ),
+        Part(
+            "head's gradient", gradient, f"{vocabulary:,} x {hidden} x 4 bytes" if gradient else "none: it is frozen",
+            times=("head", "layers") if tied else ("head",), saved_by={"--use_peft True": gradient} if gradient else {},
         ),
     ]  # fmt: skip
 
 
 def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
-    """Compute the part of the activations of the largest micro-batch, see activations.py."""
+    """Compute the parts of the activations of the largest micro-batch, see activations.py."""
     fused = would_apply(model, config.use_liger_kernel, device)
     longest = prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
-    in_all = math.inf
-    if isinstance(config, GRPOConfig):
+    # How long examples are is not known before there is a tokenizer.
+    in_all, supervised = math.inf, not isinstance(config, GRPOConfig)
+    if not supervised:
         in_all = config.prompts_per_step * (prompt_tokens + config.num_generations * config.max_completion_length)
 
     def of(budget, checkpointing):
@@ -238,12 +209,22 @@ def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
         return tokens, activation_bytes(model, dtype, tokens, checkpointing=checkpointing, fused=fused)
 
     budget = config.max_tokens_per_microbatch
-    tokens, size = of(budget, checkpointing)
-    saved_by = {f"--max_tokens_per_microbatch {budget // 2}": size - of(budget // 2, checkpointing)[1]}
+    tokens, sizes = of(budget, checkpointing)
+    others = {f"--max_tokens_per_microbatch {budget // 2}": of(budget // 2, checkpointing)[1]}
     if not checkpointing:
-        saved_by["--gradient_checkpointing True"] = size - of(budget, True)[1]
-    how = f"{tokens:,} tokens of a micro-batch" + (", whose layers are computed again" if checkpointing else "")
-    return Part("activations", size, how, passing=True, saved_by=saved_by)
+        others["--gradient_checkpointing True"] = of(budget, True)[1]
+    saved = [{flag: size - other[i] for flag, other in others.items()} for i, size in enumerate(sizes)]
+    again = ", whose layers are computed again" if checkpointing else ""
+    most = "at most " * supervised
+    about = (
+        ("activations", f"{most}{tokens:,} tokens of a micro-batch{again}", ("head", "layers")),
+        ("the head's inputs", f"{most}{tokens:,} tokens and their gradients", ("head",)),
+        ("a layer's backward", f"{most}{tokens:,} tokens in one layer", ("layers",)),
+    )
+    return [
+        Part(name, size, how, times=times, at_most=supervised, saved_by=saved_by)
+        for (name, how, times), size, saved_by in zip(about, sizes, saved, strict=True)
+    ]
 
 
 def _reference(config, model):

@@ -160,7 +160,7 @@ class Trainer(ABC):
         self.watch = Watch(args, self.checkpoints)
         self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
         self.panels = panels
-        if self.plan:
+        if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
 
     def _to_come(self):

@@ -45,11 +45,13 @@ def test_what_saves_memory():
     model = tiny.model("qwen3", num_hidden_layers=4)
 
     def planned(tokens=100, checkpointing=False, fused=False):
-        return activation_bytes(model, torch.bfloat16, tokens, checkpointing=checkpointing, fused=fused)
+        return sum(activation_bytes(model, torch.bfloat16, tokens, checkpointing=checkpointing, fused=fused))
 
     assert planned(200) == 2 * planned() > planned() > planned(fused=True) > planned(checkpointing=True)
     layer = 100 * activations._layer_bytes(model, 2, fused=False)
     assert planned() - planned(checkpointing=True) == 3 * layer - 4 * 100 * 32 * 2
+    without, again = (activation_bytes(model, torch.bfloat16, 100, checkpointing=on) for on in (False, True))
+    assert again.backward - without.backward == layer  # the layer that is computed again is there for its backward
 
 
 def test_experts_count_as_often_as_they_compute_a_token():

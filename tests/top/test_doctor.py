@@ -4,6 +4,7 @@ import re
 
 import tiny
 import torch
+from transformers import MambaConfig
 
 from fastgrpo import doctor
 
@@ -62,3 +63,9 @@ def test_a_run_that_does_not_fit_gets_its_remedies(tmp_path):
     text = doctor.memory(argv, room=2**20)
     assert "of the 1.00 MiB that the run may take" in text
     assert re.search(r"this does not fit: the run needs at least .*\n  --max_tokens_per_microbatch 8192 saves", text)
+
+
+def test_a_model_whose_memory_cannot_be_computed_is_told_so(tmp_path):
+    MambaConfig(vocab_size=64, hidden_size=32).save_pretrained(tmp_path)
+    told = doctor.memory(["--model_name_or_path", str(tmp_path), "--device", "cpu"])
+    assert told.endswith("cannot be computed: the model has no num_attention_heads in its config that all layers share")

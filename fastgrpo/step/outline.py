@@ -1,0 +1,78 @@
+"""Models without weights, from which the plan of a run's memory is computed."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fastgrpo.policy.dry_run import without_weights
+from fastgrpo.policy.files import loading, read_config, read_json
+from fastgrpo.policy.gguf import find_gguf
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
+
+
+def outline(path: str | Path, trust_remote_code: bool = False, download: bool = False) -> PreTrainedModel:
+    """Build a causal LM without weights from its config.
+
+    Args:
+        path: A folder with the config, a GGUF file, or a hub id.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        download: Whether the config may be downloaded. If not, that of a hub id must be in the hub's cache.
+
+    Returns:
+        The model on torch's meta device.
+
+    Raises:
+        ValueError: There is no config, or it is not one of a causal LM.
+    """
+    files = ("config.json", "adapter_config.json")
+    local = download or Path(path).is_dir() or find_gguf(path) is not None
+    if not local and not any(read_json(path, file, local_files_only=True) for file in files):
+        raise ValueError(
+            f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
+            "downloaded here)"
+        )
+    config = read_config(path, trust_remote_code, local_files_only=not download)
+    with loading(path, "config.json"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def outline_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Copy a model in memory without its weights.
+
+    Args:
+        model: The model, which is left as it is.
+
+    Returns:
+        The copy, on torch's meta device. The same parameters are trained.
+    """
+    copied = without_weights(model)
+    for mine, own in zip(copied.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(own.requires_grad)
+    return copied
+
+
+def unplannable(model: PreTrainedModel) -> str | None:
+    """Say why the memory of a model's training cannot be computed.
+
+    Args:
+        model: The model; its weights may be on the meta device.
+
+    Returns:
+        A predicate whose subject is the model, such as "has quantized weights". None where the plan can be made.
+    """
+    config = model.config.get_text_config()
+    if model.get_output_embeddings() is None:
+        return "is no causal LM"
+    if getattr(model, "is_quantized", False):  # a folder with quantized weights has been refused by its config
+        return "has quantized weights"
+    for name in (*NEEDED, *OPTIONAL):
+        try:
+            number = getattr(config, name, None)
+        except RuntimeError:  # transformers' refusal where the layers differ, as Gemma 4's
+            number = ()
+        if not isinstance(number, int) and (name in NEEDED or number is not None):
+            return f"has no {name} in its config that all layers share"
+    return None
