@@ -315,7 +315,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
             raise ValueError(
                 f"{name}: config.{knob}={getattr(model.config, knob)} changes the head, which is not supported"
             )
-    obstacle = dry_run(model).obstacle
+    obstacle, grouped = dry_run(model)
     if obstacle and not own_attention:
         raise Unfit(obstacle, name)
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
@@ -337,7 +337,8 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         model.gradient_checkpointing_enable(settings)
     else:
         model.gradient_checkpointing_disable()
-    return Policy(model, own_attention and (obstacle or narrow_window(model.config.get_text_config())) is not None)
+    needed = (obstacle or narrow_window(model.config.get_text_config())) is not None
+    return Policy(model, own_attention and needed, None if obstacle else grouped)
 
 
 def _check_generation_config(model):

@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.attention import Unfit
-from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
@@ -144,7 +143,7 @@ def verdict(name):
     for attention in ("sdpa", "products"):
         agrees(policy, RolloutEngine(policy, max_num_seqs=4, attention=attention))
     notes = ["no sequence may be longer than the sliding window"] if policy.window else []
-    if dry_run(policy.module).grouped:
+    if policy.grouped:
         notes.append("decodes without CUDA graphs, except in bf16 on Hopper and Blackwell data-center GPUs")
     return Verdict("works", "; ".join(notes))
 
