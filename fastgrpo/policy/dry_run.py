@@ -160,7 +160,9 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """
     memo = {}
     for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        # Among these are the dicts of its parameters and buffers, and whatever tensors its own code keeps elsewhere.
+        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        for value in tree_leaves(attributes):
             if isinstance(value, torch.Tensor):
                 empty = torch.empty_like(value, device="meta", requires_grad=False)
                 is_parameter = isinstance(value, torch.nn.Parameter)

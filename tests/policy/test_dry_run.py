@@ -134,6 +134,29 @@ def test_another_thread_goes_on_launching(launched):
     assert (JITFunction.run, triton.runtime.autotuner.Autotuner.run) == (run, tune)
 
 
+class Tabled(torch.nn.Module):
+    """A layer's MLP with tensors that are neither parameters nor buffers, as code that comes with a model may have."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.scales = mlp, {"by layer": [(torch.ones(32), 7), (torch.ones(32), 8)]}
+        self.shifts = [torch.ones(32, requires_grad=True) * 2]  # autograd made it, so deepcopy refuses it
+
+    def forward(self, states):
+        return self.mlp(states) * self.scales["by layer"][1][0] + self.shifts[0]
+
+
+def test_tensors_in_containers_are_left_behind_too():
+    model = tiny.model()
+    layer = model.model.layers[0]
+    layer.mlp = Tabled(layer.mlp)
+    assert dry_run(model) == (None, False)
+    copied = without_weights(model).model.layers[0].mlp
+    (scale, number), _ = copied.scales["by layer"]
+    assert scale.is_meta and copied.shifts[0].is_meta and number == 7
+    assert not layer.mlp.scales["by layer"][0][0].is_meta and layer.mlp.shifts[0].requires_grad
+
+
 def test_gpt2_does_not_look_for_its_padding():
     """Its check for padding without a mask would wait for the device in every step."""
     model = architectures.tiny_model("gpt2")
