@@ -18,6 +18,7 @@ from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
 from fastgrpo.config.sections import TEMPERATURE, LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_prompt
+from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams
@@ -164,6 +165,7 @@ def chat(argv: list[str]) -> None:
     trusted = {"trust_remote_code": flags.trust_remote_code}
     tokenizer = load_tokenizer(flags.model, **trusted)
     model = load_model(flags.model, dtype=flags.dtype, device=flags.device, **trusted).eval()
+    apply_liger(model)
     conversation = Conversation(model, tokenizer, sampling, flags.system_prompt, flags.raw)
     if flags.prompt is not None:
         conversation.answer(flags.prompt)

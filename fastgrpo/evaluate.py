@@ -25,7 +25,6 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
-from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
@@ -121,7 +120,6 @@ def _evaluate_model(path, tokenizer, config):
         own_attention=config.rollout_backend == "hf",
         tokenizer=tokenizer,
     )
-    apply_liger(policy.module)  # the layers that a training run decodes with
     sampling = SamplingParams(
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,

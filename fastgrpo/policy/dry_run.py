@@ -3,13 +3,17 @@
 A copy of the model without weights computes shapes alone: the prefill of two prompts and one decode step, through
 `Policy.states` as the engine calls it. There a model shows whether it has what the engine needs: every layer attends
 once, through transformers' attention interface, and hands our context on; keys and values have the shapes of the slots
-in rollout/slots.py; and nothing waits for the device, as a CUDA graph that records the decode step must not.
+in rollout/slots.py; and nothing waits for the device, as a CUDA graph that records the decode step must not. Triton's
+kernels, such as those of liger-kernel's layers, are not launched: their results, of the right shapes, are there before.
 
 Shapes: N packed tokens, H query heads, K key heads, d head width.
 """
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.policy.attention import Unfit
 from fastgrpo.policy.model import Policy, head_dim
 
@@ -25,6 +30,7 @@ PASSES = ((3, 2), (1, 1))
 # Products by a stack of weights, as mixtures of experts compute them: torch's own, and transformers' substitute for it.
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # the host reads values to go on
+_PATCHING = Lock()  # held while launches do nothing, so that what two threads patch is put back in order
 
 
 class DryRun(NamedTuple):
@@ -84,10 +90,39 @@ def _run(policy, watch):
         context = Shapes(width, longest)
         ids = torch.zeros(sum(lengths), dtype=torch.int64, device="meta")
         positions = torch.zeros_like(ids)
-        with torch.no_grad(), watch:
+        with torch.no_grad(), watch, no_launches():
             policy.states(ids, positions, context)
         if len(context.layers) != layers:
             raise Unfit(f"has layers without attention ({layers - len(context.layers)} of the first {layers})")
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """Let this thread's launches of Triton kernels do nothing while the context manager is open.
+
+    Triton takes the address 0 of a tensor on the meta device for that of memory, and a GPU that reads there is lost to
+    the process.
+    """
+    if not HAS_TRITON:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    thread = get_ident()
+
+    def unless_here(run):
+        return lambda *args, **kwargs: None if get_ident() == thread else run(*args, **kwargs)
+
+    with _PATCHING:
+        runs = {kind: kind.run for kind in (JITFunction, Autotuner)}  # an autotuner would time what does nothing
+        for kind, run in runs.items():
+            kind.run = unless_here(run)
+        try:
+            yield
+        finally:
+            for kind, run in runs.items():
+                kind.run = run
 
 
 def _cut(policy):
@@ -125,7 +160,9 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
     """
     memo = {}
     for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        # Among these are the dicts of its parameters and buffers, and whatever tensors its own code keeps elsewhere.
+        attributes = {name: value for name, value in vars(module).items() if name != "_modules"}
+        for value in tree_leaves(attributes):
             if isinstance(value, torch.Tensor):
                 empty = torch.empty_like(value, device="meta", requires_grad=False)
                 is_parameter = isinstance(value, torch.nn.Parameter)

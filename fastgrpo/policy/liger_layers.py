@@ -13,8 +13,9 @@ logger = logging.getLogger(__name__)
 def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     """Replace RMSNorm, rotary embedding and SwiGLU by liger-kernel's, as far as it has them; the head stays as it is.
 
-    The rotary embedding is replaced for the model's whole architecture, so that a copy made later, such as the
-    reference, computes the same.
+    Experts stay as they are too: liger's wait in every layer until the host knows how many tokens each one gets, which
+    no recording as a CUDA graph allows. The rotary embedding is replaced for the model's whole architecture, so that a
+    copy made later, such as the reference, computes the same.
 
     Args:
         model: A causal language model, changed in place.
@@ -37,14 +38,15 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     torch.cuda.set_device(model.device)  # liger's rotary embedding launches on the current device
-    parts = {"rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
-    names = "RMSNorm, rotary embedding and SwiGLU"
+    swiglu = not any(parameter.ndim == 3 for parameter in model.parameters())  # such a one stacks the experts' weights
+    parts = {"rms_norm": True, "swiglu": swiglu, "cross_entropy": False, "fused_linear_cross_entropy": False}
+    names = ["RMSNorm", "rotary embedding", *["SwiGLU"] * swiglu]
     try:
         _apply_liger_kernel_to_instance(model, rope=True, **parts)
     except NotImplementedError:  # as for Qwen3.5 and GLM-4; it is raised before anything is replaced
         _apply_liger_kernel_to_instance(model, rope=False, **parts)
-        names = "RMSNorm and SwiGLU (it has no rotary embedding for this architecture)"
-    logger.info("liger-kernel: fused %s for %s", names, model.config.model_type)
+        names.remove("rotary embedding")
+    logger.info("liger-kernel: fused %s for %s", " and ".join(names), model.config.model_type)
     return True
 
 

@@ -13,6 +13,7 @@ from fastgrpo.policy.attention import Unfit, attention_of
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config
 from fastgrpo.policy.gguf import set_special_tokens, source_of, unpacked
+from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.own_attention import narrow_window
@@ -68,6 +69,7 @@ def load_policy(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     own_attention: bool = False,
+    use_liger_kernel: bool | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a folder, the hub or a GGUF file.
@@ -79,6 +81,7 @@ def load_policy(
         gradient_checkpointing: See `prepare`.
         trust_remote_code: Whether Python code that comes with the model may run.
         own_attention: See `prepare`.
+        use_liger_kernel: See `apply_liger`, whose argument `wanted` it is.
         tokenizer: The tokenizer; None loads the one at `path`.
 
     Returns:
@@ -90,6 +93,7 @@ def load_policy(
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
     model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     policy = prepare(model, gradient_checkpointing, own_attention)
+    apply_liger(model, use_liger_kernel)
     check_vocabulary(policy, tokenizer)
     return policy, tokenizer
 
@@ -125,6 +129,7 @@ def policy_and_tokenizer(
             gradient_checkpointing=config.gradient_checkpointing,
             trust_remote_code=config.trust_remote_code,
             own_attention=own_attention,
+            use_liger_kernel=config.use_liger_kernel,
             tokenizer=tokenizer,
         )
     if tokenizer is None and not model.config._name_or_path:
@@ -133,6 +138,7 @@ def policy_and_tokenizer(
     device = choose_device(config.device)
     cast(model.to(device), choose_dtype(config.dtype, device))
     policy = prepare(model, config.gradient_checkpointing, own_attention)
+    apply_liger(model, config.use_liger_kernel)
     tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
     check_vocabulary(policy, tokenizer)
     return policy, tokenizer
@@ -315,7 +321,7 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
             raise ValueError(
                 f"{name}: config.{knob}={getattr(model.config, knob)} changes the head, which is not supported"
             )
-    obstacle = dry_run(model).obstacle
+    obstacle, grouped = dry_run(model)
     if obstacle and not own_attention:
         raise Unfit(obstacle, name)
     if getattr(model.config, "attn_logit_softcapping", None) is not None:
@@ -337,7 +343,8 @@ def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_at
         model.gradient_checkpointing_enable(settings)
     else:
         model.gradient_checkpointing_disable()
-    return Policy(model, own_attention and (obstacle or narrow_window(model.config.get_text_config())) is not None)
+    needed = (obstacle or narrow_window(model.config.get_text_config())) is not None
+    return Policy(model, own_attention and needed, None if obstacle else grouped)
 
 
 def _check_generation_config(model):

@@ -73,10 +73,11 @@ class Policy:
         module: A transformers causal LM; `prepare` makes one ready for training.
         own_attention: Whether it trains by its own attention over padded sequences, because packed attention cannot
             compute what it does.
+        grouped: Whether it multiplies by grouped products, as mixtures of experts do. None where no dry run has told.
     """
 
-    def __init__(self, module: PreTrainedModel, own_attention: bool = False):
-        self.module, self.own_attention = module, own_attention
+    def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
+        self.module, self.own_attention, self.grouped = module, own_attention, grouped
         self.softcap = getattr(self.shape, "final_logit_softcapping", None)
 
     @classmethod

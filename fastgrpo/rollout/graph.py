@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Hashable
 
 import torch
-from transformers import PreTrainedModel
 
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.model import Policy
@@ -16,20 +15,25 @@ logger = logging.getLogger(__name__)
 GROUPED_ON_DEVICE = (9, 10)
 
 
-def graph_obstacle(model: PreTrainedModel, capability: tuple[int, int]) -> str | None:
-    """Say why the decode step of a model cannot be recorded as a CUDA graph.
+def graph_obstacle(policy: Policy, capability: tuple[int, int]) -> str | None:
+    """Say why the decode step of a policy cannot be recorded as a CUDA graph.
 
     Args:
-        model: The transformers causal LM.
+        policy: The policy. One that `prepare` has not made is looked at in a dry run.
         capability: The compute capability of its GPU.
 
     Returns:
         A sentence, or None if nothing is known to be in the way.
     """
-    if not dry_run(model).grouped or (model.dtype == torch.bfloat16 and capability[0] in GROUPED_ON_DEVICE):
+    name, obstacle, grouped = type(policy.module).__name__, None, policy.grouped
+    if grouped is None:
+        obstacle, grouped = dry_run(policy.module)
+    if obstacle:
+        return f"{name} {obstacle}"
+    if not grouped or (policy.dtype == torch.bfloat16 and capability[0] in GROUPED_ON_DEVICE):
         return None
-    where = f"for {model.dtype} at compute capability {'.'.join(map(str, capability))}"
-    return f"the grouped products of the experts of {type(model).__name__} wait for the host {where}"
+    where = f"for {policy.dtype} at compute capability {'.'.join(map(str, capability))}"
+    return f"the grouped products of the experts of {name} wait for the host {where}"
 
 
 def recordable(policy: Policy, enforce_eager: bool) -> bool:
@@ -44,7 +48,7 @@ def recordable(policy: Policy, enforce_eager: bool) -> bool:
     """
     if policy.device.type != "cuda" or enforce_eager:
         return False
-    obstacle = graph_obstacle(policy.module, torch.cuda.get_device_capability(policy.device))
+    obstacle = graph_obstacle(policy, torch.cuda.get_device_capability(policy.device))
     if obstacle:
         logger.warning("decoding goes without CUDA graphs: %s", obstacle)
     return obstacle is None

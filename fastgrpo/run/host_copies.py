@@ -3,11 +3,13 @@
     the GPU's own stream    update of step n  ->  rollout, forward, backward of step n + 1  ->  update of step n + 1
     the stream of copies                      \\-> copies of step n's weights -----------------/
 
-The stream of copies begins after the update that came before. The next update waits for the copies, on the GPU: the
-host waits for neither. The thread that writes a checkpoint waits for the copies before it reads them.
+The stream of copies begins after the update that came before. The next update waits for the copies, on the GPU, and the
+host waits for neither. The host does wait for all streams, so for the copies too, where the rollout records a CUDA
+graph. The thread that writes a checkpoint waits for the copies before it reads them.
 """
 
 import logging
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,19 +20,24 @@ logger = logging.getLogger(__name__)
 class HostCopies:
     """Makes the copies, one set of them at a time, and orders them before the update that follows.
 
-    Copies of tensors on a GPU go into pinned memory, which torch keeps for the next set. Other tensors are copied at
-    once.
+    Copies of tensors on a GPU go into pinned memory, which is kept for the next set: to pin memory takes long, and what
+    nobody holds is unpinned whenever torch records a CUDA graph. Other tensors are copied at once.
     """
 
     def __init__(self) -> None:
         self._streams = {}  # GPU -> the stream of its copies
         self._copied = {}  # GPU -> the event after the last copy of this set
         self._sources = []  # what is copied: its memory must not be given to others before
+        self._free = defaultdict(list)  # dtype, shape and strides -> host memory that no set uses
+        self._used = []  # the same of this set: pairs of key and memory
+        self._pageable = 0  # bytes of new memory of this set that is not pinned
+        self._obstacle = None  # why no more memory can be pinned
 
     def take(self, tree: Any) -> Any:
         """Copy every tensor of nested dicts and lists. One that occurs twice (tied weights) is copied once.
 
-        The copies of tensors on a GPU are complete after `wait`. The set before must be complete.
+        The copies of tensors on a GPU are complete after `wait`. The set before must be complete. It stays as it is
+        unless it has been released.
 
         Args:
             tree: The dicts, lists and tensors.
@@ -38,17 +45,20 @@ class HostCopies:
         Returns:
             The same tree with the copies.
         """
-        copies, started = {}, set()
+        copies, started, could_pin = {}, set(), self._obstacle is None
+        self._used, self._pageable = [], 0  # memory that is not released belongs to whoever reads it
 
         def copied(tensor):
             key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if key not in copies:
-                self._sources.append(tensor)
                 copies[key] = self._copy(tensor.detach(), started)
             return copies[key]
 
         tree = _map(copied, tree)
         self._copied = {device: self._streams[device].record_event() for device in started}
+        if could_pin and self._obstacle is not None:
+            size = self._pageable >> 20
+            logger.warning("%d MiB cannot be pinned, so checkpoints make the GPU wait (%s)", size, self._obstacle)
         return tree
 
     def _copy(self, tensor, started):
@@ -61,8 +71,25 @@ class HostCopies:
         if device not in started:
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
             started.add(device)
+        self._sources.append(tensor)
+        memory = self._memory(tensor)
         with torch.cuda.stream(self._streams[device]):
-            return pinned_like(tensor).copy_(tensor, non_blocking=True)
+            return memory.copy_(tensor, non_blocking=True)
+
+    def _memory(self, tensor):
+        """Return host memory for a copy: free one of the same form, or new one, pinned as long as that works."""
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        memory = self._free[key].pop() if self._free[key] else None
+        if memory is None and self._obstacle is None:
+            try:
+                memory = pinned_like(tensor)
+            except RuntimeError as error:
+                self._obstacle = str(error).partition("\n")[0]
+        if memory is None:
+            memory = torch.empty_like(tensor, device="cpu")
+            self._pageable += tensor.nbytes
+        self._used.append((key, memory))
+        return memory
 
     def before_update(self, *_: Any) -> None:
         """Let each GPU finish the copies before what it is told to do from now on. The host does not wait.
@@ -78,6 +105,15 @@ class HostCopies:
         for event in self._copied.values():
             event.synchronize()
         self._sources.clear()
+
+    def release(self) -> None:
+        """Let the next set have the memory of this one, which is complete and read no more.
+
+        Memory that this set had no use for is freed.
+        """
+        self._free.clear()
+        for key, memory in self._used:
+            self._free[key].append(memory)
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
@@ -95,21 +131,16 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate pinned memory for a copy.
 
-    Where the system has none left to pin, this says so and takes pageable memory: the copy is right, and the host waits
-    for it.
-
     Args:
         tensor: The tensor that will be copied.
 
     Returns:
         A tensor of its shape, dtype and strides on the host, with arbitrary values.
+
+    Raises:
+        RuntimeError: The system has none left to pin.
     """
-    try:
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        logger.warning("%d MiB cannot be pinned, so a checkpoint makes the GPU wait (%s)", tensor.nbytes >> 20, reason)
-        return torch.empty_like(tensor, device="cpu")
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _map(function, tree):

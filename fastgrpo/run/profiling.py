@@ -128,7 +128,7 @@ class StageTimer:
         self.marks.append((self.open[-1], now))
 
     def stop(self) -> dict[str, float]:
-        """End the step, and wait for the device.
+        """End the step, and wait until the device has done it. Its other streams may go on, such as that of copies.
 
             mfu = FLOPs / (seconds of the stages in UPDATE) / peak
 
@@ -139,7 +139,7 @@ class StageTimer:
         self._mark()
         seconds = dict.fromkeys(STAGES, 0.0)
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            self.marks[-1][1].synchronize()
         for (name, begin), (_, end) in pairwise(self.marks):
             seconds[name] += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
         self.marks = None

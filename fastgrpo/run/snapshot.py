@@ -67,7 +67,7 @@ class Snapshot:
         self.state = json.dumps({**parts[PROGRESS].state_dict(), **state, **about}, indent=2)
 
     def write(self, path: Path) -> None:
-        """Write the state into an empty folder, once its copies are complete.
+        """Write the state into an empty folder, once its copies are complete. Only once, since the copies go then.
 
         This runs in the thread that writes checkpoints.
 
@@ -80,6 +80,8 @@ class Snapshot:
         for file, state in self.files.items():
             _save(state, path / file)
         (path / STATE).write_text(self.state + "\n")
+        self.weights = self.files = None
+        self.copies.release()
 
 
 def _save(state, path):

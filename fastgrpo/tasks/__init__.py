@@ -179,14 +179,16 @@ def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[
     Args:
         module: The task's module, with `make_model` and `WARM_START`.
         path: The folder to write the model to.
-        config: The settings of the run; its seed, dtype and device are used.
+        config: The settings of the run; its seed, dtype, device and use_liger_kernel are used.
         announce: A function that is called with the step, the number of steps and the loss.
 
     Returns:
         The folder again.
     """
     save_model(path, *module.make_model(config.seed))
-    policy, tokenizer = load_policy(path, dtype=config.dtype, device=config.device)
+    policy, tokenizer = load_policy(
+        path, dtype=config.dtype, device=config.device, use_liger_kernel=config.use_liger_kernel
+    )
     read = functools.cache(
         lambda prompt, completion: to_examples(dict(prompt=prompt, completion=completion), tokenizer)
     )

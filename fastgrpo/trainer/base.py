@@ -17,7 +17,6 @@ from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
-from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
 from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
 from fastgrpo.rewards.call import Rewards
@@ -110,7 +109,6 @@ class Trainer(ABC):
         self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, chosen)
         # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
         self.digests = {"model": digest_of_weights(self.policy.state_dict()) if args.keeps_first_weights else None}
-        apply_liger(self.model, args.use_liger_kernel)
         refuse_adapters(self.model)
         if args.use_peft:
             add_lora(

@@ -1,13 +1,20 @@
 """The dry run at load: real classes of transformers are refused by name, and models without a fault are not."""
 
+from contextlib import nullcontext
+from threading import Thread
+
 import architectures
 import pytest
 import tiny
 import torch
+import triton
+from launches import meta_gpu
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
+from triton.runtime.jit import JITFunction
 
 from fastgrpo.policy import dry_run as module
 from fastgrpo.policy.dry_run import dry_run, without_weights
+from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
@@ -79,6 +86,75 @@ def test_no_wait_is_taken_for_one():
     layer = model.model.layers[0]
     layer.mlp = Asking(layer.mlp, lambda states: (states[:, torch.tensor([0, 1])], table[table > 1], table[0].item()))
     assert dry_run(model).obstacle is None
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of Triton's kernels that are launched, which here does nothing."""
+    names = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: names.append(kernel.__name__))
+    return names
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_kernels_of_liger_are_not_launched(launched, monkeypatch, name):
+    """On the meta device they would read the null pointer. liger's patches reach later models of the class too."""
+    pytest.importorskip("liger_kernel")
+    with meta_gpu():
+        first = tiny.model(name)
+        apply_liger(first, True)
+        second = tiny.model(name)  # prepared, so a dry run too
+        assert dry_run(first) == dry_run(second) == (None, False)
+        assert not launched
+        monkeypatch.setattr(module, "no_launches", nullcontext)
+        for model in (first, second):
+            launched.clear()
+            assert dry_run(model) == (None, False)
+            assert {"_rms_norm_forward_kernel", "_triton_rope"} <= set(launched)
+
+
+@triton.jit
+def _kernel(x):
+    pass
+
+
+_tuned = triton.autotune([triton.Config({}, num_warps=1), triton.Config({}, num_warps=2)], key=[])(_kernel)
+
+
+def test_another_thread_goes_on_launching(launched):
+    run, tune = JITFunction.run, triton.runtime.autotuner.Autotuner.run
+    other = Thread(target=lambda: _kernel[(1,)](torch.ones(1)))
+    with module.no_launches():
+        _kernel[(1,)](torch.ones(1, device="meta"))
+        _tuned[(1,)](torch.ones(1, device="meta"))
+        assert not launched and not _tuned.cache
+        other.start()
+        other.join()
+        assert launched == ["_kernel"]
+    assert (JITFunction.run, triton.runtime.autotuner.Autotuner.run) == (run, tune)
+
+
+class Tabled(torch.nn.Module):
+    """A layer's MLP with tensors that are neither parameters nor buffers, as code that comes with a model may have."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.scales = mlp, {"by layer": [(torch.ones(32), 7), (torch.ones(32), 8)]}
+        self.shifts = [torch.ones(32, requires_grad=True) * 2]  # autograd made it, so deepcopy refuses it
+
+    def forward(self, states):
+        return self.mlp(states) * self.scales["by layer"][1][0] + self.shifts[0]
+
+
+def test_tensors_in_containers_are_left_behind_too():
+    model = tiny.model()
+    layer = model.model.layers[0]
+    layer.mlp = Tabled(layer.mlp)
+    assert dry_run(model) == (None, False)
+    copied = without_weights(model).model.layers[0].mlp
+    (scale, number), _ = copied.scales["by layer"]
+    assert scale.is_meta and copied.shifts[0].is_meta and number == 7
+    assert not layer.mlp.scales["by layer"][0][0].is_meta and layer.mlp.shifts[0].requires_grad
 
 
 def test_gpt2_does_not_look_for_its_padding():

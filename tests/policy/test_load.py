@@ -95,6 +95,19 @@ def test_a_folder_gives_the_policy_and_its_tokenizer(tmp_path):
         load_policy(tmp_path / "nowhere")
 
 
+def test_whatever_loads_a_policy_gives_it_the_layers_that_are_wanted(tmp_path, monkeypatch):
+    """`apply_liger` decides by the device and the package; here it is only seen to be asked."""
+    asked, path = [], tiny.save(tmp_path / "model")
+    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda *asks: asked.append(asks))
+    policies = [load_policy(path, device="cpu")[0]]
+    for wanted in (True, False, None):
+        config = GRPOConfig(device="cpu", use_liger_kernel=wanted)
+        policies += [policy_and_tokenizer(path, None, config)[0]]
+        policies += [policy_and_tokenizer(tiny.model(vocab_size=258), tiny.tokenizer(), config)[0]]
+    wants = [None, True, True, False, False, None, None]
+    assert asked == [(policy.module, wanted) for policy, wanted in zip(policies, wants, strict=True)]
+
+
 def test_weights_of_another_model_are_no_checkpoint_of_the_policy(tmp_path):
     policy = Policy.of(tiny.model())
     tiny.model(num_hidden_layers=1).save_pretrained(tmp_path)

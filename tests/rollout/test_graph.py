@@ -6,7 +6,12 @@ import architectures
 import pytest
 import tiny
 import torch
+from launches import meta_gpu
+from triton.runtime.jit import JITFunction
 
+from fastgrpo.policy.liger_layers import apply_liger
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.graph import Graphs, graph_obstacle
@@ -107,12 +112,46 @@ def test_memory_that_runs_out_is_not_taken_for_a_step_that_waits(cuda):
 )  # fmt: skip
 def test_a_mixture_of_experts_is_recorded_where_its_products_stay_on_the_device(dtype, capability, recorded):
     mixture, plain = (architectures.tiny_model(name).to(dtype) for name in ("qwen3_moe", "qwen3"))
-    assert graph_obstacle(plain, capability) is None
-    obstacle = graph_obstacle(mixture, capability)
-    assert (obstacle is None) == recorded
-    if not recorded:
-        where = f"{dtype} at compute capability {capability[0]}.{capability[1]}"
-        assert obstacle == f"the grouped products of the experts of Qwen3MoeForCausalLM wait for the host for {where}"
+    for make in (Policy, prepare):
+        assert graph_obstacle(make(plain), capability) is None
+        obstacle = graph_obstacle(make(mixture), capability)
+        assert (obstacle is None) == recorded
+        if not recorded:
+            assert obstacle == (
+                "the grouped products of the experts of Qwen3MoeForCausalLM wait for the host "
+                f"for {dtype} at compute capability {capability[0]}.{capability[1]}"
+            )
+
+
+def test_what_is_prepared_is_not_run_again(monkeypatch):
+    mixture = prepare(architectures.tiny_model("qwen3_moe"))
+    monkeypatch.setattr("fastgrpo.rollout.graph.dry_run", None)
+    assert mixture.grouped and graph_obstacle(mixture, (8, 0))
+    assert graph_obstacle(prepare(tiny.model()), (8, 0)) is None
+
+
+def test_a_model_that_the_engine_cannot_serve_is_not_recorded():
+    """Its dry run has ended early, so that nothing is known of its products."""
+    policy = prepare(architectures.tiny_model("gpt_oss"), own_attention=True)
+    assert policy.grouped is None
+    assert graph_obstacle(policy, (9, 0)) == "GptOssForCausalLM has attention sinks"
+
+
+@pytest.mark.parametrize("make", [Policy, prepare])
+@pytest.mark.parametrize("name, recorded", [("qwen2", True), ("qwen3_moe", False)])
+def test_an_engine_is_made_of_a_model_with_liger_and_adapters(cuda, monkeypatch, make, name, recorded):
+    """In the order of a run on a GPU: load, liger's layers, adapters, engine. No kernel is launched on the way."""
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    launched = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    with meta_gpu("transformers.models.qwen3_moe.modeling_qwen3_moe"):
+        policy = make(architectures.tiny_model(name).to("meta"))
+        assert apply_liger(policy.module)
+        add_lora(policy.module, r=4, alpha=8, target_modules=("q_proj", "v_proj"))
+        assert RolloutEngine(policy).graphs.enabled == recorded
+    assert not launched
 
 
 @pytest.mark.parametrize("enforce_eager, warnings", [(False, 1), (True, 0)])

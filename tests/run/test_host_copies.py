@@ -1,14 +1,19 @@
 """Copies that training does not touch, whatever order two streams run in; on a GPU, without waiting for it."""
 
+import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.model import Policy
 from fastgrpo.run import host_copies
-from fastgrpo.run.host_copies import HostCopies, pinned_like
+from fastgrpo.run.host_copies import HostCopies
+from fastgrpo.run.snapshot import Snapshot
 
 
 def test_copies_are_the_runs_no_more():
@@ -36,6 +41,7 @@ class Device:
     def __init__(self):
         self.main, self.side = Stream(), Stream()
         self.current = self.main
+        self.sources, self.pinned = [], 0
 
     @contextmanager
     def stream(self, stream):
@@ -46,11 +52,14 @@ class Device:
     def host_tensor(self, like):
         """Memory that a copy reaches when the stream of the copy gets there."""
         device, host = self, torch.full_like(like, torch.nan)
+        self.pinned += 1
 
         class Pinned:
             def copy_(self, source, non_blocking):
                 assert non_blocking
-                device.current.queue.append(lambda: host.copy_(source))
+                kept = weakref.ref(source)  # a stream keeps nothing alive
+                device.sources.append(kept)
+                device.current.queue.append(lambda: host.copy_(kept()))
                 return host
 
         return Pinned()
@@ -130,9 +139,52 @@ def test_without_the_wait_a_stream_ahead_would_spoil_the_copy(device):
 def test_what_is_copied_is_not_freed_before(device):
     copies = HostCopies()
     (copy,) = copies.take([torch.full((3,), 7.0)])
+    (source,) = device.sources
+    assert source() is not None
     device.run(device.side)
     copies.wait()
-    assert copy.unique().item() == 7 and not copies._sources
+    assert copy.unique().item() == 7 and source() is None
+
+
+def test_memory_is_pinned_once_and_lent_only_when_it_is_free(device):
+    """Tensors of one form share what is free, wherever they lie; two sets at a time share nothing."""
+    copies = HostCopies()
+
+    def take(*values):
+        copy = copies.take([torch.full((3,), value) for value in values])
+        device.run(device.side)
+        copies.wait()
+        return copy
+
+    first = take(1.0, 2.0)
+    second = take(3.0, 4.0)  # the first is still being read
+    assert [copy[0].item() for copy in first + second] == [1, 2, 3, 4] and device.pinned == 4
+    copies.release()
+    third, fourth = take(5.0, 6.0), take(7.0, 8.0)
+    assert {id(copy) for copy in third} == {id(copy) for copy in second} and device.pinned == 6
+    assert [copy[0].item() for copy in first + third + fourth] == [1, 2, 5, 6, 7, 8]
+    copies.release()
+    take(1.0)
+    copies.release()  # one of the two had no use, and is gone
+    take(1.0, 2.0)
+    assert device.pinned == 7
+
+
+def test_checkpoints_of_a_run_use_the_same_memory(device, tmp_path):
+    """What stands in a checkpoint is what it was taken from, though the next one writes over its memory."""
+    model, copies = tiny.model(), HostCopies()
+    parts = {"policy": Policy(model), "progress": SimpleNamespace(state_dict=dict)}
+    for step in range(3):
+        with torch.no_grad():
+            model.model.norm.weight.fill_(step)
+        snapshot = Snapshot(parts, tiny.tokenizer(), {}, copies)
+        device.run(device.side)
+        (tmp_path / str(step)).mkdir()
+        snapshot.write(tmp_path / str(step))
+    assert device.pinned == len(model.state_dict())
+    for step in range(3):
+        weights = load_file(tmp_path / str(step) / "model.safetensors")
+        assert weights["model.norm.weight"].unique().item() == step
 
 
 def test_every_update_of_a_trainer_waits_for_the_copies(tmp_path, monkeypatch):
@@ -159,17 +211,27 @@ def test_every_update_of_a_trainer_waits_for_the_copies(tmp_path, monkeypatch):
     assert seen == [(0, True), (1, True)]
 
 
-def test_where_nothing_can_be_pinned_the_copy_is_made_all_the_same(monkeypatch, caplog):
-    empty_like = torch.empty_like
+def test_where_nothing_can_be_pinned_the_copies_are_made_all_the_same(device, monkeypatch, caplog):
+    """It is tried once and said once."""
+    tried = []
 
-    def refuse(tensor, **options):
-        if options.get("pin_memory"):
+    def refuse(tensor):
+        tried.append(tensor)
+        if len(tried) > 1:
             raise RuntimeError("CUDA error: out of memory\nmore of it")
-        return empty_like(tensor, **options)
+        return torch.empty_like(tensor)
 
-    monkeypatch.setattr(torch, "empty_like", refuse)
-    assert pinned_like(torch.ones(2, 3)).shape == (2, 3)
-    assert "cannot be pinned, so a checkpoint makes the GPU wait (CUDA error: out of memory)" in caplog.text
+    monkeypatch.setattr(host_copies, "pinned_like", refuse)
+    weights, copies = [torch.full((1 << 18,), float(value)) for value in range(4)], HostCopies()
+    for _ in range(3):
+        taken = copies.take(weights)
+        device.run(device.side)
+        copies.wait()
+    assert all(torch.equal(copy, weight) for copy, weight in zip(taken, weights, strict=True))
+    assert len(tried) == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 MiB cannot be pinned, so checkpoints make the GPU wait (CUDA error: out of memory)"
+    ]
 
 
 @pytest.mark.gpu
@@ -177,7 +239,8 @@ def test_a_gpu_goes_on_while_it_is_copied():
     weight, busy = torch.ones(1 << 26, device="cuda"), torch.randn(8192, 8192, device="cuda")
     copies = HostCopies()
     copies.take([weight])
-    copies.wait()  # the pinned block is there now
+    copies.wait()
+    copies.release()  # the pinned block is there now
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(2, 5):
@@ -190,5 +253,23 @@ def test_a_gpu_goes_on_while_it_is_copied():
             weight.fill_(-1.0)
             copies.wait()
             assert copy.is_pinned() and copy.min().item() == copy.max().item() == step
+            copies.release()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_graph_that_is_recorded_meanwhile_leaves_the_memory_pinned():
+    """torch frees all pinned memory that nobody holds when it begins to record."""
+    weight, copies, addresses = torch.ones(1 << 20, device="cuda"), HostCopies(), []
+    for _ in range(2):
+        (copy,) = copies.take([weight])
+        copies.wait()
+        addresses.append(copy.data_ptr())
+        del copy
+        copies.release()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            weight.add_(1)
+        blocker = torch.empty(1 << 20, pin_memory=True)  # takes the address of what was freed
+        assert blocker.data_ptr() not in addresses
+    assert addresses[0] == addresses[1]

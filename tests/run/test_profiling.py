@@ -183,6 +183,40 @@ def test_the_peak_of_a_gpu(name, peak, monkeypatch):
     assert peak_flops(torch.device("cuda"), torch.float32) is None
 
 
+def test_the_end_of_a_step_waits_for_its_own_stream_alone(monkeypatch):
+    """The copies of a checkpoint run on another one, and may take longer than the step."""
+    events = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+            events.append(self)
+
+        def record(self, stream):
+            self.stream, self.time, self.waited = stream, float(len(events)), False
+
+        def synchronize(self):
+            self.waited = True
+
+        def elapsed_time(self, end):
+            assert events[-1].waited, "the device may not be there yet"
+            return 1e3 * (end.time - self.time)
+
+    device = torch.device("cuda")
+    for name, stand_in in (
+        ("Event", Event), ("current_stream", lambda device: "own"), ("reset_peak_memory_stats", lambda device: None),
+        ("max_memory_allocated", lambda device: 2**30), ("synchronize", None),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    timer = StageTimer(device)
+    timer.start()
+    with timer.stage("forward"):
+        pass
+    values = timer.stop()
+    assert (values["time/forward"], values["time/other"], values["memory/peak_gib"]) == (1, 2, 1)
+    assert [event.waited for event in events] == [False] * 3 + [True] and {event.stream for event in events} == {"own"}
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_events_add_up_to_the_step_and_nothing_waits():
     timer, device = StageTimer("cuda"), torch.device("cuda")

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from launches import meta_gpu
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.attention import Unfit
-from fastgrpo.policy.dry_run import dry_run
+from fastgrpo.policy.dry_run import DryRun, dry_run
+from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
@@ -95,7 +97,9 @@ page is made by `make docs`; a test tries every model again and compares.
   trains it by its own attention, with log-probs that agree in the same way.
 - **no**: it is refused with either backend.
 
-Any other architecture is tried when it is loaded: a dry run without weights refuses what the engine cannot serve.
+Any other architecture is tried when it is loaded: a dry run without weights refuses what the engine cannot serve. With
+liger-kernel's layers, which compute on GPUs alone, the models of this page are only tried in that way: the dry run then
+finds the same.
 
 | `model_type` | class | verdict | note |
 |---|---|---|---|
@@ -144,9 +148,17 @@ def verdict(name):
     for attention in ("sdpa", "products"):
         agrees(policy, RolloutEngine(policy, max_num_seqs=4, attention=attention))
     notes = ["no sequence may be longer than the sliding window"] if policy.window else []
-    if dry_run(policy.module).grouped:
+    if policy.grouped:
         notes.append("decodes without CUDA graphs, except in bf16 on Hopper and Blackwell data-center GPUs")
     return Verdict("works", "; ".join(notes))
+
+
+def dry_runs_with_liger(name) -> tuple[DryRun, DryRun]:
+    """What the dry run finds in a model with liger-kernel's layers, and in one that is made after it."""
+    with meta_gpu(class_of(name).__module__):
+        first = tiny_model(name)
+        apply_liger(first, True)
+        return dry_run(first), dry_run(tiny_model(name))
 
 
 def agrees(policy, backend):

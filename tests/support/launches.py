@@ -80,13 +80,14 @@ def _storages(tree):
 
 
 @contextmanager
-def meta_gpu() -> Iterator[None]:
+def meta_gpu(*modules: str) -> Iterator[None]:
     """Let our kernels and liger-kernel's layers take the `meta` device for an H100 while the context manager is open.
 
-    liger-kernel replaces names in transformers' modules; they are put back.
+    liger-kernel replaces names in transformers' modules. In those of `ARCHITECTURES` and in those that are named they
+    are put back.
     """
     names = [f"transformers.models.{name}.modeling_{name}" for name in ARCHITECTURES]
-    modules = {module: dict(vars(module)) for module in map(import_module, names)}
+    modules = {module: dict(vars(module)) for module in map(import_module, (*names, *modules))}
     before = launch.capability, launch.programs, liger_layers._obstacle, torch.cuda.set_device
     launch.capability, launch.programs = lambda device: (9, 0), lambda device: 132
     liger_layers._obstacle, torch.cuda.set_device = lambda model, device: None, lambda device: None

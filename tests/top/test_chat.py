@@ -32,6 +32,14 @@ def test_a_prompt_is_answered_as_the_engine_would(models, capsys):
     assert capsys.readouterr().out.rstrip("\n") == greedy_text("hello", 30, tiny.tokenizer()).rstrip("\n")
 
 
+def test_the_layers_are_those_of_a_training_run(models, monkeypatch):
+    """`apply_liger` decides by the device and the package; here it is only seen to be asked."""
+    asked = []
+    monkeypatch.setattr("fastgrpo.chat.apply_liger", asked.append)
+    assert main([models[False], "--prompt", "hello", "-n", "1"]) == 0
+    assert [type(model).__name__ for model in asked] == ["Qwen2ForCausalLM"]
+
+
 def test_the_template_is_used(models, capsys):
     argv = [models[True], "--prompt", "hi", "--max_tokens", "9", "--temperature", "0", "--system_prompt", "S"]
     assert main(argv) == 0

@@ -54,6 +54,14 @@ def test_what_is_right_is_written_in_the_form_that_supervised_training_reads(giv
     assert (tmp_path / "again.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
 
 
+def test_the_teacher_has_the_layers_of_a_training_run(given, monkeypatch):
+    """`apply_liger` decides by the device and the package; here it is only seen to be asked."""
+    asked = []
+    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append((model, wanted)))
+    assert distill.main(given) == 0
+    assert [(type(model).__name__, wanted) for model, wanted in asked] == [("Qwen2ForCausalLM", None)]
+
+
 def test_each_prompt_is_completed_once_and_a_limit_chooses_at_random():
     rows = Rows([{"prompt": text} for text in "abacb"], lambda index: f"row {index}")
     every = distill.chosen_rows(rows, parse(["M"]))

@@ -305,12 +305,12 @@ def test_the_settings_are_those_of_training():
 def test_the_layers_are_those_of_a_training_run(tmp_path, monkeypatch):
     """`apply_liger` decides by the device and the package for both; here it is only seen to be asked."""
     asked = []
-    monkeypatch.setattr("fastgrpo.evaluate.apply_liger", asked.append)
+    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append((model, wanted)))
     tiny.save(tmp_path / "model")
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
     argv = [str(tmp_path / "model"), "--task", "gsm8k", "--dataset_name", str(tmp_path), "--device", "cpu"]
     assert main([*argv, "--max_completion_length", "2"]) == 0
-    assert [type(model).__name__ for model in asked] == ["Qwen2ForCausalLM"]
+    assert [(type(model).__name__, wanted) for model, wanted in asked] == [("Qwen2ForCausalLM", None)]
 
 
 def test_no_training_data_is_needed(tmp_path, capfd):
