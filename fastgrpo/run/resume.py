@@ -10,6 +10,9 @@ from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.run.checkpoint import NEEDED, checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
 
+# Settings that may be auto, of which a checkpoint knows what auto has chosen: `restore` compares that.
+CHOSEN = ("dtype", "gradient_checkpointing")
+
 
 def open_run(
     config: TrainingConfig, say: Callable[[str], None], inputs: Mapping[str, Path] | None = None
@@ -171,7 +174,7 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
         rule = setting_of(field).resume
-        if old == new or rule == "free":
+        if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
             continue
         if rule == "same":
             anew = (

@@ -42,8 +42,8 @@ class Snapshot:
     Args:
         parts: The parts of the run by name; `policy` is the `Policy`.
         tokenizer: The policy's tokenizer.
-        about: What a resumed run will be compared with: the settings, the dtype, the number of rows, and the digests of
-            the rows and of the weights.
+        about: What a resumed run will be compared with: the settings, what auto has chosen of them, the number of rows,
+            and the digests of the rows and of the weights.
         copies: What makes the copies. Tensors on a GPU are copied while it goes on.
     """
 
@@ -128,6 +128,13 @@ def _compare(state, path, about, say):
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
+    settings = state["config"].get("gradient_checkpointing"), about["config"]["gradient_checkpointing"]
+    before, now = state.get("gradient_checkpointing", settings[0]), about["gradient_checkpointing"]
+    if "auto" in settings and before not in (now, "auto", None):  # other changes have been told by `check_settings`
+        say(
+            f"warning: gradient_checkpointing was {before} and is {now} now, by what auto chooses: the run continues, "
+            "but not bit for bit as it would have without the change"
+        )
     changes = {}
     if state["rows"] != about["rows"]:
         changes["data"] = f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}"

@@ -240,13 +240,14 @@ class Trainer(ABC):
         }
 
     def about(self) -> dict[str, Any]:
-        """Return what a resumed run is compared with: the data, the model, the dtype, the settings, the command."""
+        """Return what a resumed run is compared with: the data, the model, the settings and choices, the command."""
         return {
             "command": self.args.command,
             "rows": len(self.source),
             "data_digest": self.digests["data"],
             "model_digest": self.digests["model"],
             "dtype": str(self.policy.dtype),
+            "gradient_checkpointing": self.model.is_gradient_checkpointing,
             "config": dataclasses.asdict(self.args),
         }
 

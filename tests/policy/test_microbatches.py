@@ -84,7 +84,3 @@ def test_one_more_than_the_least_is_enough_for_lengths_like_gsm8ks(groups, budge
         assert sorted(i for part in parts for i in part) == list(range(len(samples)))
         assert parts == sorted(map(sorted, parts))
         assert sum(len({i // 8 for i in part}) for part in parts) - groups <= 0.05 * groups  # groups that are split
-
-
-def test_the_same_samples_give_the_same_micro_batches():
-    assert micro_batches(gsm8k_like(3, 16), 8192) == micro_batches(gsm8k_like(3, 16), 8192)

@@ -7,7 +7,7 @@ import pytest
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.resume import check_settings
+from fastgrpo.run.resume import CHOSEN, check_settings
 
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 
@@ -20,7 +20,7 @@ def checkpoint(folder, changes=(), without=()):
     return folder
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() - {*CHOSEN}))
 def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
     folder, said = checkpoint(tmp_path, {name: "before"}), []
     rule = setting_of(FIELDS[name]).resume
@@ -32,6 +32,17 @@ def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
     else:
         check_settings(folder, GRPOConfig(), said.append)
     assert [line.startswith(f"warning: {name} was 'before' and is ") for line in said] == [True] * (rule == "inexact")
+
+
+@pytest.mark.parametrize("name, before", [("gradient_checkpointing", True), ("dtype", "float32")])
+def test_what_auto_chooses_is_compared_when_it_is_known(tmp_path, name, before):
+    """Checkpoints from before auto, or with what it chose, go on in silence where it chooses the same."""
+    check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(), pytest.fail)
+    check_settings(checkpoint(tmp_path), GRPOConfig(**{name: before}), pytest.fail)
+    said = []
+    other = {"gradient_checkpointing": False, "dtype": "bfloat16"}[name]
+    check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(**{name: other}), said.append)
+    assert len(said) == 1 and f"{name} was {before!r} and is {other!r} now" in said[0]
 
 
 def test_what_is_computed_must_stay_and_what_is_recorded_may_change():

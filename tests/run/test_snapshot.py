@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from fastgrpo.run.snapshot import GlobalRNG, _read
+from fastgrpo.run.snapshot import GlobalRNG, _compare, _read
 
 
 @pytest.mark.parametrize("content", [b"", b"rubbish", b"\x80\x02cos\nsystem\n(S'true'\ntR."])
@@ -28,3 +28,25 @@ def test_the_generators_go_on_where_they_stood(tmp_path):
     assert draws() != expected
     generators.load_state_dict(torch.load(tmp_path / "rng.pt", weights_only=True))
     assert draws() == expected
+
+
+@pytest.mark.parametrize(
+    "setting, chosen, now, warned",
+    [
+        ("auto", True, True, False),  # as it was
+        ("auto", True, False, True),  # another GPU, or another amount of free memory
+        ("auto", None, False, False),  # an older checkpoint does not say
+        (True, None, True, False),  # one from before auto, where auto chooses the same
+        (True, None, False, True),
+    ],
+)
+def test_another_choice_of_gradient_checkpointing_is_told(tmp_path, setting, chosen, now, warned):
+    same = {"dtype": "torch.float32", "rows": 4, "data_digest": None, "model_digest": None}
+    state = same | {"config": {"gradient_checkpointing": setting}}
+    if chosen is not None:
+        state["gradient_checkpointing"] = chosen
+    config = {"gradient_checkpointing": "auto", "resume_ignore": ()}
+    said = []
+    _compare(state, tmp_path, same | {"config": config, "gradient_checkpointing": now}, said.append)
+    told = f"warning: gradient_checkpointing was True and is {now} now, by what auto chooses: "
+    assert [line.startswith(told) for line in said] == [True] * warned
