@@ -35,7 +35,7 @@ def outline(path: str | Path, trust_remote_code: bool = False, download: bool = 
             "downloaded here)"
         )
     config = read_config(path, trust_remote_code, local_files_only=not download)
-    with loading(path, "config.json"), torch.device("meta"):
+    with loading(path, "model"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
