@@ -9,6 +9,7 @@ PROMPT_TOKENS = 256  # the length of a typical prompt
 # The times of a step at which most memory is held. What comes and goes is there at some of them.
 TIMES = {
     "draw": "while completions are drawn",
+    "reference": "while the reference computes log-probs",
     "head": "while the loss computes logits",
     "layers": "while the layers go backward",
 }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.chunked import chunk_rows
@@ -237,7 +238,7 @@ def _reference(config, model):
     if config.use_peft:
         return Part("reference", 0, "none: it is the policy with its adapters off")
     if config.ref_device is not None:
-        return Part("reference", 0, f"{size:,} bytes of host memory, streamed to the device layer by layer")
+        return _streamed(model, size)
     without = dict.fromkeys(("--use_peft True", "--beta 0"), size)
     if config.ref_quantization is None:
         without["--ref_device cpu"] = size
@@ -246,6 +247,15 @@ def _reference(config, model):
         return Part("reference", size, "a copy of the policy", saved_by=without)
     size, how = _quantized(model, config.ref_quantization)
     return Part("reference", size, how, saved_by=dict.fromkeys(without, size))
+
+
+def _streamed(model, size):
+    """Compute the part of a reference in host memory: two layers on the device, and what lies beside the layers."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
+    there = 2 * max(sizes) + size - sum(sizes)
+    how = f"two layers, embedding and head; {size:,} bytes of host memory, streamed to the device layer by layer"
+    return Part("reference", there, how, times=("reference",))
 
 
 def _quantized(model, quantization):

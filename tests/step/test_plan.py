@@ -100,7 +100,6 @@ def flatten(value):
 @pytest.mark.parametrize(
     "settings, how, share",
     [
-        ({"ref_device": "cpu"}, "of host memory, streamed", 0),
         ({"use_peft": True}, "adapters off", 0),
         ({"ref_quantization": "int8"}, "x 8 bits", 0.5),
         ({"ref_quantization": "nf4"}, "x 4 bits", 0.3),
@@ -111,6 +110,18 @@ def test_references_that_take_less(tmp_path, settings, how, share):
     by_name = parts_of(GRPOConfig(beta=0.1, **settings), outline(path))
     assert how in by_name["reference"].how
     assert by_name["reference"].bytes <= (share + 0.35 * (share > 0)) * by_name["policy"].bytes
+
+
+def test_a_streamed_reference_passes_through_the_device(tmp_path):
+    """Two layers are there at once, in buffers of the largest, beside the weights that belong to no layer."""
+    model = outline(tiny.save(tmp_path / "model"))
+    config = GRPOConfig(beta=0.1, ref_device="cpu")
+    part = parts_of(config, model)["reference"]
+    whole, *layers = (
+        sum(parameter.nbytes for parameter in module.parameters()) for module in (model, *model.model.layers)
+    )
+    assert part.bytes == whole - sum(layers) + 2 * max(layers) > 0
+    assert part.times == ("reference",) and "of host memory, streamed" in part.how
 
 
 def test_adapters_alone_have_gradients_and_states(tmp_path):
