@@ -95,7 +95,7 @@ def linear_logprob(
             ways = (_summed(way, weight, bias, part) for way in (fused, plain))
             return self_check.difference(*ways, sample, variant["gradient"])
 
-        remedy = 'backend="auto" goes on without it.' if asked == "triton" else None
+        remedy = self_check.ANY_BACKEND if asked == "triton" else None
         if not self_check.trusted("linear_logprob", hidden.device, variant, compare, remedy):
             backend = "chunked"
     logps, entropy = (fused if backend == "triton" else plain)(hidden, weight, bias)

@@ -32,6 +32,7 @@ ROWS, MOST_ROWS = 256, 4096  # rows of a sample; at most, where it must hold who
 VALUES, GRADIENTS = 5e-4, 1e-2
 TF32 = 20  # how many times more, where products of fp32 may be rounded to TF32
 OUTLIERS = 100  # one row of so many may differ, such as a ratio that rounds to the other side of the clip range
+ANY_BACKEND = 'backend="auto" goes on without it.'  # the remedy where a loss was asked for with backend="triton"
 REPORT = "Please report this line together with what `python -m fastgrpo.doctor --check` prints."
 
 _verdicts = {}  # (kernel, device, variant) -> whether it is trusted

@@ -28,7 +28,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setenv(self_check.VARIABLE, "1")
 
 
-def call(name, batch, monkeypatch=None):
+def call(name, batch):
     """Return the function, its tensors and its keyword arguments."""
     hidden, weight, kwargs = batch
     if name == "linear_grpo_loss":
@@ -41,8 +41,6 @@ def call(name, batch, monkeypatch=None):
 
 
 NAMES = ("linear_grpo_loss", "logits_grpo_loss", "grpo_loss")
-
-
 PATHS = [(name, "anchored") for name in OBJECTIVES] + [("bonus", "recompute")]
 
 
