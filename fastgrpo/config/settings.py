@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 from fastgrpo.config.fields import did_you_mean, documented, typed
 from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
+from fastgrpo.config.parallel import ParallelConfig
 from fastgrpo.config.sections import (
     CompletionConfig,
     EngineConfig,
@@ -93,6 +94,7 @@ class TrainingConfig(Settings):
 @dataclass(frozen=True)
 class GRPOConfig(
     RunConfig,
+    ParallelConfig,
     EvaluationConfig,
     OptimizerConfig,
     UpdatesConfig,

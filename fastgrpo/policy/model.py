@@ -5,9 +5,9 @@ is held in memory (adapters, quantization, sharding) attaches here. `Policy.logi
 are drawn from; the loss never makes the logits of a whole batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -18,6 +18,8 @@ from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 from fastgrpo.policy.own_attention import narrow_window, padded_states
+
+Result = TypeVar("Result")
 
 
 class Head(NamedTuple):
@@ -75,6 +77,8 @@ class Policy:
             compute what it does.
         grouped: Whether it multiplies by grouped products, as mixtures of experts do. None where no dry run has told.
     """
+
+    lockstep = False  # whether all ranks must make every forward and backward pass together, as shards need it
 
     def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
         self.module, self.own_attention, self.grouped = module, own_attention, grouped
@@ -138,6 +142,25 @@ class Policy:
             A view of every parameter, in the order of the module's parameters.
         """
         yield [parameter.detach() for parameter in self.parameters()]
+
+    def within(self, compute: Callable[[], Result]) -> Result:
+        """Run a computation that reads the weights: states, head and loss of one micro-batch.
+
+        Where weights are sharded, they are whole inside of it, and the gradient of its result is reduced to shards. All
+        ranks then have to call this equally often.
+
+        Args:
+            compute: The computation.
+
+        Returns:
+            What the computation returned.
+        """
+        return compute()
+
+    @property
+    def for_rollouts(self) -> "Policy":
+        """The policy that completions are drawn from: this one, or where weights are sharded a whole copy of it."""
+        return self
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """List the policy's own parameters. An update writes them in place, and so raises their version counters."""

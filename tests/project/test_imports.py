@@ -14,7 +14,7 @@ KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 # The floors of the house, the lowest first: a wing imports from floors below it, and from itself.
 FLOORS = (
     {"kernels"},
-    {"loss"},
+    {"loss", "ranks"},
     {"config", "data"},
     {"policy"},
     {"run"},
