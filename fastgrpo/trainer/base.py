@@ -17,15 +17,15 @@ from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
-from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
-from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
+from fastgrpo.policy.load import stop_token_ids
+from fastgrpo.policy.lora import merged
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
 from fastgrpo.run.curves import Panel, conclude, table
-from fastgrpo.run.digest import digest_of_rows, digest_of_weights
+from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.followed import open_log
 from fastgrpo.run.health import Watch
 from fastgrpo.run.host_copies import HostCopies
@@ -37,8 +37,8 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.plan import plan_run
 from fastgrpo.step.update import Updater
+from fastgrpo.trainer.policy import make_policy
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,9 @@ class Trainer(ABC):
             count = args.max_eval_samples
             self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
         self.rewards = self._make_rewards(reward_funcs)
-        self.plan = plan_run(args, model)
-        if self.plan:
-            self.plan.check()
-        checkpointing = self.plan.checkpointing if self.plan else args.gradient_checkpointing is not False
-        chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
-        self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, chosen)
-        # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
-        self.digests = {"model": digest_of_weights(self.policy.state_dict()) if args.keeps_first_weights else None}
-        refuse_adapters(self.model)
-        if args.use_peft:
-            add_lora(
-                self.model,
-                r=args.lora_r,
-                alpha=args.lora_alpha,
-                target_modules=args.lora_target_modules,
-                seed=args.seed,
-            )
+        made = make_policy(model, processing_class, args, self.ranks)
+        self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
+        self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
