@@ -1,4 +1,4 @@
-"""Makes the policy of a run: plans its memory, loads it, and gives it adapters. All ranks begin with the same weights."""
+"""Makes the policy of a run: plans its memory, loads it, adds adapters. All ranks begin with the same weights."""
 
 import dataclasses
 from dataclasses import dataclass
