@@ -6,9 +6,9 @@ prints the table of docs/scale.md; --help lists what is assumed. Each GPU has on
 times the prompts. With N parameters, K ranks and M micro-batches, a rank sends
 
     ddp      2 (K - 1) / K 4 N                             one all-reduce of the gradients in fp32
-    fsdp2    (K - 1) / K (M (2 N + 2 N + 4 N) + 2 N)       of each micro-batch two all-gathers of the weights in bf16 and
-                                                           one reduce-scatter of the gradients in fp32, and one gather
-                                                           of the whole weights for the rollouts
+    fsdp2    (K - 1) / K (M (2 N + 2 N + 4 N) + 2 N)       of each micro-batch two all-gathers of the weights in bf16
+                                                           and one reduce-scatter of the gradients in fp32, and one
+                                                           gather of the whole weights for the rollouts
 
 and with fsdp_reshard_after_forward False ("kept whole") one all-gather less of each micro-batch.
 

@@ -40,6 +40,6 @@ def test_modes_that_do_not_fit_are_left_out(rows):
 
 
 def test_bandwidths_are_arguments(capsys):
-    scale.main(["--network", "25", "--room", "30"])
+    scale.main(["--network", "25", "--room", "60"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1.5B | 8 | ddp |"))
     assert line.split("|")[-3].strip() == f"{7 / 8 * 8 * 1_543_714_304 / 25e9:.2f}"
