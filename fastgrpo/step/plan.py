@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.config.parallel import ParallelConfig
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
@@ -109,19 +108,20 @@ def plan(
     return dataclasses.replace(made, chosen=chosen, instead={} if made.fits else _other_ways(config, split, of))
 
 
-def choose_parallel(config: TrainingConfig, whole: Plan) -> tuple[str, str]:
+def choose_parallel(config: TrainingConfig, whole: Plan | None) -> tuple[str, str]:
     """Decide how the processes of a run share its weights, gradients and optimizer.
 
     Args:
         config: The settings of the run.
-        whole: The plan of the run with everything on each device, as ddp has it.
+        whole: The plan of the run with everything on each device, as ddp has it; None where there can be no plan.
 
     Returns:
         ddp or fsdp2, and why, as a text for people. One process alone has ddp, which then sends nothing.
     """
-    asked = config.parallel if isinstance(config, ParallelConfig) else "ddp"
-    if asked != "auto":
-        return asked, "as parallel says"
+    if config.parallel != "auto":
+        return config.parallel, "as parallel says"
+    if whole is None:
+        return "ddp", "auto is ddp where the memory of a model cannot be planned"
     if whole.ranks == 1:
         return "ddp", "one process has everything"
     if math.isinf(whole.room):
@@ -133,8 +133,6 @@ def choose_parallel(config: TrainingConfig, whole: Plan) -> tuple[str, str]:
 
 def _other_ways(config, split, of):
     """List other ways to share a run that does not fit, each with the bytes without which there is no step."""
-    if not isinstance(config, ParallelConfig):
-        return {}
     sharded, ways, devices = split._replace(parallel="fsdp2"), {}, 2 * split.ranks
     if split.sharded:
         if not split.reshard:

@@ -24,7 +24,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastgrpo.config.parallel import ParallelConfig
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.policy.lora import ADAPTER
 from fastgrpo.step.budget import Part
@@ -68,8 +67,6 @@ class Split(NamedTuple):
             The split.
         """
         graphs = device.type == "cuda" and config.rollout_backend == "fast" and not config.rollout_enforce_eager
-        if not isinstance(config, ParallelConfig):
-            return cls(ranks, parallel, graphs=graphs)
         return cls(ranks, parallel, config.fsdp_reshard_after_forward, config.fsdp_cpu_offload, graphs)
 
 

@@ -198,6 +198,7 @@ def test_what_is_asked_for_is_not_chosen(planned):
         == (on_a_cpu.parallel, on_a_cpu.chosen)
     )
     assert choose_parallel(GRPOConfig(), planned("7B", 1))[0] == "ddp"
+    assert choose_parallel(GRPOConfig(), None) == ("ddp", "auto is ddp where the memory of a model cannot be planned")
 
 
 def test_supervised_training_draws_in_evaluations_alone(planned):
