@@ -150,6 +150,8 @@ class Trainer(ABC):
         self.panels = panels
         if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
+        if self.ranks.size > 1:
+            self.log.say(f"{self.ranks.size} processes share the run by {made.parallel}: {made.why}")
 
     def _to_come(self):
         """Count the bytes that an update will take beyond those that are taken now."""
