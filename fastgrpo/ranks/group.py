@@ -4,19 +4,31 @@ Every exchange has a name. Each rank notes in a store what it is about to do, so
 too long, those who waited can say for what, and which rank did not come.
 """
 
-import json
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fastgrpo.ranks.notes import Notes
+
 BUCKET = 1 << 28  # bytes that are summed at once, as a copy
 
 
 class RankLost(RuntimeError):
-    """Another rank failed, or did not come to an exchange in time."""
+    """Another rank failed, or did not come to an exchange in time.
+
+    Args:
+        text: What this rank waited for, and which ranks did not come.
+        hung: Whether the others are thought to be alive: nobody has failed, but time is up. Then nobody else has an
+            error that would say what went wrong.
+    """
+
+    def __init__(self, text: str, hung: bool = False) -> None:
+        super().__init__(text)
+        self.hung = hung
 
 
 class Ranks:
@@ -40,8 +52,8 @@ class Ranks:
         group: "dist.ProcessGroup | None" = None,
         store: "dist.Store | None" = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self.group, self.store = rank, size, local_rank, group, store
-        self._count = 0  # exchanges so far
+        self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
+        self.notes = Notes(store, rank, size)
 
     @property
     def lead(self) -> bool:
@@ -50,7 +62,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Name what this rank waits for, while the context manager is open.
+        """Name what this rank waits for, while the context manager is open. Contexts may lie in one another.
 
         Args:
             what: What the exchanges inside are for, such as "the update of step 3".
@@ -64,16 +76,15 @@ class Ranks:
         if self.group is None:
             yield
             return
-        self._count += 1
-        self.store.set(f"place/{self.rank}", json.dumps([self._count, what]))
+        self.notes.enter(what)
         try:
             yield
-        except dist.DistError as error:
-            raise RankLost(self._told(what, error)) from error
+        except RankLost:  # of a context inside this one
+            raise
         except RuntimeError as error:
-            if not _is_of_gloo(error):
+            if not _is_of_a_connection(error):
                 raise
-            raise RankLost(self._told(what, error)) from error
+            raise self._lost(what, error) from error
 
     def fail(self, text: str) -> None:
         """Note that this rank has failed, so that those who wait for it can say why.
@@ -81,30 +92,19 @@ class Ranks:
         Args:
             text: The error.
         """
-        if self.store is not None:
-            with suppress(RuntimeError):  # the store may be gone
-                self.store.set(f"failed/{self.rank}", text)
+        self.notes.fail(text)
 
-    def _told(self, what, error):
-        """Say which ranks did not come to an exchange, and why as far as it is known."""
-        told = []
-        try:
-            for rank in range(self.size):
-                place, failed = (self._noted(f"{name}/{rank}") for name in ("place", "failed"))
-                count, doing = json.loads(place) if place else (0, "nothing yet")
-                if rank == self.rank:
-                    continue
-                if failed:
-                    told.append(f"rank {rank} failed: {failed}")
-                elif count < self._count:
-                    told.append(f"rank {rank} did not come; it was last at {doing}")
-        except RuntimeError:
-            told = ["the store of the ranks is gone too"]
+    def _lost(self, what, error):
+        """Make the error that says which ranks did not come to an exchange, and why as far as it is known."""
+        self.notes.lose()
+        late = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+        missing = self.notes.missing()
+        told = [_told(rank, place, late) for rank, place in (missing or {}).items()]
+        if missing is None:
+            told = [f"{str(error).splitlines()[0]}; what the ranks noted is gone with the machine that kept it"]
+        hung = late and not any(place.failed for place in (missing or {}).values())
         cause = "; ".join(told) or str(error).splitlines()[0]
-        return f"rank {self.rank} waited for {what}: {cause}"
-
-    def _noted(self, key):
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return RankLost(f"rank {self.rank} stops while it waits for {what}: {cause}", hung)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Give every rank the values of all ranks.
@@ -202,7 +202,18 @@ def _buckets(tensors):
         yield bucket
 
 
-def _is_of_gloo(error):
-    """Tell whether an error of torch's is one of a connection: gloo raises plain RuntimeErrors."""
-    text = str(error)
-    return any(part in text for part in ("gloo", "Connection", "Timed out", "Socket", "peer"))
+def _told(rank, place, late):
+    """Say what became of a rank that did not come."""
+    if place.failed is not None:
+        return f"rank {rank} failed: {place.failed}"
+    return f"rank {rank} {'did not come in time' if late else 'is gone'}; it was last at {place.what}"
+
+
+# gloo raises RuntimeErrors that begin with the place in its source, torch's NCCL DistBackendErrors, and a store others.
+# An "enforce fail" of gloo's is no broken connection but a mistake of ours: ranks that exchange different things.
+_GLOO = re.compile(r"^\[[^\]]*\bgloo/[^\]]*:\d+\] |Application timeout caused pair closure|Gloo connectFullMesh failed")
+
+
+def _is_of_a_connection(error):
+    """Tell whether an error says that another rank cannot be reached."""
+    return isinstance(error, dist.DistError) or _GLOO.search(str(error)) is not None
