@@ -19,12 +19,14 @@ from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
 from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
+from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import Checkpointer, save_model
 from fastgrpo.run.curves import Panel, conclude, table
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
+from fastgrpo.run.followed import open_log
 from fastgrpo.run.health import Watch
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.inputs import inputs_of
@@ -92,6 +94,7 @@ class Trainer(ABC):
         panels: Sequence[Panel],
     ):
         self.args = args = self._checked(args, processing_class)
+        self.ranks = join(args.device, args.ddp_timeout)
         if train_dataset is None:
             raise ValueError(f"train_dataset is needed: {self.needed_rows}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
@@ -139,24 +142,25 @@ class Trainer(ABC):
             total_steps=self.state.max_steps * args.updates_per_step,
         )
         self.updater = Updater(
+            self.policy,
             self.optimizer,
             self.schedule,
             max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch,
-            device=self.policy.device,
             share_prompt=args.share_prompt,
             timer=self.timer,
+            ranks=self.ranks,
         )
         judged = self.rewards is not None  # without rewards nothing is drawn
-        self.engine = make_backend(self.policy, args, self._to_come) if judged else None
+        self.engine = make_backend(self.policy.for_rollouts, args, self._to_come) if judged else None
         self._prepare()
         functions = self.rewards.functions if judged else []
-        self.log = log or RunLog(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)))
+        self.log = log or open_log(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)), self.ranks)
         self.checkpoints = Checkpointer(args, self.log)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.watch = Watch(args, self.checkpoints)
-        self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
+        self.profiler = Profiler(args.profile if self.ranks.lead else 0, self.log.folder, self.log.say)
         self.panels = panels
         if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
@@ -279,17 +283,18 @@ class Trainer(ABC):
         """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
         log = self.log
         if log.checkpoint is None:
-            set_seed(self.args.seed)  # reward functions may draw from the global generators
+            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
         else:
             restore(self.parts(), log.checkpoint, self.about(), log.say)
-            set_aside(log.folder, self.state.global_step, log.say)
+            if self.ranks.lead:
+                set_aside(log.folder, self.state.global_step, log.say)
         while True:
             self.checkpoints.check()
-            if not stop:
+            if not self._stopping(stop):
                 self._evaluate_if_due()
-            step, stopping = self.state.global_step, bool(stop)
+            step, stopping = self.state.global_step, self._stopping(stop)
             last = step == self.state.max_steps
-            if stopping or self.checkpoints.due(step, last):
+            if (stopping or self.checkpoints.due(step, last)) and self.ranks.lead:
                 self.checkpoints.save(step, self._snapshot)
             if stopping or last:
                 return step if stopping else None
@@ -298,6 +303,12 @@ class Trainer(ABC):
             values = self.step()
             log.step(step + 1, values, last=step + 1 == self.state.max_steps)
             log.advance(**{short: values[name] for short, name in self.shown.items() if name in values})
+
+    def _stopping(self, stop):
+        """Whether the run shall stop: one rank's signal stops all of them after the same step."""
+        where = f"whether to stop after step {self.state.global_step}"
+        stop.received = next(filter(None, self.ranks.gather(stop.received, where)), None)
+        return bool(stop)
 
     def _snapshot(self):
         return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies)
@@ -347,10 +358,11 @@ class Trainer(ABC):
             min_p=0.0,
             seed=self.args.seed,
         )
-        with progress_bar("evaluate") as bar:
+        with progress_bar("evaluate", shown=self.ranks.lead) as bar:
             result = evaluate(
-                self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
-            )
+                self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
+                self.ranks,
+            )  # fmt: skip
         if self.log.folder.held:
             self.log.write(self.state.global_step, result.metrics())
         self.log.say(f"step {self.state.global_step}: held-out {result.summary()}")
@@ -382,6 +394,8 @@ class Trainer(ABC):
             "wall_seconds": round(time.perf_counter() - self.log.started, 2),
             "num_tokens": state.num_tokens,
         }
+        if not self.ranks.lead:
+            return summary
         if self.args.use_peft:
             save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
         left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
