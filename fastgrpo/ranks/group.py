@@ -5,6 +5,8 @@ too long, those who waited can say for what, and which rank did not come.
 """
 
 import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +56,7 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
         self.notes = Notes(store, rank, size)
+        self._inside = []  # what the open contexts wait for
 
     @property
     def lead(self) -> bool:
@@ -65,7 +68,8 @@ class Ranks:
         """Name what this rank waits for, while the context manager is open. Contexts may lie in one another.
 
         Args:
-            what: What the exchanges inside are for, such as "the update of step 3".
+            what: What the exchanges inside are for, such as "the gradients"; inside of "step 3" it is called "the
+                gradients in step 3".
 
         Returns:
             A context manager that yields nothing.
@@ -73,9 +77,11 @@ class Ranks:
         Raises:
             RankLost: An exchange failed; the error names the ranks that did not come, and what they did instead.
         """
-        if self.group is None:
+        if self.size == 1:
             yield
             return
+        self._inside.append(what)
+        what = " in ".join(reversed(self._inside))
         self.notes.enter(what)
         try:
             yield
@@ -85,6 +91,8 @@ class Ranks:
             if not _is_of_a_connection(error):
                 raise
             raise self._lost(what, error) from error
+        finally:
+            self._inside.pop()
 
     def fail(self, text: str) -> None:
         """Note that this rank has failed, so that those who wait for it can say why.
@@ -96,6 +104,7 @@ class Ranks:
 
     def _lost(self, what, error):
         """Make the error that says which ranks did not come to an exchange, and why as far as it is known."""
+        outlive_sigterm()
         self.notes.lose()
         late = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
         missing = self.notes.missing()
@@ -119,7 +128,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return [value]
         values = [None] * self.size
         with self.waiting(what):
@@ -139,7 +148,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return flag
         there = torch.tensor(int(flag))
         with self.waiting(what):
@@ -159,7 +168,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return value
         values = [value]
         with self.waiting(what):
@@ -176,7 +185,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return
         with self.waiting(what):
             for bucket in _buckets(tensors):
@@ -187,6 +196,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def outlive_sigterm() -> None:
+    """Let the next SIGTERM pass, where it would end the process.
+
+    torchrun sends SIGTERM to all ranks once one has ended. Those ranks notice it as soon as torchrun does, and end by
+    themselves: the signal shall not cut off what they have to say.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _buckets(tensors):
