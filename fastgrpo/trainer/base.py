@@ -22,7 +22,8 @@ from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.checkpoint import Checkpointer, save_model
+from fastgrpo.run.checkpoint import save_model
+from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.curves import Panel, conclude, table
 from fastgrpo.run.digest import digest_of_rows, digest_of_weights
 from fastgrpo.run.health import Watch
