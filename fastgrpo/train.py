@@ -32,8 +32,9 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             checked before it.
     """
     from fastgrpo.policy.load import load_tokenizer
+    from fastgrpo.ranks import join
+    from fastgrpo.run.followed import open_log
     from fastgrpo.run.inputs import inputs_of
-    from fastgrpo.run.log import RunLog
     from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 
@@ -42,9 +43,11 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     if path is not None:
         trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer, panels=panels)
     else:
-        log = RunLog(config, inputs_of(config, functions))
+        ranks = join(config.device, config.ddp_timeout)
+        log = open_log(config, inputs_of(config, functions), ranks)
         try:
-            path = _make_policy(opened.module, config, log)
+            path = _make_policy(opened.module, config, log) if ranks.lead else None
+            path = ranks.from_lead(path, "the warm start of rank 0")
             tokenizer = load_tokenizer(path, config.trust_remote_code)
             trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log, panels)
         except BaseException:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fastgrpo.config.fields import Interval, documented, setting
+from fastgrpo.config.parallel import ParallelConfig
 from fastgrpo.config.sections import (
     CompletionConfig,
     EngineConfig,
@@ -19,6 +20,7 @@ from fastgrpo.config.training import ModelConfig, OptimizerConfig, RunConfig, Tr
 @dataclass(frozen=True)
 class SFTConfig(
     RunConfig,
+    ParallelConfig,
     EvaluationConfig,
     OptimizerConfig,
     RewardConfig,

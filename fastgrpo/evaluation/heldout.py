@@ -15,12 +15,13 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.prompts import to_completion
-from fastgrpo.data.records import Completion, Prompt, TrainerState
+from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.answers import completion_text, final_answer
 from fastgrpo.rewards.call import Judged, Rewards, reward_matrix
+from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.curves import markdown_table
@@ -72,7 +73,7 @@ class Evaluation:
         return f"{self.values[name]:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
-def progress_bar(name: str) -> tqdm:
+def progress_bar(name: str, shown: bool = True) -> tqdm:
     """Make the progress bar of an evaluation; its `update` is what `evaluate` takes as `progress`.
 
     It shows the time that is left, as if every completion went on to its limit: most end earlier, so the end comes
@@ -80,13 +81,14 @@ def progress_bar(name: str) -> tqdm:
 
     Args:
         name: The text in front of the bar.
+        shown: Whether there is a bar to see. Of several ranks, rank 0 alone shows one.
 
     Returns:
         The bar, which is full at 1.
     """
     shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
-    return tqdm(total=1.0 + 1e-6, desc=name, leave=False, smoothing=0, bar_format=shape)
+    return tqdm(total=1.0 + 1e-6, desc=name, leave=False, smoothing=0, bar_format=shape, disable=not shown)
 
 
 def evaluate(
@@ -98,6 +100,7 @@ def evaluate(
     trainer_state: TrainerState,
     progress: Callable[[float], object] | None = None,
     num_generations: int = 0,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Complete each held-out row once greedily and several times by sampling, and judge all completions.
 
@@ -111,9 +114,10 @@ def evaluate(
         progress: A function that is called with the share of the work that was just done, or None. The shares add up to
             1; the greedy completion of a prompt and each of its draws count the same.
         num_generations: How many completions are sampled for each prompt, in addition to the greedy one. It may be 0.
+        ranks: The ranks, each of which completes and judges a share of the rows.
 
     Returns:
-        The results.
+        The results, on every rank the same.
 
     Raises:
         ValueError: A row cannot be used (its place is named), a reward function fails, or num_generations is too large.
@@ -127,7 +131,8 @@ def evaluate(
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:
         share = draws / (1 + num_generations)
         told = None if progress is None else lambda done: progress(done * share)
-        result = rewards(_complete(engine, tokenizer, prompts, sampling, draws, told), trainer_state)
+        drawn = _complete(engine, prompts, sampling, draws, told, ranks)
+        result = judge_together(rewards, drawn, prompts, tokenizer, trainer_state, ranks=ranks)
         _measure(result, rewards, draws, prefix, means)
         return result.completions
 
@@ -189,10 +194,12 @@ class _Means:
             self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
 
 
-def _complete(engine, tokenizer, prompts: list[Prompt], sampling, draws, progress):
-    """Draw `draws` completions of each prompt; those of a prompt stand side by side."""
-    rollouts = engine.generate([prompt.ids for prompt in prompts], draws, sampling, progress)
-    return [to_completion(prompts[i // draws], rollout, tokenizer) for i, rollout in enumerate(rollouts)]
+def _complete(engine, prompts: list[Prompt], sampling, draws, progress, ranks) -> dict[int, list[Rollout]]:
+    """Draw `draws` completions of each prompt of this rank. Returns them by the index of the prompt."""
+    own = range(ranks.rank, len(prompts), ranks.size)
+    with engine.policy.gather():
+        rollouts = engine.generate([prompts[i].ids for i in own], draws, sampling, progress, own)
+    return {i: rollouts[at * draws : (at + 1) * draws] for at, i in enumerate(own)}
 
 
 def _right(completion):

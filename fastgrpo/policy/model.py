@@ -13,6 +13,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from fastgrpo.data.records import Sample
 from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch
@@ -156,6 +157,15 @@ class Policy:
             What the computation returned.
         """
         return compute()
+
+    def idle_loss(self) -> torch.Tensor:
+        """Compute a loss of 0 by a pass over one token, on a rank that has no samples for a pass of all ranks.
+
+        Returns:
+            A scalar whose gradient is 0 for every weight.
+        """
+        batch = Batch.pack([Sample([0], [0], advantage=0.0)], self.device)
+        return self.logps(batch).sum() * 0.0
 
     @property
     def for_rollouts(self) -> "Policy":

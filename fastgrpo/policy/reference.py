@@ -20,6 +20,7 @@ from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.policy.model import Head, Policy
 from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.streaming import LayerStream
+from fastgrpo.ranks import ALONE, Ranks
 
 
 class Scoring(NamedTuple):
@@ -37,22 +38,27 @@ class Scoring(NamedTuple):
 
 
 @torch.no_grad()
-def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring) -> list[torch.Tensor]:
+def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring, passes: int = 0) -> list[torch.Tensor]:
     """Compute the log-probs of completions under a policy.
 
     Args:
         policy: The policy.
         samples: The completions with their prompts.
         scoring: How they are scored.
+        passes: How many passes all ranks make at least, where the policy needs them in lockstep.
 
     Returns:
         For each sample [T] fp32 log-probs, in nats, on the policy's device; T is the length of its completion.
     """
     logps = [None] * len(samples)
-    for indices in micro_batches(samples, scoring.max_tokens, scoring.share_prompt):
+    parts = micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
+    for indices in parts + [[]] * (passes - len(parts)):
+        if not indices:
+            policy.within(policy.idle_loss)
+            continue
         part = [samples[i] for i in indices]
         batch = Batch.pack(part, policy.head.weight.device, scoring.share_prompt)
-        flat = policy.logps(batch, scoring.temperature)
+        flat = policy.within(lambda batch=batch: policy.logps(batch, scoring.temperature))
         for i, of_sample in zip(indices, flat.split([len(sample.completion_ids) for sample in part]), strict=True):
             logps[i] = of_sample
     return logps
@@ -114,18 +120,19 @@ class Reference:
         """Make `policy` compute as the reference while the context manager is open."""
         yield
 
-    def score(self, samples: Sequence[Sample], scoring: Scoring) -> list[torch.Tensor]:
+    def score(self, samples: Sequence[Sample], scoring: Scoring, passes: int = 0) -> list[torch.Tensor]:
         """Compute the reference's log-probs of completions.
 
         Args:
             samples: The completions with their prompts.
             scoring: How they are scored.
+            passes: As for the function `score`.
 
         Returns:
             The log-probs as the function `score` returns them.
         """
         with self.ready():
-            return score(self.policy, samples, scoring)
+            return score(self.policy, samples, scoring, passes)
 
     @torch.no_grad()
     def states(self, batch: Batch) -> tuple[torch.Tensor, Head]:
@@ -143,12 +150,13 @@ class Reference:
             weight, bias, softcap = self.policy.head
             return states, Head(weight.detach(), None if bias is None else bias.detach(), softcap)
 
-    def measure(self, samples: Sequence[Sample], scoring: Scoring) -> dict[str, float]:
+    def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
         """Measure how good the reference is, before it is used on samples.
 
         Args:
-            samples: The completions with their prompts.
+            samples: The completions with their prompts that this rank scores.
             scoring: How they are scored.
+            ranks: The ranks.
 
         Returns:
             Metrics by name: none, where the reference is exact.
@@ -252,21 +260,30 @@ class QuantizedCopy(Reference):
         super().__init__(Policy(module, policy.own_attention))
         self.exact = StreamedCopy(policy)
 
-    def measure(self, samples: Sequence[Sample], scoring: Scoring) -> dict[str, float]:
+    def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
         """Measure, the first time, how far the copy's log-probs are from the exact ones.
 
         Args:
-            samples: The completions with their prompts.
+            samples: The completions with their prompts that this rank scores.
             scoring: How they are scored.
+            ranks: The ranks.
 
         Returns:
-            The first time `ref/kl_error`, the mean k3 estimate of the KL from the exact reference; later nothing.
+            The first time `ref/kl_error`, the mean k3 estimate of the KL from the exact reference over the tokens of
+            all ranks; later nothing.
         """
-        if self.exact is None or not samples:
+        if self.exact is None:
             return {}
-        log_ratio = torch.cat(self.score(samples, scoring)) - torch.cat(self.exact.score(samples, scoring))
+        own = 0.0, 0
+        if samples:
+            log_ratio = torch.cat(self.score(samples, scoring)) - torch.cat(self.exact.score(samples, scoring))
+            k3 = log_ratio.expm1() - log_ratio  # k3: e^d - d - 1
+            own = k3.double().sum().item(), len(k3)
+        total, tokens = map(sum, zip(*ranks.gather(own, "the error of the reference"), strict=True))
+        if not tokens:
+            return {}
         self.exact = None
-        return {"ref/kl_error": (log_ratio.expm1() - log_ratio).mean().item()}  # k3: e^d - d - 1
+        return {"ref/kl_error": total / tokens}
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether the copy has been compared with the exact one."""

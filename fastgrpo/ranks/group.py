@@ -5,15 +5,13 @@ too long, those who waited can say for what, and which rank did not come.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Result = TypeVar("Result")
 BUCKET = 1 << 28  # bytes that are summed at once, as a copy
 
 
@@ -43,9 +41,7 @@ class Ranks:
         store: "dist.Store | None" = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self.group, self.store = rank, size, local_rank, group, store
-        self._places = store  # where this rank notes its exchanges, and reads those of the others
         self._count = 0  # exchanges so far
-        self._apart = {}  # the same ranks with groups of their own, by name
 
     @property
     def lead(self) -> bool:
@@ -69,7 +65,7 @@ class Ranks:
             yield
             return
         self._count += 1
-        self._places.set(f"place/{self.rank}", json.dumps([self._count, what]))
+        self.store.set(f"place/{self.rank}", json.dumps([self._count, what]))
         try:
             yield
         except dist.DistError as error:
@@ -94,7 +90,7 @@ class Ranks:
         told = []
         try:
             for rank in range(self.size):
-                place, failed = _noted(self._places, f"place/{rank}"), _noted(self.store, f"failed/{rank}")
+                place, failed = (self._noted(f"{name}/{rank}") for name in ("place", "failed"))
                 count, doing = json.loads(place) if place else (0, "nothing yet")
                 if rank == self.rank:
                     continue
@@ -106,6 +102,9 @@ class Ranks:
             told = ["the store of the ranks is gone too"]
         cause = "; ".join(told) or str(error).splitlines()[0]
         return f"rank {self.rank} waited for {what}: {cause}"
+
+    def _noted(self, key):
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Give every rank the values of all ranks.
@@ -167,6 +166,22 @@ class Ranks:
             dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
+    def share(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Give every rank the values of rank 0's tensors, in place.
+
+        Args:
+            tensors: Tensors of the same dtypes and shapes on every rank.
+            what: What they are, as `waiting` takes it.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
+        """
+        if self.group is None:
+            return
+        with self.waiting(what):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
+
     def sum(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Add up tensors over the ranks, in place. The result is the same on every rank to the last bit.
 
@@ -186,61 +201,8 @@ class Ranks:
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
 
-    def together(self, do: Callable[[], Result], what: str) -> list[Result]:
-        """Let every rank do its part of something. What fails on one rank fails on all of them.
-
-        Args:
-            do: The part of this rank. It exchanges nothing with other ranks, and returns what can be pickled.
-            what: What they do, as `waiting` takes it.
-
-        Returns:
-            What each rank's part returned, in the order of the ranks.
-
-        Raises:
-            ValueError: At least one part failed. The error, the same on all ranks, says why each of them did. Where
-                there is one process alone, its own error is raised instead.
-            RankLost: Another rank did not come.
-        """
-        result = failure = None
-        try:
-            result = do()
-        except Exception as error:
-            if self.group is None:
-                raise
-            failure = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-        told = self.gather((result, failure), what)
-        failed = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(told) if failure is not None]
-        if failed:
-            alike = len(failed) == self.size and len({failure for _, failure in told}) == 1
-            raise ValueError(told[0][1] if alike else "; ".join(failed))
-        return [result for result, _ in told]
-
-    def apart(self, name: str, timeout: float) -> "Ranks":
-        """Return the same ranks with a group of their own, by which a thread exchanges things beside the main one.
-
-        Args:
-            name: What the thread does. Further calls with this name return the same ranks.
-            timeout: Seconds that a rank waits for the others in an exchange.
-
-        Returns:
-            The ranks; themselves where there is one process alone.
-        """
-        if self.group is None:
-            return self
-        if name not in self._apart:
-            members = dist.get_process_group_ranks(self.group)
-            group = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo")
-            other = Ranks(self.rank, self.size, self.local_rank, group, self.store)
-            other._places = dist.PrefixStore(name, self.store)  # what failed is noted for all groups in one place
-            self._apart[name] = other
-        return self._apart[name]
-
 
 ALONE = Ranks()
-
-
-def _noted(store, key):
-    return store.get(key).decode() if store.check([key]) else None
 
 
 def _buckets(tensors):

@@ -168,13 +168,7 @@ class Rewards:
                     verdicts = f"logs the column {column!r}, which {owners[column]!r} logs too; choose another name"
             per_function.append(self._checked(name, verdicts, completions, errors))
         per_function = torch.stack(per_function, 1)
-        judged = per_function[:, : self.judges]
-        if self.on_error == "raise" and not allow_none and judged.isnan().all():
-            raise ValueError(
-                f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(completions)} "
-                "completions a reward; do the rows have the columns that the functions read?"
-            )
-        per_function[judged.isnan().all(1), self.judges :] = math.nan
+        per_function[per_function[:, : self.judges].isnan().all(1), self.judges :] = math.nan
         done = [
             dataclasses.replace(
                 completion,
@@ -183,7 +177,24 @@ class Rewards:
             )
             for i, (completion, rewards) in enumerate(zip(completions, per_function.tolist(), strict=True))
         ]
+        if not allow_none:
+            self.refuse_none(done)
         return Judged(done, errors, dict(logged))
+
+    def refuse_none(self, completions: Sequence[Completion]) -> None:
+        """Refuse completions of which none has a reward, unless failures are skipped.
+
+        Args:
+            completions: Judged completions.
+
+        Raises:
+            ValueError: None has a reward.
+        """
+        if self.on_error == "raise" and reward_matrix(completions)[:, : self.judges].isnan().all():
+            raise ValueError(
+                f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(completions)} "
+                "completions a reward; do the rows have the columns that the functions read?"
+            )
 
     def _checked(self, name, verdicts, completions, errors):
         """Return the rewards of one function, [S] fp64. `verdicts` are as `read_verdicts` gives them, or a failure."""

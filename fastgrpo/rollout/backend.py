@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,15 +199,17 @@ class RolloutBackend(ABC):
         num_generations: int = 1,
         sampling: SamplingParams | None = None,
         progress: Callable[[float], object] | None = None,
+        request_ids: Sequence[int] | None = None,
     ) -> list[Rollout]:
         """Draw G completions of each prompt, to the end.
 
         Args:
-            prompts: B lists of token ids, none empty.
+            prompts: B lists of token ids, none of them empty. There may be none.
             num_generations: G.
             sampling: How to draw.
             progress: A function that is called with the share of the work that was just done, or None. The shares add
                 up to 1; `work_left` measures them.
+            request_ids: B different numbers of the requests, which decide the draws. None takes 0 to B - 1.
 
         Returns:
             B * G rollouts; those of a prompt stand side by side.
@@ -217,10 +219,10 @@ class RolloutBackend(ABC):
         """
         if self.has_unfinished_requests():
             raise ValueError("generate needs an idle backend; finish or abort the requests in flight first")
-        groups = {}
+        groups, request_ids = {}, range(len(prompts)) if request_ids is None else request_ids
         try:
-            for i, prompt in enumerate(prompts):
-                self.add_request(prompt, num_generations, sampling, request_id=i)
+            for request_id, prompt in zip(request_ids, prompts, strict=True):
+                self.add_request(prompt, num_generations, sampling, request_id=request_id)
             work = left = self.work_left()
             while self.has_unfinished_requests():
                 groups |= {output.request_id: output.rollouts for output in self.step()}
@@ -230,12 +232,12 @@ class RolloutBackend(ABC):
         finally:
             for request_id in list(self.unfinished):
                 self.abort_request(request_id)
-        return [rollout for i in range(len(prompts)) for rollout in groups[i]]
+        return [rollout for request_id in request_ids for rollout in groups[request_id]]
 
 
 def first_finished(
     engine: RolloutBackend,
-    prompts: Sequence[Sequence[int]],
+    prompts: Mapping[int, Sequence[int]],
     num_generations: int,
     sampling: SamplingParams,
     count: int,
@@ -244,19 +246,19 @@ def first_finished(
 
     Args:
         engine: An idle backend.
-        prompts: Lists of token ids.
+        prompts: Lists of token ids by their request_id, which decides the draws.
         num_generations: Completions of each prompt.
         sampling: How to draw.
         count: How many prompts are wanted.
 
     Returns:
-        The rollouts of each finished prompt by its index, in the order of the prompts; and the number of tokens that
+        The rollouts of each finished prompt by its request_id, in rising order; and the number of tokens that
         were drawn of the others.
     """
     groups, lost = {}, 0
     try:
-        for i, prompt in enumerate(prompts):
-            engine.add_request(prompt, num_generations, sampling, request_id=i)
+        for request_id, prompt in prompts.items():
+            engine.add_request(prompt, num_generations, sampling, request_id=request_id)
         while len(groups) < count:
             for output in engine.step():
                 if len(groups) < count:

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from fastgrpo.ranks import ALONE, RankLost, Ranks
+from fastgrpo.ranks.apart import together
 from fastgrpo.run.folder import RunFolder
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -101,12 +102,12 @@ def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None]
     """
     name = f"checkpoint-{step}"
     lead = ranks.lead
-    temporary = ranks.together(lambda: _make(folder, name) if lead else None, f"the folder of {name}")[0]
+    temporary = together(ranks, lambda: _make(folder, name) if lead else None, f"the folder of {name}")[0]
     try:
-        ranks.together(lambda: _see(temporary), f"the folder of {name}")
+        together(ranks, lambda: _see(temporary), f"the folder of {name}")
         write(temporary)
-        entries = ranks.together(lambda: _sealed(temporary, ranks.rank), f"the digests of {name}")
-        return ranks.together(lambda: _finish(folder, name, entries) if lead else None, f"the manifest of {name}")[0]
+        entries = together(ranks, lambda: _sealed(temporary, ranks.rank), f"the digests of {name}")
+        return together(ranks, lambda: _finish(folder, name, entries) if lead else None, f"the manifest of {name}")[0]
     except RankLost:
         raise  # the others may still write into the folder; the next save removes it
     except BaseException:

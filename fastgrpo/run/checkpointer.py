@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, RankLost, Ranks
+from fastgrpo.ranks.apart import apart, together
 from fastgrpo.run.checkpoint import prune, step_of, sync, write_checkpoint
 from fastgrpo.run.folder import RunFolder
 
@@ -53,7 +54,7 @@ class Checkpointer:
     def __init__(self, config: TrainingConfig, log: CheckpointLog, ranks: Ranks = ALONE) -> None:
         self.config, self.log = config, log
         self._trainers = ranks
-        self.ranks = ranks.apart("checkpoint", config.ddp_timeout)
+        self.ranks = apart(ranks, "checkpoint", config.ddp_timeout)
         self._good = log.checkpoint
         self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # step of the last save
         metric = config.metric_for_best_model
@@ -163,7 +164,7 @@ class Checkpointer:
         path = write_checkpoint(folder, step, snapshot.write, self.ranks)
         limit, best = self.config.save_total_limit, self.best and self.best["step"]
         if limit is not None:
-            self.ranks.together(lambda: prune(folder, limit, best) if lead else None, "the end of older checkpoints")
+            together(self.ranks, lambda: prune(folder, limit, best) if lead else None, "the end of older checkpoints")
         return path
 
     def _measured(self, step):

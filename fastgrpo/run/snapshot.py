@@ -32,6 +32,7 @@ from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.ranks.apart import together
 from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.shards import full_disk, read_tensors, share_of, tensors_in, write_tensors
@@ -88,7 +89,7 @@ class Snapshot:
         Args:
             path: The folder.
         """
-        self.ranks.together(lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
+        together(self.ranks, lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
         if self.ranks.size > 1:
             write_tensors(path / SHARDS, self.tensors, self.ranks)
         self.weights = self.tensors = self.files = None
@@ -171,7 +172,7 @@ def restore(
             max_steps, or it has not the state that the parts need; on all ranks where one of them fails.
         RankLost: Another rank did not come.
     """
-    ranks.together(lambda: _restore(parts, path, about, say, ranks), f"the state in {path}")
+    together(ranks, lambda: _restore(parts, path, about, say, ranks), f"the state in {path}")
 
 
 def _restore(parts, path, about, say, ranks):

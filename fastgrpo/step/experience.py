@@ -20,12 +20,14 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.prompts import to_completion, to_prompt
+from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.records import Completion, Sample, TrainerState
 from fastgrpo.data.sources import Source
 from fastgrpo.loss.advantage import decoupled_advantages, group_advantages
 from fastgrpo.policy.fit import check_prompts
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards, reward_matrix
+from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.profiling import StageTimer
@@ -87,6 +89,7 @@ class ExperienceMaker:
         sampling: How to draw; each batch has a seed of its own.
         args: The settings.
         timer: The timer that measures the rollout and the rewards.
+        ranks: The ranks, each of which draws and judges a share of the prompts.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class ExperienceMaker:
         sampling: SamplingParams,
         args: GRPOConfig,
         timer: StageTimer,
+        ranks: Ranks = ALONE,
     ):
+        self.ranks = ranks
         self.source, self.tokenizer, self.engine, self.rewards = source, tokenizer, engine, rewards
         self.sampling, self.args, self.timer = sampling, args, timer
 
@@ -165,21 +170,24 @@ class ExperienceMaker:
         prompts = [to_prompt(row, self.tokenizer) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
         seed = self.args.seed * 1_000_003 + state.global_step + batch * BATCH_STRIDE
-        with self.timer.stage("rollout"):
-            groups, lost_tokens = first_finished(
-                self.engine,
-                [prompt.ids for prompt in prompts],
-                self.args.num_generations,
-                dataclasses.replace(self.sampling, seed=seed),
-                count,
-            )
+        own = {i: prompts[i].ids for i in range(self.ranks.rank, taken, self.ranks.size)}
+        wanted = len(range(self.ranks.rank, count, self.ranks.size))
+        with self.timer.stage("rollout"), self.engine.policy.gather():
+            sampling = dataclasses.replace(self.sampling, seed=seed)
+            groups, lost = first_finished(self.engine, own, self.args.num_generations, sampling, wanted)
         with self.timer.stage("reward"):
-            completions = [
-                to_completion(prompts[i], rollout, self.tokenizer) for i, group in groups.items() for rollout in group
-            ]
-            judged = self.rewards(completions, state, allow_none=batch > 0)
+            judged = judge_together(
+                self.rewards, groups, prompts, self.tokenizer, state, ranks=self.ranks, allow_none=batch > 0
+            )
+        told = self.engine.metrics() if wanted else {}, lost, hash(tuple(tuple(prompt.ids) for prompt in prompts))
+        live, lost, taken_by = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
+        if len({*taken_by}) > 1:
+            raise ValueError(
+                f"the source of training rows ({type(self.source).__name__}) gave other rows on other ranks; its rows "
+                "must follow from its state and from the settings alone"
+            )
         completions = self.with_advantages(judged.completions)
-        return Draw(completions, judged.errors, judged.logged, self.engine.metrics(), taken, lost_tokens)
+        return Draw(completions, judged.errors, judged.logged, _means(list(filter(None, live))), taken, sum(lost))
 
     def with_advantages(self, completions: Sequence[Completion]) -> list[Completion]:
         """Turn the rewards of completions that are trained on together into advantages.
@@ -284,5 +292,7 @@ def _logged(draws):
 
 
 def _means(measured):
-    """Average what the rollout backend measured over the batches."""
-    return {name: sum(values[name] for values in measured) / len(measured) for name in measured[0]}
+    """Average what rollout backends measured."""
+    return {
+        name: sum(values[name] for values in measured) / len(measured) for name in (measured[0] if measured else ())
+    }

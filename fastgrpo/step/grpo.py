@@ -64,7 +64,8 @@ class GRPOUpdate:
         num_iterations: int = 1,
     ):
         self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
-        self.scoring = Scoring(temperature, updater.max_tokens, updater.share_prompt)
+        self.dealer, self.ranks = updater.dealer, updater.ranks
+        self.scoring = Scoring(temperature, self.dealer.max_tokens, self.dealer.share_prompt)
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
@@ -101,11 +102,11 @@ class GRPOUpdate:
                     return out.loss
 
                 learning_rate = self.updater.learning_rate
-                norms.append(self.updater.step([samples[i] for i in minibatch], loss))
-                for at, i in enumerate(minibatch):
-                    samples[i] = self._after_update(samples[i], logps[at])
+                norms.append(self.updater.step([samples[i] for i in minibatch], loss).norm)
+                for at, of_sample in logps.items():
+                    samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
-        metrics |= meter.values(norms) | {"learning_rate": learning_rate}
+        metrics |= meter.values(norms, self.ranks) | {"learning_rate": learning_rate}
         if self.objective.beta == 0:
             metrics.pop("kl", None)  # there is no reference to measure it against
         return Updated(samples, norms, metrics)
@@ -149,20 +150,31 @@ class GRPOUpdate:
         Returns:
             Metrics of the reference.
         """
-        metrics, all_kept, later = {}, list(chain.from_iterable(kept)), list(chain.from_iterable(kept[1:]))
+        metrics, dealt = {}, [self.dealer.shares([samples[i] for i in minibatch]) for minibatch in kept]
+        # The samples of each rank in the minibatches, which are dealt here as they will be in the updates.
+        by_rank = [
+            [[minibatch[at] for at in shares[rank]] for minibatch, shares in zip(kept, dealt, strict=True)]
+            for rank in range(self.ranks.size)
+        ]
         if self.reference is not None:
-            teaching = [samples[i] for i in all_kept]
-            with self.updater.timer.stage("reference"):
-                metrics = self.reference.measure(teaching, self.scoring)
+            mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts)) for parts in by_rank])
+            teaching = [samples[i] for i in mine]
+            with self.updater.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
+                metrics = self.reference.measure(teaching, self.scoring, self.ranks)
                 if not self.objective.full_kl:
-                    for i, logps in zip(all_kept, self.reference.score(teaching, self.scoring), strict=True):
+                    for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):
                         samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
-        if later:
-            with self.updater.timer.stage("forward"):
-                scored = score(self.policy, [samples[i] for i in later], self.scoring)
-            for i, logps in zip(later, scored, strict=True):
+        if any(kept[1:]):
+            mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
+            with self.updater.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
+                scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
+            for i, logps in zip(mine, scored, strict=True):
                 samples[i] = dataclasses.replace(samples[i], old_logps=logps)
         return metrics
+
+    def _of_rank(self, samples, shares):
+        """Return the indices of this rank's samples, and how many passes over its samples a rank makes at most."""
+        return shares[self.ranks.rank], len(self.dealer.passes(samples, shares))
 
     def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
         """Compute the loss of a micro-batch, a sum over its tokens.

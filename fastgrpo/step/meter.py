@@ -7,6 +7,7 @@ import torch
 
 from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.policy.batch import Batch
+from fastgrpo.ranks import ALONE, Ranks
 
 EXTREMES = {"min": min, "max": max}  # metrics whose last part has one of these names are not averaged
 SUMMED = ("policy_loss", "active_tokens")
@@ -37,22 +38,27 @@ class Meter:
         for name, value in measured.items():
             self.entries[name].append((update, value))
 
-    def values(self, norms: list[float]) -> dict[str, float]:
-        """Reduce what was measured, over the updates that were not skipped.
+    def values(self, norms: list[float], ranks: Ranks = ALONE) -> dict[str, float]:
+        """Reduce what was measured, over the updates that were not skipped and over the ranks.
 
         Args:
             norms: The gradient norm of each update; NaN where it was skipped.
+            ranks: The ranks, each of which has measured its own micro-batches.
 
         Returns:
             Metrics by name. They are means over active tokens, except for losses, which are means over the updates, and
             for metrics whose name says that they are the largest or the smallest value.
         """
         taken = [math.isfinite(norm) for norm in norms]
+        parts = defaultdict(list)
+        mine = {name: self._of(entries, taken) for name, entries in self.entries.items()}
+        for of_rank in ranks.gather(mine, "the metrics of an update"):
+            for name, part in of_rank.items():
+                parts[name] += part
         values = {"skipped_updates": len(norms) - sum(taken)}
         if not any(taken):
             return values
         values["grad_norm"] = sum(norm for norm in norms if math.isfinite(norm)) / sum(taken)
-        parts = {name: self._of(entries, taken) for name, entries in self.entries.items()}
         if not parts.get("loss"):  # no group had spread: nothing was computed, nothing moved
             return values | {"loss": 0.0, "policy_loss": 0.0}
         tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))

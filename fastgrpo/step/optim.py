@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from fastgrpo.ranks import Ranks
+
 PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # what there is of each parameter
 
 
@@ -72,6 +74,26 @@ class MasterAdamW:
 
         parameter.register_post_accumulate_grad_hook(move)
         return master
+
+    @torch.no_grad()
+    def reduce(self, ranks: Ranks, loss: torch.Tensor | None) -> torch.Tensor | None:
+        """Add up the gradients and the loss over the ranks. One that had no samples counts as zeros.
+
+        Args:
+            ranks: The ranks.
+            loss: The loss of this rank's samples, a scalar tensor; None where it had none.
+
+        Returns:
+            The loss of all ranks.
+        """
+        if ranks.size == 1:
+            return loss
+        for master in self.masters:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        loss = torch.zeros((), device=self.masters[0].device) if loss is None else loss.float().clone()
+        ranks.sum([*(master.grad for master in self.masters), loss], "the gradients of an update")
+        return loss
 
     @torch.no_grad()
     def step(self, max_grad_norm: float = 0.0, loss: torch.Tensor | None = None) -> torch.Tensor:

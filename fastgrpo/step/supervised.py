@@ -6,6 +6,7 @@ This is the policy gradient with a weight of 1 for every token: its gradient is 
 1, a ratio of 1, and DAPO's normalization.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 
 from fastgrpo.data.examples import Example
 from fastgrpo.data.records import Sample
+from fastgrpo.policy.dealing import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.run.health import MAX_SKIPPED
@@ -50,34 +52,37 @@ def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Lear
         The loss before the update, and what the update was.
     """
     samples = _samples(examples)
-    tokens, losses = sum(len(sample.completion_ids) for sample in samples), []
+    tokens = sum(len(sample.completion_ids) for sample in samples)
 
     def loss_fn(_, batch):
         with updater.timer.stage("forward"):
             states = policy.completion_states(batch)
         with updater.timer.stage("loss"):
-            loss = -policy.logps_of(states, batch.targets).sum() / tokens
-        losses.append(loss.detach())
-        return loss
+            return -policy.logps_of(states, batch.targets).sum() / tokens
 
-    norm = updater.step(samples, loss_fn)
-    return Learned(torch.stack(losses).sum().item(), norm, tokens)
+    done = updater.step(samples, loss_fn)
+    return Learned(done.loss.item(), done.norm, tokens)
 
 
 @torch.no_grad()
-def mean_loss(policy: Policy, examples: Sequence[Example], max_tokens: int) -> float:
+def mean_loss(policy: Policy, examples: Sequence[Example], dealer: Dealer) -> float:
     """Measure the loss on examples that are not learned.
 
     Args:
         policy: The policy.
         examples: At least one.
-        max_tokens: The token budget of a micro-batch.
+        dealer: What deals the examples to ranks and micro-batches.
 
     Returns:
         The mean negative log-likelihood of all their completion tokens, in nats.
     """
-    logps = torch.cat(score(policy, _samples(examples), Scoring(1.0, max_tokens, share_prompt=True)))
-    return -logps.double().mean().item()
+    samples = _samples(examples)
+    shares = dealer.shares(samples)
+    mine, passes = [samples[i] for i in shares[dealer.ranks.rank]], len(dealer.passes(samples, shares))
+    logps = score(policy, mine, Scoring(1.0, dealer.max_tokens, dealer.share_prompt), passes)
+    own = torch.cat(logps).double().sum().item() if logps else 0.0
+    total = math.fsum(dealer.ranks.gather(own, "the held-out loss"))
+    return -total / sum(len(sample.completion_ids) for sample in samples)
 
 
 def _samples(examples):
@@ -116,7 +121,7 @@ def sft(
         raise ValueError("sft needs at least one example")
     optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.05, total_steps=steps)
-    updater = Updater(optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS, device=policy.device)
+    updater = Updater(policy, optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS)
     rng, queue, norms = random.Random(seed), [], []
     for step in range(1, steps + 1):
         while len(queue) < batch_size:

@@ -17,15 +17,17 @@ from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
-from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
-from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
+from fastgrpo.policy.load import stop_token_ids
+from fastgrpo.policy.lora import merged
+from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.curves import Panel, conclude, table
-from fastgrpo.run.digest import digest_of_rows, digest_of_weights
+from fastgrpo.run.digest import digest_of_rows
+from fastgrpo.run.followed import open_log
 from fastgrpo.run.health import Watch
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.inputs import inputs_of
@@ -36,8 +38,8 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.plan import plan_run
 from fastgrpo.step.update import Updater
+from fastgrpo.trainer.policy import make_policy
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Trainer(ABC):
         panels: Sequence[Panel],
     ):
         self.args = args = self._checked(args, processing_class)
+        self.ranks = join(args.device, args.ddp_timeout)
         if train_dataset is None:
             raise ValueError(f"train_dataset is needed: {self.needed_rows}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
@@ -102,23 +105,9 @@ class Trainer(ABC):
             count = args.max_eval_samples
             self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
         self.rewards = self._make_rewards(reward_funcs)
-        self.plan = plan_run(args, model)
-        if self.plan:
-            self.plan.check()
-        checkpointing = self.plan.checkpointing if self.plan else args.gradient_checkpointing is not False
-        chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
-        self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, chosen)
-        # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
-        self.digests = {"model": digest_of_weights(self.policy.state_dict()) if args.keeps_first_weights else None}
-        refuse_adapters(self.model)
-        if args.use_peft:
-            add_lora(
-                self.model,
-                r=args.lora_r,
-                alpha=args.lora_alpha,
-                target_modules=args.lora_target_modules,
-                seed=args.seed,
-            )
+        made = make_policy(model, processing_class, args, self.ranks)
+        self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
+        self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
@@ -140,24 +129,25 @@ class Trainer(ABC):
             total_steps=self.state.max_steps * args.updates_per_step,
         )
         self.updater = Updater(
+            self.policy,
             self.optimizer,
             self.schedule,
             max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch,
-            device=self.policy.device,
             share_prompt=args.share_prompt,
             timer=self.timer,
+            ranks=self.ranks,
         )
         judged = self.rewards is not None  # without rewards nothing is drawn
-        self.engine = make_backend(self.policy, args, self._to_come) if judged else None
+        self.engine = make_backend(self.policy.for_rollouts, args, self._to_come) if judged else None
         self._prepare()
         functions = self.rewards.functions if judged else []
-        self.log = log or RunLog(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)))
-        self.checkpoints = Checkpointer(args, self.log)
+        self.log = log or open_log(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)), self.ranks)
+        self.checkpoints = Checkpointer(args, self.log, self.ranks)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.watch = Watch(args, self.checkpoints)
-        self.profiler = Profiler(args.profile, self.log.folder, self.log.say)
+        self.profiler = Profiler(args.profile if self.ranks.lead else 0, self.log.folder, self.log.say)
         self.panels = panels
         if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
@@ -280,15 +270,16 @@ class Trainer(ABC):
         """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
         log = self.log
         if log.checkpoint is None:
-            set_seed(self.args.seed)  # reward functions may draw from the global generators
+            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
         else:
-            restore(self.parts(), log.checkpoint, self.about(), log.say)
-            set_aside(log.folder, self.state.global_step, log.say)
+            restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
+            if self.ranks.lead:
+                set_aside(log.folder, self.state.global_step, log.say)
         while True:
             self.checkpoints.check()
-            if not stop:
+            if not self._stopping(stop):
                 self._evaluate_if_due()
-            step, stopping = self.state.global_step, bool(stop)
+            step, stopping = self.state.global_step, self._stopping(stop)
             last = step == self.state.max_steps
             if stopping or self.checkpoints.due(step, last):
                 self.checkpoints.save(step, self._snapshot)
@@ -300,8 +291,14 @@ class Trainer(ABC):
             log.step(step + 1, values, last=step + 1 == self.state.max_steps)
             log.advance(**{short: values[name] for short, name in self.shown.items() if name in values})
 
+    def _stopping(self, stop):
+        """Whether the run shall stop: one rank's signal stops all of them after the same step."""
+        where = f"whether to stop after step {self.state.global_step}"
+        stop.received = next(filter(None, self.ranks.gather(stop.received, where)), None)
+        return bool(stop)
+
     def _snapshot(self):
-        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies)
+        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks)
 
     def step(self) -> dict[str, float]:
         """Make one step, from rows to updated weights.
@@ -348,10 +345,11 @@ class Trainer(ABC):
             min_p=0.0,
             seed=self.args.seed,
         )
-        with progress_bar("evaluate") as bar:
+        with progress_bar("evaluate", shown=self.ranks.lead) as bar:
             result = evaluate(
-                self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws
-            )
+                self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
+                self.ranks,
+            )  # fmt: skip
         if self.log.folder.held:
             self.log.write(self.state.global_step, result.metrics())
         self.log.say(f"step {self.state.global_step}: held-out {result.summary()}")
@@ -383,6 +381,8 @@ class Trainer(ABC):
             "wall_seconds": round(time.perf_counter() - self.log.started, 2),
             "num_tokens": state.num_tokens,
         }
+        if not self.ranks.lead:
+            return summary
         if self.args.use_peft:
             save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
         left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)

@@ -11,6 +11,7 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Completion, Stateful
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
@@ -71,7 +72,7 @@ class GRPOTrainer(Trainer):
             min_p=args.min_p or 0.0,
         )
         self.make_experience = ExperienceMaker(
-            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer
+            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks
         )
         self.reference = make_reference(
             self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
@@ -109,22 +110,26 @@ class GRPOTrainer(Trainer):
         if news:
             self.log.say(f"step {step}: {news}")
         if logged:
-            self.log.samples(sample_rows(step, clipped(experience, updated), self.args.num_generations))
+            completions = clipped(experience, updated, self.ranks)
+            self.log.samples(sample_rows(step, completions, self.args.num_generations))
         tokens = sum(len(completion.rollout.ids) for completion in experience.completions)
         return Step(values, updated.norms, experience.taken, tokens, experience.num_tokens)
 
 
-def clipped(experience: Experience, updated: Updated) -> list[Completion]:
+def clipped(experience: Experience, updated: Updated, ranks: Ranks = ALONE) -> list[Completion]:
     """Note in each completion that was trained on which share of its tokens the last update clipped.
 
     Args:
         experience: What was drawn for the step.
         updated: What the step's updates did.
+        ranks: The ranks, each of which knows this of the samples that it computed.
 
     Returns:
         All completions of the step.
     """
     completions = list(experience.completions)
-    for sample in updated.samples:
-        completions[sample.index] = dataclasses.replace(completions[sample.index], clipped=float(sample.clipped))
+    mine = {sample.index: float(sample.clipped) for sample in updated.samples}
+    for shares in ranks.gather({index: share for index, share in mine.items() if share}, "the clipped shares"):
+        for index, share in shares.items():
+            completions[index] = dataclasses.replace(completions[index], clipped=share)
     return completions

@@ -95,7 +95,7 @@ class SFTTrainer(Trainer):
         """
         values = {}
         if self.held_out:
-            values["eval/loss"] = mean_loss(self.policy, self.held_out, self.args.max_tokens_per_microbatch)
+            values["eval/loss"] = mean_loss(self.policy, self.held_out, self.updater.dealer)
             if self.log.folder.held:
                 self.log.write(self.state.global_step, values)
             self.log.say(f"step {self.state.global_step}: held-out loss {values['eval/loss']:.4f}")

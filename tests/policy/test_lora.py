@@ -54,7 +54,7 @@ def with_adapters(name="qwen2", seed=1, **changes):
 def make_update(model, beta=0.0, max_tokens=10_000):
     optimizer = MasterAdamW(model, learning_rate=3e-2)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu")
+    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
     return GRPOUpdate(
         Policy.of(model), make_reference(Policy.of(model), beta), updater, Objective(beta=beta), temperature=1.0
     )

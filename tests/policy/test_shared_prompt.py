@@ -103,7 +103,7 @@ def make_update(share_prompt, max_tokens=10_000, checkpointing=False, **settings
     optimizer = MasterAdamW(model, learning_rate=1e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=9)
     updater = Updater(
-        optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu", share_prompt=share_prompt
+        Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, share_prompt=share_prompt
     )
     return GRPOUpdate(Policy.of(model), reference, updater, objective, temperature=0.9, **settings)
 

@@ -228,7 +228,7 @@ def test_the_first_groups_to_finish_are_kept_as_they_would_have_been(seats):
     engine = RolloutEngine(model, max_num_seqs=seats)
     rollouts = engine.generate(prompts, 3, sampling)
     every = [[rollout.ids for rollout in rollouts[i : i + 3]] for i in range(0, 24, 3)]
-    groups, lost = first_finished(engine, prompts, 3, sampling, 3)
+    groups, lost = first_finished(engine, dict(enumerate(prompts)), 3, sampling, 3)
     assert not engine.has_unfinished_requests() and len(groups) == 3 and list(groups) == sorted(groups)
     assert all([rollout.ids for rollout in groups[i]] == every[i] for i in groups)
     if seats == 256:  # all run from the beginning: a group ends with its longest completion
@@ -244,7 +244,7 @@ def test_the_first_groups_to_finish_are_kept_as_they_would_have_been(seats):
 def test_an_error_while_drawing_leaves_the_engine_idle():
     engine = RolloutEngine(tiny.model())
     with pytest.raises(ValueError, match="exceeds the model's context"):
-        first_finished(engine, [[5, 6], [7] * 256], 2, SamplingParams(max_tokens=4, seed=0), 1)
+        first_finished(engine, {0: [5, 6], 1: [7] * 256}, 2, SamplingParams(max_tokens=4, seed=0), 1)
     assert not engine.has_unfinished_requests()
 
 

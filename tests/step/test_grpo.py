@@ -47,8 +47,8 @@ def policy(checkpointing=False):
 def make_update(model, beta=0.0, max_tokens=10_000, **settings):
     optimizer = MasterAdamW(model, learning_rate=1e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, device="cpu")
     policy = Policy(model)
+    updater = Updater(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
     return GRPOUpdate(policy, make_reference(policy, beta), updater, Objective(beta=beta), temperature=1.0, **settings)
 
 

@@ -55,8 +55,8 @@ POLICIES = {
 def make_update(policy, device=None, max_tokens=10_000, share_prompt=True, objective=None, **settings):
     optimizer = MasterAdamW(policy.module, learning_rate=1e-3)
     updater = Updater(
-        optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=1.0,
-        max_tokens=max_tokens, device="cpu", share_prompt=share_prompt,
+        policy, optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=1.0,
+        max_tokens=max_tokens, share_prompt=share_prompt,
     )  # fmt: skip
     objective = objective or Objective(**FULL)
     reference = make_reference(policy, objective.beta, device=device)
@@ -115,7 +115,7 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
     assert mean > 0.01
     for update in updates:
         parts = [
-            [samples[i] for i in indices] for indices in micro_batches(samples, update.updater.max_tokens, share_prompt)
+            [samples[i] for i in indices] for indices in micro_batches(samples, update.dealer.max_tokens, share_prompt)
         ]
         found, kl = 0.0, 0.0
         for part in parts:

@@ -34,8 +34,8 @@ def gradient(policy, completions, objective, corrected):
     """The gradient of the loss, the expectation over the draws taken exactly: each token by its probability q."""
     optimizer = MasterAdamW(policy.module, learning_rate=0.0)
     updater = Updater(
-        optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=0.0,
-        max_tokens=10_000, device=policy.device,
+        policy, optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=0.0,
+        max_tokens=10_000,
     )  # fmt: skip
     update = GRPOUpdate(policy, None, updater, objective, temperature=1.0)
     samples = [

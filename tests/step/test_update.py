@@ -5,6 +5,7 @@ import tiny
 import torch
 from runs import samples_of
 
+from fastgrpo.policy.model import Policy
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
@@ -14,9 +15,7 @@ def updater_of(max_tokens=1000, max_grad_norm=0.5):
     model = tiny.model()
     optimizer = MasterAdamW(model, learning_rate=1e-2)
     schedule = make_schedule(optimizer, "constant_with_warmup", warmup_steps=4, total_steps=10)
-    return model, Updater(
-        optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens, device=torch.device("cpu")
-    )
+    return model, Updater(Policy.of(model), optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens)
 
 
 def weights_of(model):
@@ -40,7 +39,7 @@ def test_gradients_add_up_over_micro_batches():
     for max_tokens, count in ((1000, 1), (12, 4)):
         model, updater = updater_of(max_tokens)
         sizes = []
-        norms.append(updater.step(samples_of(), sum_over_completions(model, sizes)))
+        norms.append(updater.step(samples_of(), sum_over_completions(model, sizes)).norm)
         ends.append(weights_of(model))
         assert sum(sizes) == len(samples_of()) and len(sizes) >= count
     torch.testing.assert_close(*norms)
@@ -48,7 +47,7 @@ def test_gradients_add_up_over_micro_batches():
 
 
 def test_the_norm_is_that_before_clipping():
-    norms = [updater.step(samples_of(), sum_over_completions(model)) for model, updater in
+    norms = [updater.step(samples_of(), sum_over_completions(model)).norm for model, updater in
              (updater_of(max_grad_norm=bound) for bound in (1e-3, 1e3))]  # fmt: skip
     torch.testing.assert_close(*norms)
     assert norms[0] > 1e-2
@@ -57,7 +56,7 @@ def test_the_norm_is_that_before_clipping():
 def test_without_samples_nothing_moves():
     model, updater = updater_of()
     before = weights_of(model)
-    assert updater.step([], sum_over_completions(model)) == 0
+    assert updater.step([], sum_over_completions(model)) == (0, None)
     assert torch.equal(weights_of(model), before)
 
 
@@ -67,7 +66,7 @@ def test_what_is_not_finite_moves_nothing_and_the_schedule_goes_on(bad):
     updater.step(samples_of(), sum_over_completions(model))
     before, rate = weights_of(model), updater.schedule.get_last_lr()[0]
     loss = sum_over_completions(model)
-    assert updater.step(samples_of(), lambda part, batch: bad * loss(part, batch)).isnan()
+    assert updater.step(samples_of(), lambda part, batch: bad * loss(part, batch)).norm.isnan()
     assert torch.equal(weights_of(model), before)
     assert updater.schedule.get_last_lr()[0] > rate
-    assert updater.step(samples_of(), loss).isfinite() and not torch.equal(weights_of(model), before)
+    assert updater.step(samples_of(), loss).norm.isfinite() and not torch.equal(weights_of(model), before)

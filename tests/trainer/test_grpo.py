@@ -44,7 +44,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
     optimizer = MasterAdamW(model, learning_rate=0.0)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens, device="cpu")
+    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
     objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
     update = GRPOUpdate(Policy.of(model), reference, updater, objective, temperature=0.9)
     if drop:
@@ -84,7 +84,7 @@ def make_update(objective, **settings):
     model = tiny.model("llama")
     optimizer = MasterAdamW(model, learning_rate=3e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000, device="cpu")
+    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000)
     return GRPOUpdate(
         Policy.of(model),
         make_reference(Policy.of(model), objective.beta),

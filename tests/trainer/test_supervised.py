@@ -16,6 +16,7 @@ from fastgrpo.data.examples import to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.dealing import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.step.supervised import learn, mean_loss
@@ -48,7 +49,7 @@ def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path, caps
             every = trainer.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         logps.append(every[len(example.prompt_ids) - 1 :])
     expected = -torch.cat(logps).mean().item()
-    assert mean_loss(trainer.policy, examples, max_tokens=8) == pytest.approx(expected, abs=1e-5)
+    assert mean_loss(trainer.policy, examples, Dealer(max_tokens=8)) == pytest.approx(expected, abs=1e-5)
     summary = trainer.train()
     assert "warning" not in capsys.readouterr().out  # of rewards, which supervised training has not
     assert summary["steps"] == 6 and summary["accuracy_after"] is None
@@ -61,6 +62,9 @@ class Gradient:
 
     def __init__(self, module):
         self.module = module
+
+    def reduce(self, ranks, loss):
+        return loss
 
     def step(self, max_grad_norm, loss):
         self.loss = loss
@@ -76,7 +80,7 @@ def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     examples = [example for row in ROWS[:5] for example in to_examples(row, tiny.tokenizer())]
     taken = Gradient(policy.module)
     schedule = SimpleNamespace(step=lambda: None)
-    updater = Updater(taken, schedule, max_grad_norm=0, max_tokens=max_tokens, device=policy.device)
+    updater = Updater(policy, taken, schedule, max_grad_norm=0, max_tokens=max_tokens)
     learned = learn(policy, updater, examples)
     batch = Batch.pack([Sample(e.prompt_ids, e.completion_ids, 1.0) for e in examples], policy.device)
     lengths = [len(example.completion_ids) for example in examples]

@@ -1,0 +1,119 @@
+"""Judging on several ranks: each judges the completions that it drew, and all of them get all completions."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.data.prompts import to_completion
+from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.rewards.call import Judged, Rewards
+
+
+def judge_together(
+    rewards: Rewards,
+    drawn: Mapping[int, Sequence[Rollout]],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    trainer_state: TrainerState | None = None,
+    *,
+    ranks: Ranks = ALONE,
+    allow_none: bool = False,
+) -> Judged:
+    """Judge what this rank drew, and gather what all ranks drew.
+
+    A reward function sees the completions of its own rank in one call.
+
+    Args:
+        rewards: The reward functions.
+        drawn: The completions that this rank drew, by the index of their prompt.
+        prompts: The prompts that were dealt to the ranks.
+        tokenizer: The policy's tokenizer.
+        trainer_state: How far the run is, which is passed to the functions.
+        ranks: The ranks.
+        allow_none: Whether it is allowed that no completion gets any reward.
+
+    Returns:
+        The completions of all ranks in the order of their prompts, and what was counted and logged, on every rank the
+        same.
+
+    Raises:
+        ValueError: For the reasons of `Rewards`.
+        RankLost: Another rank failed or did not come.
+    """
+    completions = [to_completion(prompts[i], rollout, tokenizer) for i, group in drawn.items() for rollout in group]
+    judged = Judged([], Counter(), {})
+    if completions:
+        judged = rewards(completions, trainer_state, allow_none=allow_none or ranks.size > 1)
+    if ranks.size == 1:
+        return judged
+    mine = _pack(judged, {i: len(group) for i, group in drawn.items()})
+    groups, errors, logged = {}, Counter(), defaultdict(list)
+    for packed in ranks.gather(mine, "the completions that the ranks drew"):
+        groups |= _unpacked(packed, prompts)
+        errors += packed.errors
+        for name, values in packed.logged.items():
+            logged[name] += values
+    completions = list(chain.from_iterable(group for _, group in sorted(groups.items())))
+    if not allow_none:
+        rewards.refuse_none(completions)
+    return Judged(completions, errors, dict(logged))
+
+
+class _Packed(NamedTuple):
+    """The judged completions of a rank, with their tokens in one tensor.
+
+    Attributes:
+        groups: How many completions of each prompt there are, by the index of the prompt.
+        lengths: Tokens of each completion.
+        ids: [N] int32 tokens of all completions.
+        logps: [N] fp32.
+        kept: [N] fp32, or None where no filter was on.
+        rest: What else is known of each completion: finish reason, content, rewards, extras.
+        errors: As in `Judged`.
+        logged: As in `Judged`.
+    """
+
+    groups: dict[int, int]
+    lengths: list[int]
+    ids: torch.Tensor
+    logps: torch.Tensor
+    kept: torch.Tensor | None
+    rest: list[tuple]
+    errors: Counter
+    logged: dict[str, list[float]]
+
+
+def _pack(judged, groups):
+    rollouts = [completion.rollout for completion in judged.completions]
+    joined = {
+        name: torch.cat([getattr(rollout, name) for rollout in rollouts])
+        for name in ("logps", "kept")
+        if rollouts and getattr(rollouts[0], name) is not None
+    }
+    return _Packed(
+        groups,
+        [len(rollout.ids) for rollout in rollouts],
+        torch.tensor(list(chain.from_iterable(rollout.ids for rollout in rollouts)), dtype=torch.int32),
+        joined.get("logps"),
+        joined.get("kept"),
+        [(c.rollout.finish_reason, c.content, c.rewards, c.extras) for c in judged.completions],
+        judged.errors,
+        judged.logged,
+    )
+
+
+def _unpacked(packed, prompts) -> dict[int, list[Completion]]:
+    """Return the completions of a rank by the index of their prompt."""
+    ids, spans = packed.ids.tolist(), pairwise(accumulate(packed.lengths, initial=0))
+    which = chain.from_iterable([i] * count for i, count in packed.groups.items())
+    groups = {i: [] for i in packed.groups}
+    for i, (start, end), (reason, content, rewards, extras) in zip(which, spans, packed.rest, strict=True):
+        kept = None if packed.kept is None else packed.kept[start:end]
+        rollout = Rollout(ids[start:end], packed.logps[start:end], reason, kept)
+        groups[i].append(Completion(prompts[i], rollout, content, rewards, extras))
+    return groups

@@ -1,0 +1,126 @@
+"""The log and the folder of a run as ranks other than 0 have them: rank 0 writes and speaks, and these do neither."""
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.run.log import RunLog
+
+
+class FollowedFolder:
+    """The folder of a run that rank 0 holds.
+
+    Args:
+        path: The folder.
+    """
+
+    held = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def check(self) -> None:
+        """Do nothing: rank 0 checks that it holds the folder, and all ranks end with it."""
+
+    def claim(self, name: str) -> Path:
+        """Return the path of something that rank 0 makes in the folder.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            Its path.
+        """
+        return self.path / name
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+class FollowedLog(RunLog):
+    """A log that knows what rank 0 knows, and writes nothing.
+
+    Args:
+        config: The settings of the run.
+        path: The folder that rank 0 has claimed.
+        checkpoint: The checkpoint that the run continues from, or None.
+    """
+
+    def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
+        self.started, self.config = time.perf_counter(), config
+        self.folder, self.dir, self.checkpoint = FollowedFolder(path), path, checkpoint
+        self._pending, self.latest, self.bar = [], {}, None
+
+    def say(self, text: str) -> None:
+        """Say nothing.
+
+        Args:
+            text: What rank 0 prints.
+        """
+
+    def progress(self, total: int, name: str, done: int = 0) -> None:
+        """Show no progress bar.
+
+        Args:
+            total: As for rank 0.
+            name: As for rank 0.
+            done: As for rank 0.
+        """
+
+    def advance(self, count: int = 1, **values: float) -> None:
+        """Move no progress bar.
+
+        Args:
+            count: As for rank 0.
+            values: As for rank 0.
+        """
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Note what rank 0 writes, since a metric may decide which checkpoint is the best.
+
+        Args:
+            step: The number of steps that are done.
+            values: The metrics by name.
+        """
+        self.latest |= {name: (step, value) for name, value in values.items()}
+
+    def samples(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Write no samples.
+
+        Args:
+            rows: What rank 0 writes.
+        """
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to where the log stood at a checkpoint.
+
+        Args:
+            state: The state of rank 0's log.
+        """
+        self._pending = state["pending"]
+
+
+def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:
+    """Claim the folder of a run on rank 0, and tell the other ranks of it.
+
+    Args:
+        config: The settings of the run.
+        inputs: What the run reads, as for `RunLog`.
+        ranks: The ranks.
+
+    Returns:
+        The log.
+
+    Raises:
+        ValueError: For the reasons of `RunLog`, on rank 0.
+        RankLost: Rank 0 could not claim the folder, on the others.
+    """
+    log = RunLog(config, inputs) if ranks.lead else None
+    where = ranks.from_lead(None if log is None else (log.dir, log.checkpoint), "the folder of the run")
+    return FollowedLog(config, *where) if log is None else log
