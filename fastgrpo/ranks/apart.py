@@ -26,8 +26,7 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
     """
     if ranks.size == 1:
         return ranks
-    members = dist.get_process_group_ranks(ranks.group)
-    group = dist.new_group(members, timeout=timedelta(seconds=timeout), backend="gloo")
+    group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
     return Ranks(ranks.rank, ranks.size, ranks.local_rank, group, dist.PrefixStore(name, ranks.store))
 
 

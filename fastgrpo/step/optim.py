@@ -117,7 +117,7 @@ class MasterAdamW:
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        self._to_module()
+        self.to_module()
         return torch.where(finite, norm, torch.nan)
 
     def bytes_to_come(self) -> int:
@@ -204,7 +204,7 @@ class MasterAdamW:
             state: What `named_state` returned in the saved run, of which only `groups` is read.
         """
         self._take_over(state["groups"])
-        self._to_module()
+        self.to_module()
 
     def _moments(self, master):
         """Return the state of AdamW for a master, which is made as AdamW makes it where there is none yet."""
@@ -219,8 +219,9 @@ class MasterAdamW:
         for mine, saved in zip(self.adamw.param_groups, groups, strict=True):
             mine.update({name: value for name, value in saved.items() if name != "params"})
 
-    def _to_module(self):
-        """Copy the masters into the module."""
+    @torch.no_grad()
+    def to_module(self) -> None:
+        """Copy the masters into the module, where it holds weights below fp32."""
         if self.pairs:
             torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
 
