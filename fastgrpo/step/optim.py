@@ -5,15 +5,18 @@ that is nearly every update. So the module holds bf16 weights for speed, and the
 and moments. After each step the masters are copied into the storage of the module's weights, which rollouts read too.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from fastgrpo.policy.shard import local
 from fastgrpo.ranks import Ranks
+
+PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # what there is of each parameter
 
 
 class MasterAdamW:
@@ -52,7 +55,7 @@ class MasterAdamW:
             {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
             {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
         ]
-        self.masters = masters
+        self.names, self.masters = list(named), masters
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
         )
@@ -121,8 +124,7 @@ class MasterAdamW:
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.pairs:
-            torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
+        self.to_module()
         return torch.where(finite, norm, torch.nan)
 
     def _clip(self, limit):
@@ -165,14 +167,99 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a saved state into the masters and into AdamW. The module's own weights are not touched.
+        """Copy a saved state of one process into the masters and into AdamW, of shards each rank's own part.
+
+        The module's own weights must have been loaded before. Those below fp32 in the saved run become what their
+        masters are where they are masters themselves now.
 
         Args:
-            state: What `state_dict` returned.
+            state: What `state_dict` returned, with whole tensors.
+
+        Raises:
+            ValueError: It is the state of other parameters.
         """
-        for (_, master), saved in zip(self.pairs, state["masters"], strict=True):
-            master.copy_(saved)
-        self.adamw.load_state_dict(state["adamw"])
+        owners = [master for _, master in self.pairs]
+        if len(state["masters"]) == len(self.masters):
+            owners = self.masters  # also where the weights, which one process held below fp32, are shards in fp32 now
+        of_groups = [master for group in self.adamw.param_groups for master in group["params"]]
+        groups, moments = state["adamw"]["param_groups"], state["adamw"]["state"]
+        if len(owners) != len(state["masters"]) or sum(len(group["params"]) for group in groups) != len(of_groups):
+            raise ValueError("the state of the optimizer is of other parameters than the policy's")
+        for master, saved in zip(owners, state["masters"], strict=True):
+            _fill(master, saved)
+        for index, saved in moments.items():
+            mine = self._moments(of_groups[index])
+            for name, tensor in mine.items():
+                _fill(tensor, saved[name])
+        self._take_over(groups)
+
+    def named_state(self) -> dict[str, Any]:
+        """Return the same state by the names of the parameters, which every rank has, however they are sharded.
+
+        Returns:
+            The tensors in use under `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, the last three
+            only of parameters that have been updated; `groups` with the settings of AdamW.
+        """
+        state = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            parts = {"master": master.detach(), **self.adamw.state.get(master, {})}
+            state |= {f"{part}.{name}": tensor for part, tensor in parts.items()}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups]
+        return state | {"groups": groups}
+
+    def make_room(self, names: Collection[str]) -> None:
+        """Allocate the moments that a saved state has, so that `named_state` returns the tensors to fill with it.
+
+        Args:
+            names: The names of the saved tensors.
+
+        Raises:
+            ValueError: They are of other parameters.
+        """
+        masters = dict(zip(self.names, self.masters, strict=True))
+        saved = {part: {name for kind, _, name in (n.partition(".") for n in names) if kind == part} for part in PARTS}
+        if saved["master"] != masters.keys() or not saved["step"] <= masters.keys():
+            raise ValueError("the state of the optimizer is of other parameters than the policy's")
+        for name in saved["step"]:
+            self._moments(masters[name])
+
+    @torch.no_grad()
+    def load_named_state(self, state: dict[str, Any]) -> None:
+        """Take over a state whose tensors have been filled in place, and copy the masters into the module.
+
+        Args:
+            state: What `named_state` returned in the saved run, of which only `groups` is read.
+        """
+        self._take_over(state["groups"])
+        self.to_module()
+
+    def _moments(self, master):
+        """Return the state of AdamW for a master, which is made as AdamW makes it where there is none yet."""
+        if not self.adamw.state[master]:
+            step = torch.zeros((), dtype=torch.float32, device=master.device)
+            moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
+            self.adamw.state[master] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
+        return self.adamw.state[master]
+
+    def _take_over(self, groups):
+        """Take over the settings of AdamW, such as the learning rate where the schedule stands."""
+        for mine, saved in zip(self.adamw.param_groups, groups, strict=True):
+            mine.update({name: value for name, value in saved.items() if name != "params"})
+
+    @torch.no_grad()
+    def to_module(self) -> None:
+        """Copy the masters into the module, where it holds weights below fp32."""
+        if self.pairs:
+            torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
+
+
+def _fill(tensor, whole):
+    """Copy a whole tensor into one that may be sharded, of which each rank has a part."""
+    if isinstance(tensor, DTensor):
+        # Without a source rank nothing is sent: each rank cuts its own part.
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor, whole = tensor.to_local(), part.to_local()
+    tensor.copy_(whole)
 
 
 def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, total_steps: int) -> LRScheduler:
