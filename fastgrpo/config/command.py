@@ -272,11 +272,11 @@ def new_file(path: str | None) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def whole_file(path: str) -> Iterator[TextIO]:
+def whole_file(path: str | None) -> Iterator[TextIO]:
     """Open a new file that stays only if it is whole: what was written is deleted where an exception ends the writing.
 
     Args:
-        path: The path that --output names.
+        path: The path that --output names; None opens the null device.
 
     Yields:
         The file, open for writing.
@@ -288,7 +288,8 @@ def whole_file(path: str) -> Iterator[TextIO]:
         try:
             yield file
         except BaseException:
-            file.truncate(0)  # `new_file` deletes what is empty
+            if path is not None:
+                file.truncate(0)  # `new_file` deletes what is empty
             raise
 
 

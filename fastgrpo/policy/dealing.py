@@ -6,6 +6,7 @@ of every other one, and they agree on the number of passes without asking each o
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import prompt_groups
@@ -49,7 +50,7 @@ class Dealer:
         for group in prompt_groups(samples, self.share_prompt):
             parts = min(len(group), -(-sum(map(len, group)) * size // max(total, 1)))
             bounds = [start + len(group) * i // parts for i in range(parts + 1)]
-            pieces += [range(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+            pieces += [range(*pair) for pair in pairwise(bounds)]
             start += len(group)
         costs = [sum(len(samples[i]) for i in piece) for piece in pieces]
         shares, loads = [[] for _ in range(size)], [0] * size

@@ -55,7 +55,7 @@ class Ranks:
         store: "dist.Store | None" = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
-        self.notes = Notes(store, rank, size)
+        self.store, self.notes = store, Notes(store, rank, size)
         self._inside = []  # what the open contexts wait for
 
     @property
@@ -174,6 +174,22 @@ class Ranks:
         with self.waiting(what):
             dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
+
+    def share(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Give every rank the values of rank 0's tensors, in place.
+
+        Args:
+            tensors: Tensors of the same dtypes and shapes on every rank.
+            what: What they are, as `waiting` takes it.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
+        """
+        if self.group is None:
+            return
+        with self.waiting(what):
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), src=0)
 
     def sum(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Add up tensors over the ranks, in place. The result is the same on every rank to the last bit.

@@ -17,15 +17,16 @@ from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
-from fastgrpo.policy.load import policy_and_tokenizer, stop_token_ids
-from fastgrpo.policy.lora import add_lora, merged, refuse_adapters
+from fastgrpo.policy.load import stop_token_ids
+from fastgrpo.policy.lora import merged
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.checkpoint import Checkpointer, save_model
+from fastgrpo.run.checkpoint import save_model
+from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.curves import Panel, conclude, table
-from fastgrpo.run.digest import digest_of_rows, digest_of_weights
+from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.followed import open_log
 from fastgrpo.run.health import Watch
 from fastgrpo.run.host_copies import HostCopies
@@ -37,8 +38,8 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.plan import plan_run
 from fastgrpo.step.update import Updater
+from fastgrpo.trainer.policy import make_policy
 
 
 @dataclass(frozen=True)
@@ -104,23 +105,9 @@ class Trainer(ABC):
             count = args.max_eval_samples
             self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
         self.rewards = self._make_rewards(reward_funcs)
-        self.plan = plan_run(args, model)
-        if self.plan:
-            self.plan.check()
-        checkpointing = self.plan.checkpointing if self.plan else args.gradient_checkpointing is not False
-        chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
-        self.policy, self.tokenizer = policy_and_tokenizer(model, processing_class, chosen)
-        # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
-        self.digests = {"model": digest_of_weights(self.policy.state_dict()) if args.keeps_first_weights else None}
-        refuse_adapters(self.model)
-        if args.use_peft:
-            add_lora(
-                self.model,
-                r=args.lora_r,
-                alpha=args.lora_alpha,
-                target_modules=args.lora_target_modules,
-                seed=args.seed,
-            )
+        made = make_policy(model, processing_class, args, self.ranks)
+        self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
+        self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
@@ -156,7 +143,7 @@ class Trainer(ABC):
         self._prepare()
         functions = self.rewards.functions if judged else []
         self.log = log or open_log(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)), self.ranks)
-        self.checkpoints = Checkpointer(args, self.log)
+        self.checkpoints = Checkpointer(args, self.log, self.ranks)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.watch = Watch(args, self.checkpoints)
@@ -164,6 +151,8 @@ class Trainer(ABC):
         self.panels = panels
         if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
+        if self.ranks.size > 1:
+            self.log.say(f"{self.ranks.size} processes share the run by {made.parallel}: {made.why}")
 
     def _to_come(self):
         """Count the bytes that an update will take beyond those that are taken now."""
@@ -287,7 +276,7 @@ class Trainer(ABC):
         if log.checkpoint is None:
             set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
         else:
-            restore(self.parts(), log.checkpoint, self.about(), log.say)
+            restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
         while True:
@@ -296,7 +285,7 @@ class Trainer(ABC):
                 self._evaluate_if_due()
             step, stopping = self.state.global_step, self._stopping(stop)
             last = step == self.state.max_steps
-            if (stopping or self.checkpoints.due(step, last)) and self.ranks.lead:
+            if stopping or self.checkpoints.due(step, last):
                 self.checkpoints.save(step, self._snapshot)
             if stopping or last:
                 return step if stopping else None
@@ -311,7 +300,7 @@ class Trainer(ABC):
         return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def _snapshot(self):
-        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies)
+        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks)
 
     def step(self) -> dict[str, float]:
         """Make one step, from rows to updated weights.

@@ -1,0 +1,105 @@
+"""Makes the policy of a run: plans its memory, loads it, adds adapters, and shards it over the ranks if so chosen.
+
+All ranks begin with the same weights.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.policy.load import policy_and_tokenizer
+from fastgrpo.policy.lora import add_lora, refuse_adapters
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.shard import shard
+from fastgrpo.ranks import Ranks
+from fastgrpo.run.digest import digest_of_weights
+from fastgrpo.step.budget import Plan
+from fastgrpo.step.plan import choose_parallel, plan_run
+
+
+@dataclass(frozen=True)
+class Made:
+    """The policy of a run and what belongs to it.
+
+    Attributes:
+        policy: The policy.
+        tokenizer: Its tokenizer.
+        plan: The plan of the run's memory, or None where there can be none.
+        digest: The digest of the weights before any adapters, where a resumed run needs the very same; else None.
+        parallel: How the ranks share the run, ddp or fsdp2.
+        why: Why, as a text for people.
+    """
+
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan | None
+    digest: str | None
+    parallel: str
+    why: str
+
+
+def make_policy(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    args: TrainingConfig,
+    ranks: Ranks,
+) -> Made:
+    """Make the policy of a run.
+
+    Args:
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place. Of several ranks,
+            such a model gets the weights of rank 0.
+        tokenizer: The tokenizer; None loads the model's.
+        args: The settings.
+        ranks: The ranks.
+
+    Returns:
+        The policy and what belongs to it.
+
+    Raises:
+        ValueError: The model cannot be used, does not fit the device, or is another one on another rank.
+    """
+    if args.parallel == "fsdp2" and ranks.group is None:
+        raise ValueError(
+            "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "
+            "--nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
+        )
+    plan = plan_run(args, model, ranks=ranks)
+    if plan:
+        plan.check()
+    parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)
+    checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
+    chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
+    policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
+    if isinstance(model, PreTrainedModel):
+        ranks.share([*policy.parameters(), *policy.module.buffers()], "the weights of the model")
+    # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
+    needed = args.keeps_first_weights or ranks.size > 1
+    digest = digest_of_weights(policy.state_dict()) if needed else None
+    for rank, theirs in enumerate(ranks.gather(digest, "the digest of the model")):
+        if theirs != digest:
+            raise ValueError(
+                f"the weights of the model are others on rank {rank} than on rank {ranks.rank}; let all machines read "
+                "the same model"
+            )
+    refuse_adapters(policy.module)
+    if args.use_peft:
+        add_lora(
+            policy.module,
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            target_modules=args.lora_target_modules,
+            seed=args.seed,
+        )
+    if parallel == "fsdp2":
+        policy = shard(
+            policy,
+            ranks,
+            dtype=policy.dtype,
+            reshard_after_forward=args.fsdp_reshard_after_forward,
+            cpu_offload=args.fsdp_cpu_offload,
+        )
+    return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why)
