@@ -21,6 +21,7 @@ from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.policy.model import Policy
+from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rollout.sampling import SamplingParams
 
 # What a terminal obeys instead of showing it: C0 (without tab and newline), DEL, C1, and the directions of Unicode,
@@ -155,11 +156,12 @@ def chat(argv: list[str]) -> None:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag is not allowed, or the model cannot be loaded.
+        ValueError: A flag is not allowed, the model cannot be loaded, or torchrun started the command.
     """
     flags = parse_flags(
         ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
     )
+    refuse_ranks("chat")
     quiet_libraries()
     sampling = SamplingParams(flags.temperature, flags.top_p, flags.top_k, max_tokens=flags.max_tokens, seed=flags.seed)
     trusted = {"trust_remote_code": flags.trust_remote_code}

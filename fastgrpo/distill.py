@@ -1,4 +1,8 @@
-"""python -m fastgrpo.distill MODEL: complete the task's training prompts, and keep what is worth learning from."""
+"""python -m fastgrpo.distill MODEL: complete the task's training prompts, and keep what is worth learning from.
+
+Where torchrun starts several processes, each loads the model and completes its share of the prompts. What is kept is
+what one process would keep, and rank 0 alone writes it.
+"""
 
 import json
 import math
@@ -8,14 +12,15 @@ from collections import Counter
 
 from fastgrpo.config.command import quiet_libraries, run_command, whole_file
 from fastgrpo.config.distillation import DistillConfig, parse
-from fastgrpo.data.prompts import to_completion
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import progress_bar
 from fastgrpo.evaluation.selection import REASONS, select
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.curves import table
@@ -35,6 +40,7 @@ def distill(argv: list[str]) -> None:
     """
     config = parse(argv)
     quiet_libraries()
+    ranks = join(config.device)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
     rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
@@ -50,7 +56,8 @@ def distill(argv: list[str]) -> None:
     prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length))
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
-    with whole_file(config.output) as file, progress_bar("distill") as bar:
+    output = config.output if ranks.lead else None
+    with whole_file(output) as file, progress_bar("distill", shown=ranks.lead) as bar:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             sampling = SamplingParams(
@@ -61,29 +68,30 @@ def distill(argv: list[str]) -> None:
                 stop_token_ids=stop_token_ids(policy, tokenizer),
                 seed=config.seed + start,
             )
-            share = len(chunk) / len(prompts)
+            own, share = range(ranks.rank, len(chunk), ranks.size), len(chunk) / len(prompts)
             rollouts = engine.generate(
-                [prompt.ids for prompt in chunk],
+                [chunk[i].ids for i in own],
                 config.num_generations,
                 sampling,
                 lambda done, share=share: bar.update(done * share),
+                own,
             )
-            completions = [
-                to_completion(chunk[i // config.num_generations], rollout, tokenizer)
-                for i, rollout in enumerate(rollouts)
-            ]
-            selected, left_out = select(rewards(completions, state, allow_none=True).completions, rewards, config)
+            groups = {i: rollouts[at * config.num_generations :][: config.num_generations] for at, i in enumerate(own)}
+            judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks, allow_none=True)
+            selected, left_out = select(judged.completions, rewards, config)
             for completion, reward in selected:
                 file.write(_line(completion, reward))
             file.flush()
             kept, dropped = kept + len(selected), dropped + left_out
         counts = [(reason, f"{dropped[reason]:,}") for reason in REASONS if dropped[reason]]
-        if not kept:
+        if not kept:  # on every rank
             told = ", ".join(f"{count} {reason}" for reason, count in counts)
             raise ValueError(
                 f"no completion of {drawn:,} is kept ({told}); raise num_generations, or distill a policy that solves "
                 "more of these prompts"
             )
+    if not ranks.lead:
+        return
     print(table([("prompts", f"{len(prompts):,}"), ("drawn", f"{drawn:,}"), *counts, ("kept", f"{kept:,}")]))
     print(f"  {config.output}")
 

@@ -2,10 +2,14 @@
 
 With --model PATH and any flags of training, it also shows the memory that such a run would take. With --check it runs
 every kernel in another process, and shows how exact and how fast each is on this machine. Nothing is downloaded.
+
+Started by torchrun as a training would be, it shows the ranks with their devices, and the memory that the run takes on
+each of them.
 """
 
 import math
 import platform
+import socket
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from fastgrpo.config.command import TRAIN, pip_line, quiet_libraries, run_command
+from fastgrpo.config.recipe import take_flag
+from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.curves import table
 
 # Distributions that training needs, each with what it is for.
@@ -64,7 +70,6 @@ def machine() -> list[tuple[str, str]]:
         Pairs of a name and its value.
     """
     from fastgrpo.loss.checks import HAS_TRITON
-    from fastgrpo.step.budget import gib
 
     rows = [
         ("fastgrpo", installed("fastgrpo") or "a clone that is not installed"),
@@ -73,13 +78,45 @@ def machine() -> list[tuple[str, str]]:
         ("CUDA of torch", torch.version.cuda or "none: this is a CPU build"),
     ]
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    for i in gpus:
-        about = torch.cuda.get_device_properties(i)
-        rows.append((f"GPU {i}", f"{about.name}, sm_{about.major}{about.minor}, {gib(about.total_memory)}"))
+    rows += [(f"GPU {i}", _gpu(i)) for i in gpus]
     if not gpus:
         rows.append(("GPU", "none that torch sees: everything runs on the CPU"))
     rows.append(("kernels", "triton" if gpus and HAS_TRITON else "chunked (plain PyTorch)"))
     return rows + attentions(torch.device("cuda" if gpus else "cpu"))
+
+
+def _gpu(index):
+    """Describe a GPU."""
+    from fastgrpo.step.budget import gib
+
+    about = torch.cuda.get_device_properties(index)
+    return f"{about.name}, sm_{about.major}{about.minor}, {gib(about.total_memory)}"
+
+
+def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]:
+    """Ask every rank for its device.
+
+    Args:
+        ranks: The processes that the launcher started.
+        device: The setting `device`: cuda, cpu or auto.
+
+    Returns:
+        Pairs of a name and its value: the ranks, how they exchange, and the device of each, or nothing where there is
+        one process; and the fewest bytes that a run may take on one of the devices, which is infinite on CPUs.
+    """
+    place, room = "CPU", math.inf
+    if device != "cpu" and torch.cuda.is_available():
+        from fastgrpo.rollout.geometry import memory_left
+
+        index = torch.cuda.current_device()
+        place, room = f"GPU {index}: {_gpu(index)}", memory_left(torch.device("cuda", index))
+    told = ranks.gather((f"{socket.gethostname()}, {place}", room), "the device of each rank")
+    rows = []
+    if ranks.size > 1:
+        backend = torch.distributed.distributed_c10d.get_backend_config()
+        rows = [("ranks", f"{ranks.size}"), ("backend", backend)]
+        rows += [(f"rank {rank}", place) for rank, (place, _) in enumerate(told)]
+    return rows, min(room for _, room in told)
 
 
 def attentions(device: torch.device) -> list[tuple[str, str]]:
@@ -113,13 +150,14 @@ def packages() -> Iterator[tuple[str, str]]:
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
 
 
-def memory(argv: list[str], room: float | None = None) -> str:
+def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     """Plan the memory of a run.
 
     Args:
         argv: Flags of training.
         room: Bytes that the run may take on its device; None stands for what is free on a GPU, and for no limit on a
             CPU.
+        ranks: How many processes share the run, each with a device of its own.
 
     Returns:
         A table with a line for each part, and if they do not fit into the GPU, what would help; or why there is none.
@@ -144,12 +182,13 @@ def memory(argv: list[str], room: float | None = None) -> str:
         return f"the memory of {config.model_name_or_path} cannot be computed: the model {obstacle}"
     if room is None:
         room = memory_left(device) if device.type == "cuda" else math.inf
-    planned = plan(config, model, dtype=dtype, device=device, room=room)
+    planned = plan(config, model, dtype=dtype, device=device, room=room, ranks=ranks)
     ppo = [part for part in planned.parts if part.ppo]
     rows = planned.rows() + [(f"PPO: {part.name}", f"{gib(part.bytes):>11}   {part.how}") for part in ppo]
     in_all = planned.needed + sum(part.bytes for part in ppo)
     rows.append(("PPO in all", f"{gib(in_all):>11}   with a value model of the policy's size"))
-    text = f"memory of {config.model_name_or_path} in {str(dtype).removeprefix('torch.')}\n{table(rows)}"
+    each = f" on each of {ranks} devices" if ranks > 1 else ""
+    text = f"memory of {config.model_name_or_path} in {str(dtype).removeprefix('torch.')}{each}\n{table(rows)}"
     try:
         planned.check()
     except ValueError as error:
@@ -159,6 +198,8 @@ def memory(argv: list[str], room: float | None = None) -> str:
 
 def doctor(argv: list[str]) -> int:
     """Print the state of the machine, with --model the memory of a run, and with --check how each kernel does.
+
+    Where there are several ranks, rank 0 alone prints.
 
     Args:
         argv: The arguments.
@@ -172,7 +213,12 @@ def doctor(argv: list[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
         return 0
-    print(table([*machine(), *packages()]))
+    device = take_flag(argv, "--device")[1] or "auto"
+    ranks = join(device)
+    others, room = companions(ranks, device)
+    if not ranks.lead:
+        return 0
+    print(table([*machine(), *others, *packages()]))
     missing = [distribution for distribution, _ in NEEDED if installed(distribution) is None]
     if missing:
         raise ValueError(f"training needs {', '.join(missing)}: {TRAIN}")
@@ -181,7 +227,7 @@ def doctor(argv: list[str]) -> int:
     argv = ["--model_name_or_path" if argument == "--model" else argument for argument in argv]
     argv = [argument.replace("--model=", "--model_name_or_path=", 1) for argument in argv]
     if any(argument.startswith("--model_name_or_path") for argument in argv):
-        print("\n" + memory(argv))
+        print("\n" + memory(argv, room if ranks.size > 1 else None, ranks.size))
     elif argv:
         raise ValueError("flags of training go with --model PATH; the memory that such a run would take is then shown")
     if not checks:

@@ -2,6 +2,9 @@
 
 One greedy completion of each prompt gives the accuracy. With --eval_num_generations K, K sampled completions of each
 prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
+
+Where torchrun starts several processes, each loads the models and completes its share of the prompts. The results are
+those of one process, and rank 0 alone writes them.
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -86,19 +90,23 @@ def evaluate_models(argv: list[str]) -> None:
     """
     config = parse(argv)
     quiet_libraries()
+    ranks = join(config.device)
     # All tokenizers are loaded first, so that a misspelt model is refused before the others are evaluated.
     tokenizers = [load_tokenizer(path, config.trust_remote_code) for path in config.models]
-    with new_file(config.output) as file:
+    with new_file(config.output if ranks.lead else None) as file:
         results = []
         for path, tokenizer in zip(config.models, tokenizers, strict=True):
-            results.append(_evaluate_model(path, tokenizer, config))
+            results.append(_evaluate_model(path, tokenizer, config, ranks))
+            if not ranks.lead:
+                continue
             print(f"{path}: {results[-1].summary()}", file=sys.stderr)
             file.writelines(json.dumps({"model": path, **row}, ensure_ascii=False) + "\n" for row in results[-1].rows)
             file.flush()
-    print(comparison(config.models, results))
+    if ranks.lead:
+        print(comparison(config.models, results))
 
 
-def _evaluate_model(path, tokenizer, config):
+def _evaluate_model(path, tokenizer, config, ranks):
     """Measure one model on the task's held-out rows. Returns an `Evaluation`."""
     task = find_task(config.task).build(config, tokenizer)
     test = task.test()
@@ -130,8 +138,8 @@ def _evaluate_model(path, tokenizer, config):
     )
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    with progress_bar(str(path)) as bar:
-        return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws)
+    with progress_bar(str(path), shown=ranks.lead) as bar:
+        return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws, ranks)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import documented, setting
 from fastgrpo.config.settings import Settings
 from fastgrpo.config.stages import STAGES, read_stages, to_flags
+from fastgrpo.ranks import refuse_ranks
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.comparison import draw_stages, stage_table
 from fastgrpo.run.folder import STAGES_SETTINGS as SETTINGS
@@ -50,9 +51,11 @@ def run_stages(argv: list[str]) -> None:
         argv: The arguments.
 
     Raises:
-        ValueError: A flag is not allowed, the file of --config cannot be used, or a stage failed.
+        ValueError: A flag is not allowed, the file of --config cannot be used, a stage failed, or torchrun started
+            the command.
     """
     config = parse_flags(StagesConfig, argv, prog="python -m fastgrpo.stages", description=__doc__)
+    refuse_ranks("a run of stages")
     stages = read_stages(config.config)
     for settings in stages.values():
         find_task(settings.get("task", "arithmetic"))

@@ -118,8 +118,10 @@ def train(argv: list[str]) -> None:
     """
     argv, sweep = take_sweep(argv)
     if sweep is not None:
+        from fastgrpo.ranks import refuse_ranks
         from fastgrpo.run.sweep import run_sweep
 
+        refuse_ranks("a sweep (--sweep, --sweep_seeds)")
         runs = runs_of(argv, sweep)
         quiet_libraries()
         check_runs(runs)  # a mistake should not wait for the run's turn

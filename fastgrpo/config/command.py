@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import dropwhile, takewhile
 from logging import ERROR, getLogger
@@ -42,7 +43,7 @@ def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None)
 
     Returns:
         The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT; 141 where the reader of the output
-        has left, as `head -1` does.
+        has left, as `head -1` does; 1 on a rank that ends because another one is lost.
     """
     prepare_streams()
     try:
@@ -64,6 +65,8 @@ def _run(main, argv):
         return 130
     except Exception as error:
         text = explain(error)
+        if several_processes():
+            return _end_of_rank(error, text, debug)
         if text is None:
             raise
         if debug:
@@ -73,11 +76,27 @@ def _run(main, argv):
     return 0
 
 
+def several_processes() -> bool:
+    """Tell whether this is one of several processes of a launcher, without an import of torch."""
+    return "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _end_of_rank(error, text, debug):
+    """Report what ends one rank of several. Returns the exit code: 2 for a mistake, 1 for the rest."""
+    from fastgrpo.ranks.failure import end
+    from fastgrpo.ranks.join import notes_of_process
+
+    trace = "\n" + traceback.format_exc().rstrip()
+    told = trace if text is None else f"{text}{trace}" if debug else text
+    end(error, notes_of_process(), told)
+    return 1 if text is None else 2
+
+
 def quiet_libraries() -> None:
     """Silence output of libraries that a user cannot act on: advice about options, and bars of weight loading.
 
     Errors and the progress bars of downloads stay. TRANSFORMERS_VERBOSITY=warning in the environment brings the advice
-    back.
+    back. Of several ranks all but rank 0 are silent: no warnings, and no bars of downloads.
     """
     from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
@@ -87,7 +106,9 @@ def quiet_libraries() -> None:
         getLogger("liger_kernel").setLevel(ERROR)  # it lists the parts of itself for other GPUs
     downloads = not are_progress_bars_disabled()
     logging.disable_progress_bar()
-    if downloads:
+    if several_processes() and os.environ["RANK"] != "0":
+        warnings.simplefilter("ignore")  # rank 0 warns for all
+    elif downloads:
         enable_progress_bars()  # the line above turned off the bars of downloads too
 
 
@@ -251,11 +272,11 @@ def new_file(path: str | None) -> Iterator[TextIO]:
 
 
 @contextlib.contextmanager
-def whole_file(path: str) -> Iterator[TextIO]:
+def whole_file(path: str | None) -> Iterator[TextIO]:
     """Open a new file that stays only if it is whole: what was written is deleted where an exception ends the writing.
 
     Args:
-        path: The path that --output names.
+        path: The path that --output names; None opens the null device.
 
     Yields:
         The file, open for writing.
@@ -267,7 +288,8 @@ def whole_file(path: str) -> Iterator[TextIO]:
         try:
             yield file
         except BaseException:
-            file.truncate(0)  # `new_file` deletes what is empty
+            if path is not None:
+                file.truncate(0)  # `new_file` deletes what is empty
             raise
 
 

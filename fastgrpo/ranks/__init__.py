@@ -4,7 +4,7 @@ All ranks take the same decisions, because all of them know the whole: each take
 completions that all of them drew. Only what costs time is dealt out: drawing, judging, forward and backward passes.
 """
 
-from fastgrpo.ranks.group import ALONE, RankLost, Ranks
-from fastgrpo.ranks.join import join
+from fastgrpo.ranks.group import ALONE, RankLost, Ranks, outlive_sigterm
+from fastgrpo.ranks.join import join, launched, refuse_ranks
 
-__all__ = ["ALONE", "RankLost", "Ranks", "join"]
+__all__ = ["ALONE", "RankLost", "Ranks", "join", "launched", "outlive_sigterm", "refuse_ranks"]

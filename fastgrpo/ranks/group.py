@@ -4,19 +4,33 @@ Every exchange has a name. Each rank notes in a store what it is about to do, so
 too long, those who waited can say for what, and which rank did not come.
 """
 
-import json
+import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fastgrpo.ranks.notes import Notes
+
 BUCKET = 1 << 28  # bytes that are summed at once, as a copy
 
 
 class RankLost(RuntimeError):
-    """Another rank failed, or did not come to an exchange in time."""
+    """Another rank failed, or did not come to an exchange in time.
+
+    Args:
+        text: What this rank waited for, and which ranks did not come.
+        hung: Whether the others are thought to be alive: nobody has failed, but time is up. Then nobody else has an
+            error that would say what went wrong.
+    """
+
+    def __init__(self, text: str, hung: bool = False) -> None:
+        super().__init__(text)
+        self.hung = hung
 
 
 class Ranks:
@@ -40,8 +54,9 @@ class Ranks:
         group: "dist.ProcessGroup | None" = None,
         store: "dist.Store | None" = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self.group, self.store = rank, size, local_rank, group, store
-        self._count = 0  # exchanges so far
+        self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
+        self.notes = Notes(store, rank, size)
+        self._inside = []  # what the open contexts wait for
 
     @property
     def lead(self) -> bool:
@@ -50,10 +65,11 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Name what this rank waits for, while the context manager is open.
+        """Name what this rank waits for, while the context manager is open. Contexts may lie in one another.
 
         Args:
-            what: What the exchanges inside are for, such as "the update of step 3".
+            what: What the exchanges inside are for, such as "the gradients"; inside of "step 3" it is called "the
+                gradients in step 3".
 
         Returns:
             A context manager that yields nothing.
@@ -61,19 +77,22 @@ class Ranks:
         Raises:
             RankLost: An exchange failed; the error names the ranks that did not come, and what they did instead.
         """
-        if self.group is None:
+        if self.size == 1:
             yield
             return
-        self._count += 1
-        self.store.set(f"place/{self.rank}", json.dumps([self._count, what]))
+        self._inside.append(what)
+        what = " in ".join(reversed(self._inside))
+        self.notes.enter(what)
         try:
             yield
-        except dist.DistError as error:
-            raise RankLost(self._told(what, error)) from error
+        except RankLost:  # of a context inside this one
+            raise
         except RuntimeError as error:
-            if not _is_of_gloo(error):
+            if not _is_of_a_connection(error):
                 raise
-            raise RankLost(self._told(what, error)) from error
+            raise self._lost(what, error) from error
+        finally:
+            self._inside.pop()
 
     def fail(self, text: str) -> None:
         """Note that this rank has failed, so that those who wait for it can say why.
@@ -81,30 +100,20 @@ class Ranks:
         Args:
             text: The error.
         """
-        if self.store is not None:
-            with suppress(RuntimeError):  # the store may be gone
-                self.store.set(f"failed/{self.rank}", text)
+        self.notes.fail(text)
 
-    def _told(self, what, error):
-        """Say which ranks did not come to an exchange, and why as far as it is known."""
-        told = []
-        try:
-            for rank in range(self.size):
-                place, failed = (self._noted(f"{name}/{rank}") for name in ("place", "failed"))
-                count, doing = json.loads(place) if place else (0, "nothing yet")
-                if rank == self.rank:
-                    continue
-                if failed:
-                    told.append(f"rank {rank} failed: {failed}")
-                elif count < self._count:
-                    told.append(f"rank {rank} did not come; it was last at {doing}")
-        except RuntimeError:
-            told = ["the store of the ranks is gone too"]
+    def _lost(self, what, error):
+        """Make the error that says which ranks did not come to an exchange, and why as far as it is known."""
+        outlive_sigterm()
+        self.notes.lose()
+        late = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
+        missing = self.notes.missing()
+        told = [_told(rank, place, late) for rank, place in (missing or {}).items()]
+        if missing is None:
+            told = [f"{str(error).splitlines()[0]}; what the ranks noted is gone with the machine that kept it"]
+        hung = late and not any(place.failed for place in (missing or {}).values())
         cause = "; ".join(told) or str(error).splitlines()[0]
-        return f"rank {self.rank} waited for {what}: {cause}"
-
-    def _noted(self, key):
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return RankLost(f"rank {self.rank} stops while it waits for {what}: {cause}", hung)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Give every rank the values of all ranks.
@@ -119,7 +128,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return [value]
         values = [None] * self.size
         with self.waiting(what):
@@ -139,7 +148,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return flag
         there = torch.tensor(int(flag))
         with self.waiting(what):
@@ -159,7 +168,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return value
         values = [value]
         with self.waiting(what):
@@ -192,7 +201,7 @@ class Ranks:
         Raises:
             RankLost: Another rank failed or did not come.
         """
-        if self.group is None:
+        if self.size == 1:
             return
         with self.waiting(what):
             for bucket in _buckets(tensors):
@@ -203,6 +212,16 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def outlive_sigterm() -> None:
+    """Let the next SIGTERM pass, where it would end the process.
+
+    torchrun sends SIGTERM to all ranks once one has ended. Those ranks notice it as soon as torchrun does, and end by
+    themselves: the signal shall not cut off what they have to say.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _buckets(tensors):
@@ -218,7 +237,18 @@ def _buckets(tensors):
         yield bucket
 
 
-def _is_of_gloo(error):
-    """Tell whether an error of torch's is one of a connection: gloo raises plain RuntimeErrors."""
-    text = str(error)
-    return any(part in text for part in ("gloo", "Connection", "Timed out", "Socket", "peer"))
+def _told(rank, place, late):
+    """Say what became of a rank that did not come."""
+    if place.failed is not None:
+        return f"rank {rank} failed: {place.failed}"
+    return f"rank {rank} {'did not come in time' if late else 'is gone'}; it was last at {place.what}"
+
+
+# gloo raises RuntimeErrors that begin with the place in its source, torch's NCCL DistBackendErrors, and a store others.
+# An "enforce fail" of gloo's is no broken connection but a mistake of ours: ranks that exchange different things.
+_GLOO = re.compile(r"^\[[^\]]*\bgloo/[^\]]*:\d+\] |Application timeout caused pair closure|Gloo connectFullMesh failed")
+
+
+def _is_of_a_connection(error):
+    """Tell whether an error says that another rank cannot be reached."""
+    return isinstance(error, dist.DistError) or _GLOO.search(str(error)) is not None

@@ -1,21 +1,46 @@
-"""Joins the ranks that a launcher started: torchrun, `accelerate launch`, or whatever sets the same variables."""
+"""Joins the ranks that a launcher started: torchrun, `accelerate launch`, or whatever sets the same variables.
+
+The ranks meet in a store before they connect to each other. A store may outlive an attempt: the agent of torchrun keeps
+one for all restarts, in which torch itself would find the addresses of the dead. So rank 0 names each attempt anew, and
+the ranks of the attempt use keys of their own.
+"""
 
 import atexit
+import functools
+import json
 import os
+import time
+import uuid
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from fastgrpo.ranks.group import ALONE, Ranks
+from fastgrpo.ranks.failure import install, left
+from fastgrpo.ranks.group import ALONE, RankLost, Ranks
+from fastgrpo.ranks.notes import PATIENCE, Notes
 
 TIMEOUT = 1800  # seconds that a rank waits for the others, unless a setting says otherwise
+_PAUSE = 0.02  # seconds between two looks at the store
 _joined = None  # the ranks that this process belongs to
 
 
 def launched() -> bool:
     """Tell whether a launcher started this process as one of several ranks, or as the only one."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def refuse_ranks(what: str) -> None:
+    """Refuse something that one process alone does.
+
+    Args:
+        what: What it is, as a person writes it.
+
+    Raises:
+        ValueError: A launcher started this process.
+    """
+    if launched():
+        raise ValueError(f"{what} runs in one process: start it without torchrun (or accelerate launch)")
 
 
 def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
@@ -31,6 +56,7 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
 
     Raises:
         ValueError: There are more ranks on this machine than GPUs.
+        RankLost: Other ranks did not start in time.
     """
     global _joined
     if _joined is not None:
@@ -46,27 +72,126 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
                 f"{torch.cuda.device_count()} GPU(s); start one process for each GPU (--nproc_per_node)"
             )
         torch.cuda.set_device(local_rank)
+    ours = not dist.is_initialized()
+    rank = int(os.environ["RANK"]) if ours else dist.get_rank()
+    size = int(os.environ["WORLD_SIZE"]) if ours else dist.get_world_size()
+    early_notes().enter("the start")
+    keeps = rank == 0 and not _kept_by_launcher()
+    store = connect(timeout, keeps) if ours else dist.distributed_c10d._get_default_store()
+    attempt = f"fastgrpo/{meet(dist.PrefixStore('fastgrpo', store), rank, size, timeout)}"
+    ranks = Ranks(rank, size, local_rank, store=dist.PrefixStore(attempt, connect(timeout) if ours else store))
     waits = timedelta(seconds=timeout)
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        device_id = torch.device("cuda", local_rank) if on_gpu else None
-        dist.init_process_group(backend, timeout=waits, device_id=device_id)
-        atexit.register(_leave)
-    # What the ranks tell each other lies on the host, whatever the backend of the tensors is.
-    group = dist.new_group(backend="gloo", timeout=waits)
-    store = dist.PrefixStore(f"fastgrpo/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", _store())
-    _joined = Ranks(dist.get_rank(), dist.get_world_size(), local_rank, group, store)
-    return _joined
+    with ranks.waiting("all ranks to connect"):
+        if ours:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=dist.PrefixStore(attempt, store),
+                rank=rank,
+                world_size=size,
+                timeout=waits,
+                device_id=torch.device("cuda", local_rank) if on_gpu else None,
+            )
+            atexit.register(_leave)
+        # What the ranks tell each other lies on the host, whatever the backend of the tensors is.
+        ranks.group = dist.new_group(backend="gloo", timeout=waits)
+    install(ranks)
+    _joined = ranks
+    return ranks
 
 
-def _store():
-    """Connect to the store that the launcher, or rank 0, keeps. The connection is our own, so that it never blocks."""
-    return dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=10)
+def notes_of_process() -> Notes:
+    """Return the notes of this process: those of the ranks that it has joined, or else those of the time before."""
+    return early_notes() if _joined is None else _joined.notes
+
+
+@functools.cache
+def early_notes() -> Notes:
+    """Return notes for the time before the ranks meet, in which each may find a mistake in its settings.
+
+    They lie in the store of torchrun. Without torchrun nobody keeps a store so early, and notes are not kept.
+    """
+    rank, size = (
+        int(os.environ[name]) if launched() else default for name, default in (("RANK", 0), ("WORLD_SIZE", 1))
     )
+    if size == 1 or not _kept_by_launcher():
+        return Notes(None, rank, size)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return Notes(dist.PrefixStore(f"fastgrpo/early/{attempt}", connect(PATIENCE)), rank, size)
+
+
+def meet(store: "dist.Store", rank: int, size: int, timeout: float) -> str:
+    """Wait until all ranks of this attempt are there.
+
+    Each rank shows a name that it made up. Rank 0 names the attempt, and says which names it saw. A rank that finds its
+    name there takes part, and confirms it: what an earlier attempt left behind says nothing of it.
+
+    Args:
+        store: What all ranks of all attempts share.
+        rank: The number of this rank.
+        size: How many ranks there are.
+        timeout: Seconds that this may take.
+
+    Returns:
+        The name of the attempt.
+
+    Raises:
+        RankLost: Some rank did not come in time; the error names those.
+    """
+    mine, end = uuid.uuid4().hex, time.monotonic() + timeout
+    if rank > 0:
+        store.set(f"meet/{rank}", mine)
+        while time.monotonic() < end:
+            told = json.loads(store.get("meet/0")) if store.check(["meet/0"]) else {}
+            if told.get(str(rank)) == mine:
+                store.set(f"met/{told['0']}/{rank}", "1")
+                return told["0"]
+            time.sleep(_PAUSE)
+        raise RankLost(
+            f"rank {rank} stops while it waits for all {size} ranks to start: rank 0 has not seen it", hung=True
+        )
+    others, shown = range(1, size), None
+    while time.monotonic() < end:
+        told = {"0": mine} | {str(r): store.get(f"meet/{r}").decode() for r in others if store.check([f"meet/{r}"])}
+        if told != shown:
+            store.set("meet/0", json.dumps(told))
+            shown = told
+        late = [r for r in others if not store.check([f"met/{mine}/{r}"])]
+        if not late:
+            return mine
+        time.sleep(_PAUSE)
+    names = ", ".join(map(str, late))
+    raise RankLost(
+        f"rank 0 stops while it waits for all ranks to start: of {size} ranks, {names} did not come", hung=True
+    )
+
+
+def connect(timeout: float, keeps: bool = False) -> "dist.TCPStore":
+    """Connect to the store that the launcher or rank 0 keeps.
+
+    Args:
+        timeout: Seconds that this may take.
+        keeps: Whether this process is the one that keeps it.
+
+    Returns:
+        A connection of our own, which no other part of the program blocks.
+    """
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=keeps,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        multi_tenant=True,
+    )
+
+
+def _kept_by_launcher():
+    """Tell whether the launcher keeps the store, as torchrun says."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _leave():
     """Leave the process group at the end of the process, as torch asks for."""
-    if dist.is_initialized():
+    # With NCCL, an end after an error would wait for ranks that do not come.
+    if dist.is_initialized() and not (left() and torch.cuda.is_available()):
         dist.destroy_process_group()

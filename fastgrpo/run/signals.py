@@ -2,6 +2,9 @@
 
 A reader of the output that leaves, as `head -1` does, lets a run finish its step and save too. The signal SIGPIPE
 itself stays ignored, as Python has it, because connections that have nothing to do with the output raise it as well.
+
+Several ranks stop after the same step, whichever of them a signal reached. torchrun sends SIGTERM also to the ranks
+that are left when one has died, so that a rank says nothing of a signal before all ranks have agreed to stop.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import threading
 from typing import NoReturn, Self
 
 from fastgrpo.config.streams import Guarded
+from fastgrpo.ranks import ALONE, RankLost, Ranks, outlive_sigterm
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -23,11 +27,14 @@ class StopSignals:
     After the first signal both signals have their default effect again: they end the process, even inside a long
     kernel. A signal that was ignored before stays ignored, as SIGINT is under `nohup` and in background jobs. Python
     sets signal handlers in the main thread only, so in other threads the context does nothing.
+
+    Args:
+        ranks: The ranks of the run.
     """
 
-    def __init__(self) -> None:
-        self.received = None
-        self._before, self._streams = {}, None
+    def __init__(self, ranks: Ranks = ALONE) -> None:
+        self.received, self._ranks = None, ranks
+        self._before, self._streams, self._told = {}, None, False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -45,6 +52,28 @@ class StopSignals:
             signal.signal(number, handler)
         if self._streams is not None:
             sys.stdout, sys.stderr = self._streams
+        if isinstance(error, RankLost):
+            outlive_sigterm()
+
+    def agree(self, what: str) -> bool:
+        """Tell whether the run shall stop. One rank's signal stops all ranks, which must all call this.
+
+        Args:
+            what: What is decided, as `Ranks.waiting` takes it.
+
+        Returns:
+            Whether a signal has come on any rank.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
+        """
+        received = next(filter(None, self._ranks.gather(self.received, what)), None)
+        if received is None:
+            return False  # a signal that came meanwhile counts the next time
+        if self._ranks.size > 1 and self._ranks.lead and not self._told:
+            self._tell(f"{_reason(received)}: the step is finished, saving; a second signal ends the ranks at once")
+        self.received, self._told = received, True
+        return True
 
     def __bool__(self) -> bool:
         return self.received is not None
@@ -53,12 +82,15 @@ class StopSignals:
         self.received = signal.Signals(number)
         for other in self._before:
             signal.signal(other, signal.SIG_DFL)
-        self._tell(f"{self.received.name}: finishing the step, then saving; a second signal ends the process at once")
+        if self._ranks.size == 1:
+            why = _reason(self.received)
+            self._tell(f"{why}: finishing the step, then saving; a second signal ends the process at once")
 
     def _unread(self):
         if self.received is None:
             self.received = signal.SIGPIPE
-            self._tell("nobody reads the output any more: finishing the step, then saving")
+            if self._ranks.size == 1:
+                self._tell(f"{_reason(self.received)}: finishing the step, then saving")
 
     @staticmethod
     def _tell(text):
@@ -78,3 +110,7 @@ class StopSignals:
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.received)
+
+
+def _reason(number):
+    return "nobody reads the output any more" if number == signal.SIGPIPE else number.name

@@ -27,6 +27,7 @@ class Part:
         times: The `TIMES` at which the part is there, if it comes and goes within a step. Empty if it is always there.
         at_most: Whether the bytes are a bound that the run may stay far below, so that it is not refused for them.
         saved_by: Flags that would make the part smaller, each with the bytes that it would save.
+        early: Whether a part that comes and goes is there already when keys and values get their memory.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Part:
     times: tuple[str, ...] = ()
     at_most: bool = False
     saved_by: Mapping[str, int] = field(default_factory=dict)
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Plan:
         room: Bytes of the device that the run may take; infinite where they are not known.
         checkpointing: Whether layers are computed again in the backward pass.
         why: Why this is so, as a text for people.
+        ranks: How many processes share the run, each with a device of its own.
+        parallel: How they share it, ddp or fsdp2.
+        chosen: Why this is so, as a text for people; empty where nothing was chosen.
+        instead: Bytes without which there is no step, under ways to start the run that are no single part's flag.
     """
 
     parts: list[Part]
@@ -59,6 +65,10 @@ class Plan:
     room: float
     checkpointing: bool
     why: str
+    ranks: int = 1
+    parallel: str = "ddp"
+    chosen: str = ""
+    instead: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needed(self) -> int:
@@ -72,8 +82,18 @@ class Plan:
 
     @property
     def passing(self) -> int:
-        """Bytes of what comes and goes within a step, at the time at which it is most."""
-        return self.fixed - sum(part.bytes for part in self.parts if not (part.ppo or part.times))
+        """Bytes of what comes and goes after keys and values have their memory, at the time at which it is most."""
+        return self.fixed - sum(part.bytes for part in self.parts if not part.ppo and (part.early or not part.times))
+
+    @property
+    def least(self) -> int:
+        """Bytes without which there is no step."""
+        return self._least()
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is room for a step."""
+        return self.least <= self.room
 
     def _there(self, time, certain=False):
         """List the parts that are there at a time: all of them, or those of which it is certain how large they are."""
@@ -112,8 +132,9 @@ class Plan:
         if not math.isinf(self.room):
             about += f"; of the {gib(self.room)} that the run may take"
         recompute = "on" if self.checkpointing else "off"
-        return [*rows, ("in all", f"{gib(self.needed):>11}   {about}".rstrip()),
-                ("gradient checkpointing", f"{recompute:>11}   {self.why}")]  # fmt: skip
+        rows += [("in all", f"{gib(self.needed):>11}   {about}".rstrip()),
+                 ("gradient checkpointing", f"{recompute:>11}   {self.why}")]  # fmt: skip
+        return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (self.ranks > 1)
 
     def check(self) -> None:
         """Refuse a run that does not fit.
@@ -121,7 +142,7 @@ class Plan:
         Raises:
             ValueError: It does not; the parts are listed, and the flags that would help.
         """
-        if self._least() <= self.room:
+        if self.fits:
             return
         time, _ = self._most(certain=True)
         there = sorted((part for part in self._there(time, certain=True) if part.bytes), key=lambda part: -part.bytes)
@@ -133,15 +154,21 @@ class Plan:
                 f"values may take {self.share:g} of what the parts leave"
             )
         flags = {flag for part in [*self.parts, self.slots] for flag in part.saved_by}
-        saved = Counter({flag: self._least() - self._least(flag) for flag in sorted(flags)})
+        left = {flag: self._least(flag) for flag in sorted(flags)} | dict(self.instead)
+        saved = Counter({flag: self.least - bytes for flag, bytes in left.items()})
         remedies = [
-            f"{flag} saves {gib(count)}" + (", which is enough" if self._least(flag) <= self.room else "")
+            f"{flag} saves {gib(count)}" + (", which is enough" if left[flag] <= self.room else "")
             for flag, count in saved.most_common()
-            if count >= self._least() / 100
+            if count >= self.least / 100
         ]
-        remedy = "; ".join(remedies) or "take a smaller model or a larger GPU"
+        larger = "take a smaller model or a larger GPU"
+        remedy = "; ".join(remedies) or larger
+        for part in self.parts:
+            if part.early and part.bytes > self.room:
+                remedy = f"each of any number of devices holds the {part.name}, {gib(part.bytes)}: {larger}"
+        each = f"each of {self.ranks} processes" if self.ranks > 1 else "the run"
         raise ValueError(
-            f"the run needs at least {gib(self._least())} of memory {TIMES[time]}, and there are {gib(self.room)}: "
+            f"{each} needs at least {gib(self.least)} of memory {TIMES[time]}, and there are {gib(self.room)}: "
             f"{parts}, and {group}\n  {remedy}"
         )
 

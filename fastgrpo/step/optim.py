@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from fastgrpo.policy.shard import local
 from fastgrpo.ranks import Ranks
 
 PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # what there is of each parameter
@@ -77,23 +78,30 @@ class MasterAdamW:
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """Add up the gradients and the loss over the ranks. One that had no samples counts as zeros.
+        """Add up over the ranks the gradients of masters that each rank holds whole, and the loss, in one exchange.
+
+        The gradients of sharded masters have been added up in the backward passes. All ranks must call this together,
+        if any of them has a gradient. A rank without one counts as zeros.
 
         Args:
             ranks: The ranks.
-            loss: The loss of this rank's samples, a scalar tensor; None where it had none.
+            loss: The loss of this rank, a scalar tensor; None where it has had no samples.
 
         Returns:
-            The loss of all ranks.
+            The loss of all ranks, a scalar tensor.
         """
         if ranks.size == 1:
             return loss
-        for master in self.masters:
+        whole = [master for master in self.masters if not isinstance(master, DTensor)]
+        for master in whole:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        loss = torch.zeros((), device=self.masters[0].device) if loss is None else loss.float().clone()
-        ranks.sum([*(master.grad for master in self.masters), loss], "the gradients of an update")
-        return loss
+        first = self.masters[0]
+        total = torch.zeros((), dtype=first.dtype, device=first.device)
+        if loss is not None:
+            total += loss.to(total.device)
+        ranks.sum([*(master.grad for master in whole), total], "the gradients")
+        return total
 
     @torch.no_grad()
     def step(self, max_grad_norm: float = 0.0, loss: torch.Tensor | None = None) -> torch.Tensor:
@@ -110,8 +118,7 @@ class MasterAdamW:
             The norm of the gradients before clipping, a scalar tensor on the masters' device. NaN where the update was
             skipped.
         """
-        limit = max_grad_norm if max_grad_norm > 0 else torch.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, limit)
+        norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
         norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
@@ -120,15 +127,35 @@ class MasterAdamW:
         self.to_module()
         return torch.where(finite, norm, torch.nan)
 
+    def _clip(self, limit):
+        """Scale the gradients down to a norm of at most `limit`, and return the norm before."""
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        if not shards:
+            return torch.nn.utils.clip_grad_norm_(self.masters, limit)
+        mesh, parts = shards[0].device_mesh, [local(gradient) for gradient in gradients]
+        # Each rank counts its shards, and rank 0 what all ranks hold whole.
+        counted = [p for p, g in zip(parts, gradients, strict=True) if isinstance(g, DTensor) or mesh.get_rank() == 0]
+        square = torch.nn.utils.get_total_norm(counted).square().to(mesh.device_type)
+        torch.distributed.all_reduce(square, group=mesh.get_group())
+        norm = square.sqrt()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+        torch._foreach_mul_(parts, scale.to(parts[0].device))
+        return norm
+
     def bytes_to_come(self) -> int:
         """Count the bytes that the gradients and, before the first step, the moments will still take.
 
         Returns:
-            Bytes of all gradients and moments that are not allocated at present.
+            Bytes of all gradients and moments that are not allocated at present; of sharded ones this rank's parts.
         """
         states = [self.adamw.state.get(master, {}) for master in self.masters]
         missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
-        return sum(m.nbytes * (count + (m.grad is None)) for m, count in zip(self.masters, missing, strict=True))
+        sizes = [local(master.detach()).nbytes for master in self.masters]
+        return sum(
+            size * (count + (master.grad is None))
+            for size, master, count in zip(sizes, self.masters, missing, strict=True)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fp32 masters of the parameters below fp32, and the state of AdamW.

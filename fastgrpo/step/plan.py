@@ -1,7 +1,8 @@
-"""The plan of a run's memory, computed from its settings and from the model's config, without any weights.
+"""The plan of a run's memory on each device, computed from its settings and the model's config, without any weights.
 
 `python -m fastgrpo.doctor --model` prints it. A run makes it before the weights are loaded: one that does not fit into
-its GPU is refused, `--gradient_checkpointing auto` is chosen by it, and rollouts get a share of what it leaves.
+its GPU is refused, `--gradient_checkpointing auto` and `--parallel auto` are chosen by it, and rollouts get a share of
+what it leaves.
 """
 
 import dataclasses
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.chunked import chunk_rows
@@ -19,23 +19,30 @@ from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
 from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan, gib
 from fastgrpo.step.outline import outline, outline_of, unplannable
+from fastgrpo.step.weights import FP32, Split, reference_part, weight_parts
 
-FP32 = 4  # bytes of a number
+MOST_DEVICES = 64  # that the refusal of a run may name as its remedy
 
 
-def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: float | None = None) -> Plan | None:
+def plan_run(
+    config: TrainingConfig, model: str | Path | PreTrainedModel, room: float | None = None, ranks: Ranks = ALONE
+) -> Plan | None:
     """Make the plan of a run that is about to begin, before its weights are loaded.
+
+    All ranks call this together. They get the same plan, made for the device that has the least room.
 
     Args:
         config: The settings of the run.
         model: What the run trains: a folder, hub id or GGUF file, or a model, which is not changed.
         room: Bytes that the run may take on its device. None stands for what is free on a GPU, and for no limit on a
             CPU.
+        ranks: The processes of the run.
 
     Returns:
         The plan. None for a model that is `unplannable`: loading it refuses it, or gives it to the hf backend.
@@ -48,12 +55,14 @@ def plan_run(config: TrainingConfig, model: str | Path | PreTrainedModel, room: 
     elif room is None:
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
+    room = min(ranks.gather(room, "the free memory of each device"))
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):
         return None
     if outlined is model:
         outlined = outline_of(model)
-    return plan(config, outlined, dtype=choose_dtype(config.dtype, device), device=device, room=room)
+    dtype = choose_dtype(config.dtype, device)
+    return plan(config, outlined, dtype=dtype, device=device, room=room, ranks=ranks.size)
 
 
 def plan(
@@ -64,10 +73,12 @@ def plan(
     device: torch.device,
     prompt_tokens: int = PROMPT_TOKENS,
     room: float = math.inf,
+    ranks: int = 1,
 ) -> Plan:
-    """Compute the parts of a run's memory, and choose gradient checkpointing where it is auto.
+    """Compute the parts of a run's memory on each device, and choose gradient checkpointing and parallel if auto.
 
-    On a CPU, auto is on. On a GPU it is on unless without it the rollouts still get all keys and values that they want.
+    On a CPU, gradient checkpointing is on. On a GPU it is on unless without it the rollouts still get all keys and
+    values that they want.
 
     Args:
         config: The settings of the run.
@@ -76,23 +87,85 @@ def plan(
         device: The device that the run is on.
         prompt_tokens: The length of a typical prompt, in tokens.
         room: Bytes of the device that the run may take.
+        ranks: How many processes share the run, each with a device of its own.
 
     Returns:
         The plan.
     """
     model = model.to(dtype)
-    reference = _reference(config, model)
     if config.use_peft:
         add_lora(
             model, r=config.lora_r, alpha=config.lora_alpha, target_modules=config.lora_target_modules
         )  # fmt: skip
+
+    def of(split):
+        return _plan_of(config, model, dtype, device, prompt_tokens, room, split)
+
+    whole = of(Split.of(config, ranks, "ddp", device))
+    parallel, chosen = choose_parallel(config, whole)
+    split = Split.of(config, ranks, parallel, device)
+    made = whole if parallel == "ddp" else of(split)
+    return dataclasses.replace(made, chosen=chosen, instead={} if made.fits else _other_ways(config, split, of))
+
+
+def choose_parallel(config: TrainingConfig, whole: Plan | None) -> tuple[str, str]:
+    """Decide how the processes of a run share its weights, gradients and optimizer.
+
+    Args:
+        config: The settings of the run.
+        whole: The plan of the run with everything on each device, as ddp has it; None where there can be no plan.
+
+    Returns:
+        ddp or fsdp2, and why, as a text for people. One process alone has ddp, which then sends nothing.
+    """
+    if config.parallel != "auto":
+        return config.parallel, "as parallel says"
+    if whole is None:
+        return "ddp", "auto is ddp where the memory of a model cannot be planned"
+    if whole.ranks == 1:
+        return "ddp", "one process has everything"
+    if math.isinf(whole.room):
+        return "ddp", "auto is ddp on a CPU"
+    if whole.fits:
+        return "ddp", f"weights, gradients and optimizer fit each device whole, in {gib(whole.least)} at least"
+    return "fsdp2", f"weights, gradients and optimizer do not fit a device whole, in {gib(whole.least)} at least"
+
+
+def _other_ways(config, split, of):
+    """List other ways to share a run that does not fit, each with the bytes without which there is no step."""
+    sharded, ways, devices = split._replace(parallel="fsdp2"), {}, 2 * split.ranks
+    if split.sharded:
+        if not split.reshard:
+            ways["--fsdp_reshard_after_forward True"] = of(split._replace(reshard=True))
+        if not split.offload:
+            ways["--fsdp_cpu_offload True"] = of(split._replace(offload=True))
+        if split.graphs:
+            ways["--rollout_enforce_eager True"] = of(split._replace(graphs=False))
+    elif split.ranks > 1:
+        ways["--parallel fsdp2"] = made = of(sharded)
+        devices = MOST_DEVICES + 1 if made.fits else devices
+    while devices <= MOST_DEVICES:  # the smallest power of two times the present number that is enough
+        made = of(sharded._replace(ranks=devices))
+        if made.fits:
+            ways[f"--parallel fsdp2 on {devices} devices"] = made
+            break
+        devices *= 2
+    return {way: made.least for way, made in ways.items()}
+
+
+def _plan_of(config, model, dtype, device, prompt_tokens, room, split):
+    """Compute the plan of a run that is shared in one way; `model` has its dtype and its adapters."""
     share = config.rollout_memory_utilization if config.rollout_backend == "fast" else 1.0
-    slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens, share)
-    parts = [*_weights(config, model, dtype), reference, *_head(config, model, dtype, device, lanes)]
+    slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens, share, split)
+    parts = [
+        *weight_parts(config, model, dtype, split),
+        reference_part(config, model, split),
+        *_head(config, model, dtype, device, lanes, split),
+    ]
 
     def with_checkpointing(on, why):
-        activations = _activations(config, model, dtype, device, prompt_tokens, on)
-        made = Plan([*parts, *activations], slots, one_group, share, room, on, why)
+        activations = _activations(config, model, dtype, device, prompt_tokens, on, split)
+        made = Plan([*parts, *activations], slots, one_group, share, room, on, why, split.ranks, split.parallel)
         allowed = share * (room - made.fixed)
         if slots.bytes <= allowed:
             return made, True
@@ -110,30 +183,11 @@ def plan(
     return with_checkpointing(True, "the activations of all layers would not fit beside everything else")[0]
 
 
-def _weights(config, model, dtype):
-    """Compute the parts of the policy, its gradients and its optimizer, and what PPO's value model would add."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    moved = sum(parameter.numel() for parameter in trained)
-    masters = FP32 * sum(parameter.numel() for parameter in trained if parameter.dtype != torch.float32)
-    gradients, optimizer = moved * FP32, masters + 2 * FP32 * moved
-    optimizer_how = f"{moved:,} x (2 Adam states{' + a master' if masters else ''}) x 4 bytes"
-    same = "the same as for the policy"
-    lora = () if config.use_peft else ("--use_peft True",)
-    return [
-        Part("policy", count * dtype.itemsize, f"{count:,} parameters x {dtype.itemsize} bytes"),
-        Part("gradients", gradients, f"{moved:,} x 4 bytes (fp32)", saved_by=dict.fromkeys(lora, gradients)),
-        Part("optimizer", optimizer, optimizer_how, saved_by=dict.fromkeys(lora, optimizer)),
-        Part("value model", count * dtype.itemsize, same, ppo=True),
-        Part("its gradients", moved * FP32, same, ppo=True),
-        Part("its optimizer", optimizer, same, ppo=True),
-    ]
-
-
-def _slots(config, model, dtype, device, prompt_tokens, share):
+def _slots(config, model, dtype, device, prompt_tokens, share, split):
     """Compute the part of keys and values, the bytes of one group of them, and the number of lanes.
 
-    Supervised training draws only in evaluations, which take what is left.
+    The prompts are dealt to the ranks, so that the first rank has its share of them rounded up. Supervised training
+    draws only in evaluations, which take what is left.
     """
     if not isinstance(config, GRPOConfig):
         return Part("keys and values", 0, "evaluations take a share of what is left"), 0, 0
@@ -144,7 +198,7 @@ def _slots(config, model, dtype, device, prompt_tokens, share):
     def group_of(limit):
         return prompt_tokens, [limit] * config.num_generations
 
-    wanted = [group_of(longest)] * config.oversampled(config.prompts_per_step)
+    wanted = [group_of(longest)] * -(-config.oversampled(config.prompts_per_step) // split.ranks)
     attention = "sdpa"  # the hf backend, too, has a copy of the prompt for each completion
     if config.rollout_backend == "fast":
         attention = choose_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
@@ -165,7 +219,7 @@ def _slots(config, model, dtype, device, prompt_tokens, share):
     return part, one_group, slots.lanes
 
 
-def _head(config, model, dtype, device, lanes):
+def _head(config, model, dtype, device, lanes, split):
     """Compute the parts of the head, which come and go within a step."""
     weight = model.get_output_embeddings().weight
     vocabulary, hidden = weight.shape
@@ -181,8 +235,9 @@ def _head(config, model, dtype, device, lanes):
     budget = config.max_tokens_per_microbatch
     chunk, half = min(chunk, budget), min(chunk, budget // 2)
     gradient = vocabulary * hidden * FP32 * weight.requires_grad
-    # Autograd holds the gradient of a tied head until that of the embedding is there, at the very end.
-    tied = weight is model.get_input_embeddings().weight
+    # Autograd holds the gradient of a tied head until that of the embedding is there, at the very end; fsdp2 reduces
+    # those of head and embedding together then.
+    held = split.sharded or weight is model.get_input_embeddings().weight
     return [
         Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", times=("draw",)),
         Part(
@@ -191,19 +246,20 @@ def _head(config, model, dtype, device, lanes):
         ),
         Part(
             "head's gradient", gradient, f"{vocabulary:,} x {hidden} x 4 bytes" if gradient else "none: it is frozen",
-            times=("head", "layers") if tied else ("head",), saved_by={"--use_peft True": gradient} if gradient else {},
+            times=("head", "layers") if held else ("head",), saved_by={"--use_peft True": gradient} if gradient else {},
         ),
     ]  # fmt: skip
 
 
-def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
+def _activations(config, model, dtype, device, prompt_tokens, checkpointing, split):
     """Compute the parts of the activations of the largest micro-batch, see activations.py."""
     fused = would_apply(model, config.use_liger_kernel, device)
     longest = prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
     # How long examples are is not known before there is a tokenizer.
     in_all, supervised = math.inf, not isinstance(config, GRPOConfig)
     if not supervised:
-        in_all = config.prompts_per_step * (prompt_tokens + config.num_generations * config.max_completion_length)
+        prompts = -(-config.prompts_per_step // split.ranks)
+        in_all = prompts * (prompt_tokens + config.num_generations * config.max_completion_length)
 
     def of(budget, checkpointing):
         tokens = max(min(budget, in_all), longest)
@@ -226,43 +282,3 @@ def _activations(config, model, dtype, device, prompt_tokens, checkpointing):
         Part(name, size, how, times=times, at_most=supervised, saved_by=saved_by)
         for (name, how, times), size, saved_by in zip(about, sizes, saved, strict=True)
     ]
-
-
-def _reference(config, model):
-    """Compute the part of the reference that `make_reference` would make of this model, which has no adapters yet."""
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    if not isinstance(config, GRPOConfig):
-        return Part("reference", 0, "none: supervised training has none")
-    if config.beta == 0:
-        return Part("reference", 0, "none: beta is 0")
-    if config.use_peft:
-        return Part("reference", 0, "none: it is the policy with its adapters off")
-    if config.ref_device is not None:
-        return _streamed(model, size)
-    without = dict.fromkeys(("--use_peft True", "--beta 0"), size)
-    if config.ref_quantization is None:
-        without["--ref_device cpu"] = size
-        if not config.sync_ref_model:
-            without["--ref_quantization nf4"] = size - _quantized(model, "nf4")[0]
-        return Part("reference", size, "a copy of the policy", saved_by=without)
-    size, how = _quantized(model, config.ref_quantization)
-    return Part("reference", size, how, saved_by=dict.fromkeys(without, size))
-
-
-def _streamed(model, size):
-    """Compute the part of a reference in host memory: two layers on the device, and what lies beside the layers."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
-    there = 2 * max(sizes) + size - sum(sizes)
-    how = f"two layers, embedding and head; {size:,} bytes of host memory, streamed to the device layer by layer"
-    return Part("reference", there, how, times=("reference",))
-
-
-def _quantized(model, quantization):
-    """Compute the bytes of a copy whose linear layers are quantized, and say how they come about."""
-    head, size = model.get_output_embeddings(), sum(parameter.nbytes for parameter in model.parameters())
-    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
-    count, bits = sum(weight.numel() for weight in linear), {"int8": 8, "nf4": 4}[quantization]
-    rest = size - sum(weight.nbytes for weight in linear)
-    how = f"{count:,} weights x {bits} bits without their scales, and the rest as in the policy"
-    return count * bits // 8 + rest, how

@@ -151,6 +151,8 @@ class Trainer(ABC):
         self.panels = panels
         if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
+        if self.ranks.size > 1:
+            self.log.say(f"{self.ranks.size} processes share the run by {made.parallel}: {made.why}")
 
     def _to_come(self):
         """Count the bytes that an update will take beyond those that are taken now."""
@@ -256,7 +258,7 @@ class Trainer(ABC):
             SystemExit: The run was stopped after everything was saved: by SIGTERM, with the exit code 143, or because
                 nobody reads the output any more, with 141.
         """
-        with StopSignals() as stop, self.log:
+        with StopSignals(self.ranks) as stop, self.log:
             with self.checkpoints:
                 stopped_after = self._run(stop)
             if stopped_after is None:
@@ -264,6 +266,8 @@ class Trainer(ABC):
                 return self._finish()
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
         self.log.say(f"stopped after step {stopped_after}; continue with {how}")
+        # The first rank that leaves makes torchrun end the others, which may be writing still.
+        self.ranks.any(False, "the end of the others")
         stop.leave()
 
     def _run(self, stop):
@@ -293,9 +297,7 @@ class Trainer(ABC):
 
     def _stopping(self, stop):
         """Whether the run shall stop: one rank's signal stops all of them after the same step."""
-        where = f"whether to stop after step {self.state.global_step}"
-        stop.received = next(filter(None, self.ranks.gather(stop.received, where)), None)
-        return bool(stop)
+        return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def _snapshot(self):
         return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks)
@@ -314,7 +316,8 @@ class Trainer(ABC):
         logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
         started, state = time.perf_counter(), self.state
         self.timer.start()
-        done = self._step(step, logged)
+        with self.ranks.waiting(f"step {step}"):
+            done = self._step(step, logged)
         state.global_step = step
         state.num_tokens += done.all_tokens
         rows = round(state.epoch * len(self.source)) + done.rows  # in whole rows, so that no rounding adds up

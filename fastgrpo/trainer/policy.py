@@ -13,7 +13,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import Ranks
 from fastgrpo.run.digest import digest_of_weights
 from fastgrpo.step.budget import Plan
-from fastgrpo.step.plan import plan_run
+from fastgrpo.step.plan import choose_parallel, plan_run
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,16 @@ class Made:
         tokenizer: Its tokenizer.
         plan: The plan of the run's memory, or None where there can be none.
         digest: The digest of the weights before any adapters, where a resumed run needs the very same; else None.
+        parallel: How the ranks share the run, ddp or fsdp2.
+        why: Why, as a text for people.
     """
 
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
     plan: Plan | None
     digest: str | None
+    parallel: str
+    why: str
 
 
 def make_policy(
@@ -54,9 +58,10 @@ def make_policy(
     Raises:
         ValueError: The model cannot be used, does not fit the device, or is another one on another rank.
     """
-    plan = plan_run(args, model)
+    plan = plan_run(args, model, ranks=ranks)
     if plan:
         plan.check()
+    parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)
     checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
     chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
     policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
@@ -80,4 +85,4 @@ def make_policy(
             target_modules=args.lora_target_modules,
             seed=args.seed,
         )
-    return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None)
+    return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why)

@@ -141,7 +141,8 @@ def test_a_full_fine_tune_of_7b_is_refused_and_lora_is_named(tmp_path):
     assert "the run needs at least 1" in needs and "there are 80.00 GiB: optimizer 85.11 GiB, gradients 28.37" in needs
     assert "--use_peft True saves" in remedies and "which is enough" in remedies.split(";")[0]
     assert "--ref_device cpu saves 14.19 GiB" in remedies and "--ref_quantization nf4" in remedies
-    assert "--beta 0 saves 14.19 GiB" in remedies and remedies.count("enough") == 1
+    assert "--beta 0 saves 14.19 GiB" in remedies and remedies.count("enough") == 2
+    assert "--parallel fsdp2 on 4 devices saves" in remedies.split("which is enough")[1]
 
 
 def test_only_flags_that_apply_are_named(tmp_path):

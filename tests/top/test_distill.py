@@ -5,6 +5,7 @@ import re
 
 import pytest
 import tiny
+from launched import torchrun
 from mistakes import check
 
 from fastgrpo import distill
@@ -17,6 +18,20 @@ def right(completions, prompts, **columns):
 
 def wrong(completions, **columns):
     return [0.0] * len(completions)
+
+def raises(prompts, **columns):
+    if "c" in prompts:
+        raise RuntimeError("no verdict on c")
+    return [1.0] * len(prompts)
+"""
+# The command as the fixture `given` has it, for other processes.
+SMALL = """
+import sys
+from fastgrpo import distill
+
+distill.CHUNK = 2
+distill.stop_token_ids = lambda policy, tokenizer: tuple(range(1, 100))
+sys.exit(distill.main())
 """
 
 
@@ -86,3 +101,23 @@ def test_mistakes(given, tmp_path, capfd):
     assert (tmp_path / "out.jsonl").read_text() == "mine\n"
     check(distill.main, [str(tmp_path / "none"), *given[1:]], "none", capfd)
     check(distill.main, given[:-2], "has no reward functions of its own: pass --reward_funcs", capfd)
+
+
+def test_two_processes_keep_what_one_keeps(given, tmp_path, capsys):
+    """The second chunk has one prompt, so that rank 1 has none."""
+    assert distill.main(given) == 0
+    told = capsys.readouterr().out
+    (tmp_path / "small.py").write_text(SMALL)
+    given[given.index("--output") + 1] = str(tmp_path / "two.jsonl")
+    done = torchrun(2, "small", *given, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    assert done.stdout == told.replace("out.jsonl", "two.jsonl")
+
+
+def test_a_reward_that_fails_on_one_rank_ends_all_of_them(given, tmp_path):
+    """The prompts are ab, c and defg; c is drawn by rank 1."""
+    (tmp_path / "small.py").write_text(SMALL)
+    done = torchrun(2, "small", *given[:-1], "distilling_rewards:raises", folder=tmp_path, timeout=60)
+    assert done.returncode != 0 and "no verdict on c" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()

@@ -1,9 +1,11 @@
 """What the doctor says of the machine, the packages and the memory of a run."""
 
 import re
+import socket
 
 import tiny
 import torch
+from launched import torchrun
 from transformers import MambaConfig
 
 from fastgrpo import doctor
@@ -69,3 +71,16 @@ def test_a_model_whose_memory_cannot_be_computed_is_told_so(tmp_path):
     MambaConfig(vocab_size=64, hidden_size=32).save_pretrained(tmp_path)
     told = doctor.memory(["--model_name_or_path", str(tmp_path), "--device", "cpu"])
     assert told.endswith("cannot be computed: the model has no num_attention_heads in its config that all layers share")
+
+
+def test_several_ranks_are_shown_once_with_the_plan_on_each(tmp_path):
+    path = tiny.save(tmp_path / "model")
+    flags = ("--model", path, "--parallel", "fsdp2", "--device", "cpu", "--dtype", "bfloat16")
+    done = torchrun(2, "fastgrpo.doctor", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^ +(\S[\w ]*?) {2,}(\S.*)$", done.stdout, re.MULTILINE))
+    assert rows["ranks"] == "2" and "gloo" in rows["backend"]
+    assert rows["rank 0"] == rows["rank 1"] == f"{socket.gethostname()}, CPU"
+    assert f"memory of {path} in bfloat16 on each of 2 devices" in done.stdout
+    assert "fsdp2" in rows["parallel"] and "/ 2 devices" in rows["gradients"] and "whole weights" in rows
+    assert done.stdout.count("gradient checkpointing") == 1 == done.stdout.count(torch.__version__)

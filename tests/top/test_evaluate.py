@@ -8,6 +8,7 @@ import re
 import pytest
 import tiny
 import torch
+from launched import torchrun
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig
@@ -327,3 +328,28 @@ def test_no_training_data_is_needed(tmp_path, capfd):
     told = [line for line in re.split("[\r\n]", err) if line.strip() and "%|" not in line]
     assert len(told) == 1 and told[0].startswith(f"{model}: accuracy 0.000"), err
     assert "Loading weights" not in err
+
+
+def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsys):
+    """5 prompts: 3 on rank 0 and 2 on rank 1, whose completions stand in the order of the prompts."""
+    model, rows = tiny.save(tmp_path / "model"), tmp_path / "problems.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)))
+    argv = [
+        str(model),
+        "--task",
+        "gsm8k",
+        "--dataset_name",
+        str(rows),
+        "--device",
+        "cpu",
+        "--eval_num_generations",
+        "2",
+    ]
+    argv += ["--system_prompt", "", "--max_completion_length", "6", "--eval_temperature", "0.9", "--output"]
+    assert main([*argv, str(tmp_path / "one.jsonl")]) == 0
+    table = capsys.readouterr().out
+    done = torchrun(2, "fastgrpo.evaluate", *argv, tmp_path / "two.jsonl", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    one, two = ([line for line in text.splitlines() if "| time" not in line] for text in (table, done.stdout))
+    assert two == one and done.stderr.count(": accuracy 0.") == 1

@@ -1,0 +1,45 @@
+"""The predictions for several GPUs: by hand, and on their page."""
+
+import pytest
+from paths import ROOT
+
+from benchmarks import scale
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row[:3]: row for row in scale.rows(scale.assumptions([]))}
+
+
+def test_the_page_shows_the_predictions():
+    page = (ROOT / "docs" / "scale.md").read_text()
+    shown = page.partition("<!-- scale -->\n")[2].partition("<!-- /scale -->")[0]
+    assert shown == scale.table() + "\n", "python -m benchmarks.scale prints the table for docs/scale.md"
+    assert f"about {round(scale.balance(scale.assumptions([])), -2):.0f} lanes" in page
+
+
+def test_what_a_rank_sends():
+    """Of 1,000 parameters and 4 ranks, three quarters of what they send in all are a rank's."""
+    assert scale.sent(1000, 4, 5, sharded=False) == 2 * 0.75 * 4000  # whatever the number of micro-batches
+    assert scale.sent(1000, 4, 5, sharded=True) == 0.75 * (5 * (2000 + 2000 + 4000) + 2000)
+    assert scale.sent(1000, 4, 5, sharded=True, reshard=False) == 0.75 * (5 * (2000 + 4000) + 2000)
+
+
+def test_7b_on_8_gpus_by_hand(rows):
+    """67,584 tokens a GPU in 5 micro-batches; 512 decode steps that read 15.2 GB each."""
+    row, parameters = rows["7B", 8, "fsdp2"], 7_615_616_512
+    assert row.sent == pytest.approx(7 / 8 * parameters * (5 * 8 + 2))
+    tokens = 8 * (256 + 16 * 512)
+    assert row.compute == pytest.approx(8 * parameters * tokens / 395.6e12 + 512 * 2 * parameters / 2.01e12)
+
+
+def test_modes_that_do_not_fit_are_left_out(rows):
+    modes = {name: {key[2] for key in rows if key[0] == name} for name in scale.MODELS}
+    assert modes["1.5B"] == {"ddp", "fsdp2", "fsdp2, kept whole"} and "ddp" not in modes["7B"]
+    assert ("32B", 8, "fsdp2") not in rows and {("32B", 8, scale.OFFLOADED), ("32B", 64, "fsdp2")} <= rows.keys()
+
+
+def test_bandwidths_are_arguments(capsys):
+    scale.main(["--network", "25", "--room", "60"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1.5B | 8 | ddp |"))
+    assert line.split("|")[-3].strip() == f"{7 / 8 * 8 * 1_543_714_304 / 25e9:.2f}"

@@ -1,0 +1,65 @@
+"""Three updates give the same gradients, weights and metrics, however many ranks compute them, and in whichever way."""
+
+import functools
+
+import pytest
+import torch
+from gathered import run_ranks
+from matrix import LEARNING_RATE, cases, trajectory
+from paths import ROOT
+
+GRADIENT, METRIC, DRIFT = 1e-6, 1e-6, 1e-7
+
+
+@functools.cache
+def truth(key):
+    """One rank, one micro-batch."""
+    loss_type, beta, samples, knobs = key
+    case = next(c for c in cases("whole") if c.truth == key)
+    return trajectory(type(case)(loss_type, beta, samples, knobs=knobs))
+
+
+def compared(results):
+    """The signed residuals of the gradients along the true ones, after each case has been compared with the truth."""
+    signed = []
+    for case, got in results.items():
+        want = truth(case.truth)
+        mine, true = (of["gradients"].double().flatten() for of in (got, want))  # of all three updates
+        assert (mine - true).norm() <= GRADIENT * true.norm(), case
+        if true.norm() > 0:
+            signed.append(((mine - true) @ true / (true @ true)).item())
+        assert (got["weights"] - want["weights"]).abs().max() <= 0.01 * LEARNING_RATE, case
+        assert got["metrics"].keys() == want["metrics"].keys(), case
+        for name, value in want["metrics"].items():
+            assert got["metrics"][name] == pytest.approx(value, rel=METRIC, abs=METRIC), (case, name)
+    return signed
+
+
+def results_of(count, size, path, limit):
+    ended = run_ranks(ROOT / "tests" / "support" / "matrix.py", count, path, size, limit=limit)
+    assert [code for code, _ in ended] == [0] * count, "\n".join(output for _, output in ended)
+    return torch.load(path, weights_only=False)
+
+
+def test_the_truth_moves_and_depends_on_what_is_computed():
+    """Where the trajectories were all the same, or stood still, the comparisons would prove nothing."""
+    ends = [truth(key)["weights"][-1] - truth(key)["weights"][0] for key in {c.truth for c in cases("small")}]
+    moved = sorted(end.abs().max().item() for end in ends)
+    assert moved[0] == 0 and moved[2] > LEARNING_RATE / 2  # "none" without a KL stands still
+    assert len({end.sum().item() for end in ends}) == len(ends)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_every_number_of_ranks_gives_the_trajectory_of_one(count, tmp_path):
+    results = results_of(count, "small", tmp_path / "results.pt", limit=110)
+    signed = compared(results)
+    assert set(results) == set(cases("small")) and len(signed) > len(results) - 5
+    assert abs(sum(signed) / len(signed)) <= DRIFT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_the_whole_matrix(count, tmp_path):
+    results = results_of(count, "whole", tmp_path / "results.pt", limit=900)
+    signed = compared(results)
+    assert abs(sum(signed) / len(signed)) <= DRIFT

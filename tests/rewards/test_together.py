@@ -1,0 +1,97 @@
+"""Each rank judges its own completions, and all get all of them, as if one rank had judged them all."""
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo.data.prompts import to_prompt
+from fastgrpo.data.records import Rollout
+from fastgrpo.ranks import Ranks
+from fastgrpo.rewards.call import Rewards, reward_matrix
+from fastgrpo.rewards.together import judge_together
+
+PROMPTS = [to_prompt({"prompt": text, "answer": text.upper()}, tiny.tokenizer()) for text in ("ab", "c", "hello")]
+
+
+class Recorded(Ranks):
+    """One of several ranks, whose exchanges are played back."""
+
+    def __init__(self, rank, size, values=None):
+        super().__init__(rank, size)
+        self.values, self.given = values, None
+
+    def gather(self, value, what):
+        self.given = value
+        return self.values or [value]
+
+
+def drawn(indices, filtered):
+    """Two completions of each of these prompts, as a rank draws them."""
+    ids = {i: [[70 + i, 71], [80 + i, 81, 1]] for i in indices}
+    return {
+        i: [
+            Rollout(of, -torch.arange(1.0, len(of) + 1), "length", torch.full((len(of),), 0.5) if filtered else None)
+            for of in both
+        ]
+        for i, both in ids.items()
+    }
+
+
+def length(completions, log_metric, log_extra, answer, **_):
+    log_metric("seen", len(completions))
+    log_extra("letters", [len(text) for text in completions])
+    return [len(text) / 4 + len(a) for text, a in zip(completions, answer, strict=True)]
+
+
+def failing(completions, **_):
+    return [None if "G" in text else 1.0 for text in completions]
+
+
+def together(size, shares, filtered=False, functions=(length, failing), **arguments):
+    """What each rank gets, where rank r drew the prompts of shares[r]."""
+
+    def judge(ranks, share, **more):
+        rewards = Rewards(list(functions), on_error="raise")
+        return judge_together(rewards, drawn(share, filtered), PROMPTS, tiny.tokenizer(), ranks=ranks, **more)
+
+    given = []
+    for rank, share in enumerate(shares):
+        ranks = Recorded(rank, size)
+        judge(ranks, share, allow_none=True)
+        given.append(ranks.given)
+    return [judge(Recorded(rank, size, given), share, **arguments) for rank, share in enumerate(shares)]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+@pytest.mark.parametrize("shares", [[[0, 2], [1]], [[2], [0, 1]], [[0, 1, 2], []], [[], [0, 1, 2]]])
+def test_all_ranks_get_what_one_would_have_got(shares, filtered):
+    rewards = Rewards([length, failing])
+    alone = judge_together(rewards, drawn(range(3), filtered), PROMPTS, tiny.tokenizer())
+    for judged in together(2, shares, filtered):
+        assert [c.prompt for c in judged.completions] == [c.prompt for c in alone.completions]
+        for mine, theirs in zip(judged.completions, alone.completions, strict=True):
+            assert mine.rollout.ids == theirs.rollout.ids and mine.content == theirs.content
+            assert torch.equal(mine.rollout.logps, theirs.rollout.logps)
+            assert mine.rollout.finish_reason == theirs.rollout.finish_reason and mine.extras == theirs.extras
+            assert (mine.rollout.kept is not None) is filtered
+            assert torch.equal(mine.rollout.sampler_logps, theirs.rollout.sampler_logps)
+        assert reward_matrix(judged.completions).nan_to_num(-1).equal(reward_matrix(alone.completions).nan_to_num(-1))
+        assert judged.errors == alone.errors and sum(judged.logged["seen"]) == sum(alone.logged["seen"]) == 6
+
+
+def test_a_function_is_not_called_where_a_rank_drew_nothing():
+    def never_empty(completions, **_):
+        assert completions
+        return [1.0] * len(completions)
+
+    assert len(together(2, [[0, 1, 2], []], functions=[never_empty])[1].completions) == 6
+
+
+def test_no_rewards_at_all_are_refused_on_every_rank_and_one_reward_is_enough():
+    def only_c(completions, answer, **_):
+        return [1.0 if a == "C" else None for a in answer]
+
+    with pytest.raises(ValueError, match="all rewards are None: only_c gave none of 4 completions"):
+        together(2, [[0], [2]], functions=[only_c])
+    assert len(together(2, [[0], [1]], functions=[only_c])[0].completions) == 4
+    assert len(together(2, [[0], [2]], functions=[only_c], allow_none=True)[0].completions) == 4

@@ -1,0 +1,154 @@
+"""Trajectories of three updates, each computed by all ranks in one of many ways; rank 0 writes them to a file.
+
+python matrix.py FILE SIZE      as one of several ranks (see gathered.py), SIZE is "small" or "whole"
+"""
+
+import itertools
+import random
+import sys
+from dataclasses import dataclass
+
+import tiny
+import torch
+
+from fastgrpo.data.records import Sample
+from fastgrpo.loss import Objective
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import make_reference
+from fastgrpo.ranks import ALONE, join
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+LEARNING_RATE = 3e-4
+STEPS = 3
+WHOLE = 10**6  # a token budget that holds everything
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to make the three updates.
+
+    Attributes:
+        loss_type: The objective.
+        beta: The coefficient of the KL.
+        samples: A key of `SAMPLES`.
+        parallel: ddp or fsdp2.
+        budget: Tokens of a micro-batch.
+        knobs: Further knobs of the objective, as pairs.
+    """
+
+    loss_type: str
+    beta: float
+    samples: str = "ragged"
+    parallel: str = "ddp"
+    budget: int = WHOLE
+    knobs: tuple = ()
+
+    @property
+    def truth(self):
+        """What decides the trajectory: everything but how it is computed."""
+        return self.loss_type, self.beta, self.samples, self.knobs
+
+
+def group(rng, prompt, lengths, advantages, **more):
+    ids = [rng.randint(2, 63) for _ in range(prompt)]
+    return [
+        Sample(ids, [rng.randint(2, 63) for _ in range(length)], advantage, **more)
+        for length, advantage in zip(lengths, advantages, strict=True)
+    ]
+
+
+def ragged():
+    """Groups of very different lengths, one of them without spread, one of them masked."""
+    rng = random.Random(1)
+    return [
+        group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)),
+        group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5)),
+        group(rng, 4, (7, 8, 9), (0.0, 0.0, 0.0)),
+        group(rng, 6, (20, 30, 1), (-1.0, 0.4, 0.6)),
+        group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True),
+        group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9)),
+    ]
+
+
+def few():
+    """One completion of one group teaches something without a KL: all ranks but one have nothing to do."""
+    rng = random.Random(2)
+    return [group(rng, 4, (6, 6), (0.0, 0.0)), group(rng, 5, (9, 2), (1.5, 0.0))]
+
+
+def none():
+    """No group has spread: without a KL there is nothing to learn on any rank."""
+    return [group(random.Random(3), 4, (6, 5), (0.0, 0.0)), group(random.Random(4), 4, (3, 9), (0.0, 0.0))]
+
+
+SAMPLES = {"ragged": ragged, "few": few, "none": none}
+
+
+def cases(size, parallels=("ddp", "fsdp2")):
+    """The ways to compute, in two sizes: "small" for every commit, "whole" for all of them."""
+    losses = LOSS_TYPES if size == "whole" else ("grpo", "dapo", "luspo", "vespo")
+    budgets = (WHOLE, 150, 40) if size == "whole" else (WHOLE, 60)
+    every = [
+        Case(loss, beta, "ragged", parallel, budget)
+        for loss, beta, parallel, budget in itertools.product(losses, (0.0, 0.04), parallels, budgets)
+    ]
+    for parallel in parallels:
+        every += [Case("dapo", beta, name, parallel, 60) for name in ("few", "none") for beta in (0.0, 0.04)]
+        every += [
+            Case("grpo", 0.0, "ragged", parallel, 60, (("entropy_coef", 0.01),)),
+            Case("dapo", 0.1, "ragged", parallel, 60, (("kl", "full"),)),
+            Case("grpo", 0.0, "ragged", parallel, 60, (("importance_sampling_level", "sequence"),)),
+        ]
+    return every
+
+
+def trajectory(case, ranks=ALONE):
+    """The gradients, the weights and the metrics of three updates on one rollout.
+
+    Returns:
+        A dict: `gradients` [3, W], `weights` [3, W], `metrics` a list of dicts.
+    """
+    model = tiny.model("llama", tie_word_embeddings=True)
+    policy = Policy(model)
+    reference = make_reference(policy, case.beta)
+    with torch.no_grad():  # the policy has moved away from its reference
+        for i, parameter in enumerate(model.parameters()):
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05)
+    optimizer = MasterAdamW(policy.module, learning_rate=LEARNING_RATE, eps=1e-4)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=STEPS)
+    updater = Updater(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=case.budget, ranks=ranks)
+    knobs = {"importance_sampling_level": "sequence"} if case.loss_type == "luspo" else {}
+    objective = Objective(case.loss_type, beta=case.beta, max_completion_length=120, **knobs, **dict(case.knobs))
+    gradients, weights, step = [], [], optimizer.step
+
+    def noted(*arguments):
+        grads = [torch.zeros_like(m) if m.grad is None else m.grad for m in optimizer.masters]
+        gradients.append(torch.cat([whole(grad).flatten() for grad in grads]))
+        norm = step(*arguments)
+        weights.append(torch.cat([whole(master.detach()).flatten() for master in optimizer.masters]))
+        return norm
+
+    optimizer.step = noted
+    update = GRPOUpdate(policy, reference, updater, objective, temperature=0.9, num_iterations=STEPS)
+    metrics = update(SAMPLES[case.samples]()).metrics
+    return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def main(path, size, parallels="ddp,fsdp2"):
+    ranks = join("cpu", 50)
+    results = {case: trajectory(case, ranks) for case in cases(size, parallels.split(","))}
+    if ranks.lead:
+        torch.save(results, path)
+
+
+if __name__ == "__main__":
+    from matrix import main as run  # so that the classes in the file are those of the module, not of __main__
+
+    run(*sys.argv[1:])
