@@ -55,7 +55,7 @@ class Ranks:
         store: "dist.Store | None" = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
-        self.notes = Notes(store, rank, size)
+        self.store, self.notes = store, Notes(store, rank, size)
         self._inside = []  # what the open contexts wait for
 
     @property
