@@ -27,7 +27,9 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
     if ranks.size == 1:
         return ranks
     group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
-    return Ranks(ranks.rank, ranks.size, ranks.local_rank, group, dist.PrefixStore(name, ranks.store))
+    other = Ranks(ranks.rank, ranks.size, ranks.local_rank, group)
+    other.notes = ranks.notes.apart(name)
+    return other
 
 
 def together(ranks: Ranks, do: Callable[[], Result], what: str) -> list[Result]:

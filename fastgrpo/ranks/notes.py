@@ -45,7 +45,7 @@ class Notes:
     """The notes of one rank, and those of the others as it reads them.
 
     Args:
-        store: Where they are kept; a connection that nobody else uses. None keeps none.
+        store: Where they are kept; a connection that only threads of this rank use. None keeps none.
         rank: The number of this rank.
         size: How many ranks there are.
     """
@@ -54,6 +54,18 @@ class Notes:
         self._store, self.rank, self.size = store, rank, size
         self.count = 0  # exchanges that this rank has begun
         self._process = [socket.gethostname(), os.getpid()]
+
+    def apart(self, name: str) -> "Notes":
+        """Return notes of another thread of this rank, which begins exchanges of its own.
+
+        Args:
+            name: What the thread does.
+
+        Returns:
+            The notes.
+        """
+        store = None if self._store is None else dist.PrefixStore(name, self._store)
+        return Notes(store, self.rank, self.size)
 
     def enter(self, what: str) -> None:
         """Note that this rank begins an exchange.

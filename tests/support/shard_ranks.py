@@ -114,7 +114,7 @@ if __name__ == "__main__":
 
     TOKENIZER, top, four = tokenizer(), Path(sys.argv[1]), join("cpu", 60)
     group = dist.new_group([0, 1], backend="gloo")
-    two = Ranks(four.rank, 2, four.local_rank, group, dist.PrefixStore("two", four.store))
+    two = Ranks(four.rank, 2, four.local_rank, group)
     runs = {4: (four, DeviceMesh("cpu", list(range(4)))), 2: (two, DeviceMesh("cpu", [0, 1]))}
     taking_part = [(count, *run) for count, run in runs.items() if four.rank < count]
     for name in DTYPES:
