@@ -6,6 +6,7 @@ import tiny
 import torch
 from ranked import check
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
@@ -169,6 +170,20 @@ def three_steps_of_adapters(ranks):
     with adapters_off(plain.module), adapters_off(sharded.module), torch.no_grad():
         expected = loss_of(plain, MICRO_BATCHES[1])
         assert abs(sharded.within(lambda: loss_of(sharded, MICRO_BATCHES[1])) / expected - 1) < 1e-6
+
+
+@check
+def what_a_pass_sends(ranks):
+    """Two all-gathers and a reduce-scatter of each layer, or one where it stays whole; of the rest, one of each."""
+    for keep in (False, True):
+        _, sharded = policies(ranks, how={"reshard_after_forward": not keep})
+        layers = sharded.shape.num_hidden_layers
+        with CommDebugMode() as sent:
+            passes(sharded, ranks, MICRO_BATCHES[:1])
+        counts = {str(operation).split(".")[1]: count for operation, count in sent.get_comm_counts().items()}
+        gathers = layers + 1 if keep else 2 * layers + 1
+        expected = {"_allgather_base_": gathers, "_reduce_scatter_base_": layers + 1} if ranks.size > 1 else {}
+        assert counts == expected, counts
 
 
 @check
