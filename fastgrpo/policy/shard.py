@@ -12,7 +12,6 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER
 from fastgrpo.policy.model import Policy, Result
-from fastgrpo.policy.whole import WholeCopy
+from fastgrpo.policy.whole import Gathered, WholeCopy
 from fastgrpo.ranks import Ranks
 
 
@@ -165,7 +164,7 @@ class ShardedPolicy(Policy):
         assert self.whole is not None, "a frozen reference draws nothing"
         return self.whole
 
-    def gather(self, keep: bool = False) -> AbstractContextManager[list[torch.Tensor]]:
+    def gather(self, keep: bool = False) -> Gathered:
         """Provide the whole weights in `for_rollouts`, see `WholeCopy.gather`. All ranks must call it.
 
         Args:
@@ -175,10 +174,6 @@ class ShardedPolicy(Policy):
             A context manager that yields a view of every whole parameter.
         """
         return self.for_rollouts.gather(keep)
-
-    def parameters(self) -> list[torch.Tensor]:
-        """List this rank's parts. An update writes them in place, and so raises their version counters."""
-        return [local(parameter.detach()) for parameter in self.module.parameters()]
 
     def within(self, compute: Callable[[], Result]) -> Result:
         """Run a computation that reads the weights. All ranks must call this equally often, in the same order.

@@ -5,8 +5,6 @@ It is a plain module without hooks, so that drawing sends nothing between the ra
 """
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +14,28 @@ from fastgrpo.policy.model import Policy
 
 if TYPE_CHECKING:
     from fastgrpo.policy.shard import ShardedPolicy
+
+
+class Gathered:
+    """Holds the weights of a whole copy while it is open. One that is dropped while it is open does nothing.
+
+    Args:
+        whole: The whole copy.
+    """
+
+    def __init__(self, whole: "WholeCopy") -> None:
+        self.whole = whole
+
+    def __enter__(self) -> list[torch.Tensor]:
+        if not self.whole.depth:
+            self.whole.fill()
+        self.whole.depth += 1
+        return [parameter.detach() for parameter in self.whole.module.parameters()]
+
+    def __exit__(self, *raised: object) -> None:
+        self.whole.depth -= 1
+        if not self.whole.depth and not self.whole.keep:
+            self.whole.free()
 
 
 class WholeCopy(Policy):
@@ -38,15 +58,14 @@ class WholeCopy(Policy):
         self.depth, self.keep, self.held = 0, False, False
         self.source: ShardedPolicy | None = None  # where the weights come from
 
-    def parameters(self) -> list[torch.Tensor]:
-        """List the copy's parameters, and the shards that they are made from, whose versions an update raises."""
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """List the copy's parameters and the shards that they are made from. An update raises the shards' versions."""
         return [*super().parameters(), *self.source.parameters()]
 
-    @contextmanager
-    def gather(self, keep: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Hold the whole weights while the context manager is open. All ranks must open it together.
+    def gather(self, keep: bool = False) -> "Gathered":
+        """Hold the whole weights while a context manager is open. All ranks must open it together.
 
-        Where it is open already, it does nothing and sends nothing, so ranks need not agree on calls inside.
+        Where one is open already, this does nothing and sends nothing, so ranks need not agree on calls inside of it.
 
         Args:
             keep: Whether the weights must lie at the same addresses the next time, as CUDA graphs that read them need
@@ -56,18 +75,11 @@ class WholeCopy(Policy):
             A context manager that yields a view of every parameter, in the order of the module's parameters.
         """
         self.keep |= keep
-        if not self.depth:
-            self._fill()
-        self.depth += 1
-        try:
-            yield [parameter.detach() for parameter in super().parameters()]
-        finally:
-            self.depth -= 1
-            if not self.depth and not self.keep:
-                self._free()
+        return Gathered(self)
 
     @torch.no_grad()
-    def _fill(self):
+    def fill(self) -> None:
+        """Gather the weights from the shards. All ranks must call it."""
         if not self.held:
             for parameter in self.own:
                 parameter.data = parameter.new_empty(parameter.shape)
@@ -75,7 +87,8 @@ class WholeCopy(Policy):
         for name, weight in self.source.whole_parameters():
             self.module.get_parameter(name).copy_(weight)
 
-    def _free(self):
+    def free(self) -> None:
+        """Free the weights. Their shapes stay, and reading one gives NaN."""
         for parameter in self.own:
             parameter.data = _nothing(parameter)
         self.held = False

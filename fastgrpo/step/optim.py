@@ -124,6 +124,8 @@ class MasterAdamW:
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
+        shards = [master for master in self.masters if isinstance(master, DTensor)]
+        torch.autograd.graph.increment_version(shards)  # fused AdamW raises it for plain tensors alone
         self.to_module()
         return torch.where(finite, norm, torch.nan)
 

@@ -3,10 +3,15 @@
 import pytest
 import ranked
 
-SIZES = (1, 2)
 
-
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", (1, 2))
 @pytest.mark.parametrize("name", ranked.names("sharded_updates"))
-def test_updates(name, size):
+def test_shards(name, size):
     ranked.passes(name, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ranked.MODULES)
+def test_four_ranks(module):
+    for name in ranked.names(module):
+        ranked.passes(name, 4)

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 from paths import ROOT
 
 MODULES = ("sharded_updates", "sharded_rollouts")
-LIMIT = 60  # seconds that the checks of one start may take, imports included
+LIMIT = 60  # seconds that the checks of one start may take, once all ranks have begun
 CHECKS = {}  # name -> (function of the ranks, whether it is a rarer one)
 
 
@@ -52,14 +53,19 @@ def _run(size, rare):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"}
         command = [sys.executable, __file__, folder, str(size), str(int(rare))]
         ranks = [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment) for rank in range(size)]
+        files = [Path(folder, f"{rank}.jsonl") for rank in range(size)]
         try:
+            while not all(map(Path.exists, files)) and all(process.poll() is None for process in ranks):
+                time.sleep(0.1)  # imports take as long as the machine lets them
+            ends = time.monotonic() + LIMIT
             for process in ranks:
-                process.wait(LIMIT)
+                process.wait(max(0, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass  # what is missing is told by name
         finally:
             for process in ranks:
                 process.kill()
                 process.wait()
-        files = [Path(folder, f"{rank}.jsonl") for rank in range(size)]
         lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
         return {rank: dict(map(json.loads, of_rank)) for rank, of_rank in enumerate(lines)}
 

@@ -1,6 +1,5 @@
 """Checks of updates of a sharded policy: K ranks do what one process does with the plain policy."""
 
-import copy
 import math
 
 import tiny
@@ -128,7 +127,7 @@ def gradients_of_adapters(ranks):
 
 @check
 def gradients_without_any_samples(ranks):
-    plain, sharded = policies(ranks)
+    _, sharded = policies(ranks)
     start = [whole(parameter) for parameter in trained(sharded)]
     norm = MasterAdamW(sharded.module, learning_rate=1.0).step()
     assert norm == 0
