@@ -6,14 +6,12 @@ from collections import Counter
 
 import tiny
 import torch
-from architectures import ARCHITECTURES, tiny_model
 from ranked import check
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import ADAPTER, adapters_off, add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import local, shard
@@ -275,6 +273,10 @@ def bf16_passes_have_fp32_masters(ranks):
 @check(rare=True)
 def gradients_of_every_architecture(ranks):
     """Also of mixtures of experts, some of which see no token of a rank, and of models with layers of several kinds."""
+    from architectures import ARCHITECTURES, tiny_model  # its imports take long
+
+    from fastgrpo.policy.load import prepare
+
     warnings.simplefilter("ignore", UserWarning)  # torch warns of layers that return a view, as OPT's do
     tried, wrong = [], {}
     for name in ARCHITECTURES:
