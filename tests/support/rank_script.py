@@ -7,6 +7,7 @@ kill -9. A run named `long` does not end by itself.
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from fastgrpo import GRPOConfig, GRPOTrainer
@@ -20,6 +21,8 @@ def main(folder, name):
         step, rank = trainer_state.global_step + 1, os.environ["RANK"]
         (folder / f"{name}-{rank}").write_text(f"{step}")
         if name == "killed" and step == KILLED_AT and rank == "1" and not (folder / "once").exists():
+            while not (folder / name / "checkpoint-1").exists():  # a thread writes it
+                time.sleep(0.05)
             (folder / "once").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return [text.count("a") / max(len(text), 1) for text in completions]
