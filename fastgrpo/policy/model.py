@@ -131,18 +131,37 @@ class Policy:
         return Head(layer.weight, layer.bias, self.softcap)
 
     @contextmanager
-    def gather(self) -> Iterator[list[torch.Tensor]]:
+    def gather(self, keep: bool = False) -> Iterator[list[torch.Tensor]]:
         """Provide the whole weights in memory while a rollout runs.
 
-        On one rank they are in memory anyway, and the list holds views of the parameters. Where weights are sharded,
-        this method shall fill buffers with the whole weights and let the module compute with them. The buffers must
-        keep their addresses from one rollout to the next, because CUDA graphs read weights by address and the engine
-        compares addresses.
+        Here they are in memory anyway. Where weights are sharded, they are gathered, see `WholeCopy.gather`.
+
+        Args:
+            keep: Whether they must lie at the same addresses the next time, because CUDA graphs read them there.
 
         Yields:
             A view of every parameter, in the order of the module's parameters.
         """
         yield [parameter.detach() for parameter in self.parameters()]
+
+    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Provide the parameters one by one, whole also where weights are sharded.
+
+        Returns:
+            An iterator over names and tensors.
+        """
+        return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
+
+    def alike(self, copy: "Policy") -> "Policy":
+        """Hold a copy of this policy as this policy is held: sharded, where this one is.
+
+        Args:
+            copy: The copy, whole; changed in place.
+
+        Returns:
+            The copy, or what holds it.
+        """
+        return copy
 
     def within(self, compute: Callable[[], Result]) -> Result:
         """Run a computation that reads the weights: states, head and loss of one micro-batch.

@@ -8,6 +8,7 @@ no reference.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from fastgrpo.policy.lora import adapters_off, has_adapters
 from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.policy.model import Head, Policy
 from fastgrpo.policy.quantize import quantize
+from fastgrpo.policy.shard import local
 from fastgrpo.policy.streaming import LayerStream
 from fastgrpo.ranks import ALONE, Ranks
 
@@ -38,29 +40,30 @@ class Scoring(NamedTuple):
 
 
 @torch.no_grad()
-def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring, passes: int = 0) -> list[torch.Tensor]:
+def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring, passes: int | None = None) -> list[torch.Tensor]:
     """Compute the log-probs of completions under a policy.
 
     Args:
         policy: The policy.
         samples: The completions with their prompts.
         scoring: How they are scored.
-        passes: How many passes all ranks make at least, where the policy needs them in lockstep.
+        passes: How many passes the policy makes on each rank, where all ranks must make equally many
+            (`Policy.lockstep`). None where they have equally many micro-batches anyway.
 
     Returns:
         For each sample [T] fp32 log-probs, in nats, on the policy's device; T is the length of its completion.
     """
-    logps = [None] * len(samples)
-    parts = micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
-    for indices in parts + [[]] * (passes - len(parts)):
-        if not indices:
-            policy.within(policy.idle_loss)
-            continue
+    logps, parts = [None] * len(samples), micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
+    for indices in parts:
         part = [samples[i] for i in indices]
-        batch = Batch.pack(part, policy.head.weight.device, scoring.share_prompt)
-        flat = policy.within(lambda batch=batch: policy.logps(batch, scoring.temperature))
+        batch = Batch.pack(part, policy.device, scoring.share_prompt)
+        flat = policy.within(partial(policy.logps, batch, scoring.temperature))
         for i, of_sample in zip(indices, flat.split([len(sample.completion_ids) for sample in part]), strict=True):
             logps[i] = of_sample
+    if policy.lockstep and passes is not None:
+        assert len(parts) <= passes, f"{len(parts)} micro-batches in {passes} passes"
+        for _ in range(passes - len(parts)):
+            policy.within(policy.idle_loss)
     return logps
 
 
@@ -120,7 +123,7 @@ class Reference:
         """Make `policy` compute as the reference while the context manager is open."""
         yield
 
-    def score(self, samples: Sequence[Sample], scoring: Scoring, passes: int = 0) -> list[torch.Tensor]:
+    def score(self, samples: Sequence[Sample], scoring: Scoring, passes: int | None = None) -> list[torch.Tensor]:
         """Compute the reference's log-probs of completions.
 
         Args:
@@ -146,9 +149,20 @@ class Reference:
             and stay there as long as they are held, also the head of a copy in host memory.
         """
         with self.ready():
-            states = self.policy.completion_states(batch)
-            weight, bias, softcap = self.policy.head
-            return states, Head(weight.detach(), None if bias is None else bias.detach(), softcap)
+            return self.policy.within(partial(self._states, batch))
+
+    def _states(self, batch):
+        states, (weight, bias, softcap) = self.policy.completion_states(batch), self.policy.head
+        # A sharded head is whole as long as the pass lasts.
+        held = [t if t is None else t.clone() if self.policy.lockstep else t.detach() for t in (weight, bias)]
+        return states, Head(*held, softcap)
+
+    @torch.no_grad()
+    def idle(self) -> None:
+        """Make the pass of a rank without samples, where other ranks call `states` and all must pass together."""
+        if self.policy.lockstep:
+            with self.ready():
+                self.policy.within(self.policy.idle_loss)
 
     def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
         """Measure how good the reference is, before it is used on samples.
@@ -195,7 +209,10 @@ class FrozenCopy(Reference):
     """
 
     def __init__(self, policy: Policy, moving: bool = False, device: str | None = None):
-        super().__init__(Policy(frozen_copy(policy.module, device), policy.own_attention))
+        with policy.gather():  # where the policy is sharded, the copy passes through host memory
+            whole = frozen_copy(policy.for_rollouts.module, "cpu" if policy.lockstep else device)
+        copied = Policy(whole, policy.own_attention)
+        super().__init__(policy.alike(copied) if device is None else copied)
         self.moving = moving
 
     @torch.no_grad()
@@ -208,9 +225,11 @@ class FrozenCopy(Reference):
             policy: The policy.
             alpha: The policy's share.
         """
-        with policy.gather() as weights:
-            for mine, theirs in zip(self.policy.module.parameters(), weights, strict=True):
-                mine.lerp_(theirs.to(mine.device), alpha)
+        theirs = policy.module.named_parameters() if self.policy.lockstep else policy.whole_parameters()
+        mine = dict(self.policy.module.named_parameters())
+        for name, value in theirs:  # of shards, each rank moves its own
+            part = local(mine[name])
+            part.lerp_(local(value).to(part.device, part.dtype), alpha)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of a copy that follows the policy, and nothing for any other copy."""
@@ -256,7 +275,9 @@ class QuantizedCopy(Reference):
     """
 
     def __init__(self, policy: Policy, quantization: str):
-        module = quantize(frozen_copy(policy.module, "cpu"), quantization, policy.device)
+        with policy.gather():
+            whole = frozen_copy(policy.for_rollouts.module, "cpu")
+        module = quantize(whole, quantization, policy.device)
         super().__init__(Policy(module, policy.own_attention))
         self.exact = StreamedCopy(policy)
 

@@ -42,9 +42,8 @@ def end(error: BaseException, notes: Notes, text: str) -> None:
     _write_error_file(line, text)
     notes.fail(line)
     if not notes.said_by_lead(line):
-        print(
-            f"error on rank {notes.rank}:{'' if text.startswith(chr(10)) else ' '}{text}", file=sys.stderr, flush=True
-        )
+        space = "" if text.startswith("\n") else " "
+        print(f"error on rank {notes.rank}:{space}{text}", file=sys.stderr, flush=True)
 
 
 def install(ranks: Ranks) -> None:
@@ -58,7 +57,7 @@ def install(ranks: Ranks) -> None:
     def hook(kind, error, trace):
         if isinstance(error, Exception):
             end(error, ranks.notes, "\n" + "".join(traceback.format_exception(kind, error, trace)).rstrip())
-        else:
+        elif ranks.lead:  # of a KeyboardInterrupt, which all ranks have
             before(kind, error, trace)
 
     if ranks.size > 1:

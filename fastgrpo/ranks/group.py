@@ -55,7 +55,7 @@ class Ranks:
         store: "dist.Store | None" = None,
     ) -> None:
         self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
-        self.notes = Notes(store, rank, size)
+        self.store, self.notes = store, Notes(store, rank, size)
         self._inside = []  # what the open contexts wait for
 
     @property
@@ -111,7 +111,7 @@ class Ranks:
         told = [_told(rank, place, late) for rank, place in (missing or {}).items()]
         if missing is None:
             told = [f"{str(error).splitlines()[0]}; what the ranks noted is gone with the machine that kept it"]
-        hung = late and not any(place.failed for place in (missing or {}).values())
+        hung = late and not any(place.failed or place.dead for place in (missing or {}).values())
         cause = "; ".join(told) or str(error).splitlines()[0]
         return RankLost(f"rank {self.rank} stops while it waits for {what}: {cause}", hung)
 
@@ -241,12 +241,15 @@ def _told(rank, place, late):
     """Say what became of a rank that did not come."""
     if place.failed is not None:
         return f"rank {rank} failed: {place.failed}"
-    return f"rank {rank} {'did not come in time' if late else 'is gone'}; it was last at {place.what}"
+    how = "died" if place.dead else "did not come in time" if late else "does not answer"
+    return f"rank {rank} {how}; it was last at {place.what}"
 
 
 # gloo raises RuntimeErrors that begin with the place in its source, torch's NCCL DistBackendErrors, and a store others.
 # An "enforce fail" of gloo's is no broken connection but a mistake of ours: ranks that exchange different things.
-_GLOO = re.compile(r"^\[[^\]]*\bgloo/[^\]]*:\d+\] |Application timeout caused pair closure|Gloo connectFullMesh failed")
+_GLOO = re.compile(
+    r"^\[(?!enforce)[^\]]*\bgloo/[^\]]*:\d+\] |Application timeout caused pair closure|Gloo connectFullMesh failed"
+)
 
 
 def _is_of_a_connection(error):

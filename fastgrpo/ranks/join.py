@@ -116,7 +116,11 @@ def early_notes() -> Notes:
     if size == 1 or not _kept_by_launcher():
         return Notes(None, rank, size)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return Notes(dist.PrefixStore(f"fastgrpo/early/{attempt}", connect(PATIENCE)), rank, size)
+    try:
+        store = connect(PATIENCE)
+    except RuntimeError:  # without notes, each rank says its own error
+        return Notes(None, rank, size)
+    return Notes(dist.PrefixStore(f"fastgrpo/early/{attempt}", store), rank, size)
 
 
 def meet(store: "dist.Store", rank: int, size: int, timeout: float) -> str:
@@ -146,9 +150,7 @@ def meet(store: "dist.Store", rank: int, size: int, timeout: float) -> str:
                 store.set(f"met/{told['0']}/{rank}", "1")
                 return told["0"]
             time.sleep(_PAUSE)
-        raise RankLost(
-            f"rank {rank} stops while it waits for all {size} ranks to start: rank 0 has not seen it", hung=True
-        )
+        raise RankLost(f"rank {rank} stops while it waits for all {size} ranks to start: rank 0 did not come", True)
     others, shown = range(1, size), None
     while time.monotonic() < end:
         told = {"0": mine} | {str(r): store.get(f"meet/{r}").decode() for r in others if store.check([f"meet/{r}"])}
@@ -160,9 +162,7 @@ def meet(store: "dist.Store", rank: int, size: int, timeout: float) -> str:
             return mine
         time.sleep(_PAUSE)
     names = ", ".join(map(str, late))
-    raise RankLost(
-        f"rank 0 stops while it waits for all ranks to start: of {size} ranks, {names} did not come", hung=True
-    )
+    raise RankLost(f"rank 0 stops while it waits for all {size} ranks to start: {names} did not come", True)
 
 
 def connect(timeout: float, keeps: bool = False) -> "dist.TCPStore":

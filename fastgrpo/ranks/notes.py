@@ -5,11 +5,14 @@ where the machine that keeps the store is gone. Notes help to explain an error; 
 """
 
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -28,19 +31,21 @@ class Place:
         what: What the last of them was for.
         failed: Its own error in a line; None where it had none.
         lost: Whether it noticed itself that another rank was missing.
+        dead: Whether its process is known to have ended, as one of this machine can be.
     """
 
     count: int
     what: str
     failed: str | None
     lost: bool
+    dead: bool
 
 
 class Notes:
     """The notes of one rank, and those of the others as it reads them.
 
     Args:
-        store: Where they are kept; a connection that nobody else uses. None keeps none.
+        store: Where they are kept; a connection that only threads of this rank use. None keeps none.
         rank: The number of this rank.
         size: How many ranks there are.
     """
@@ -48,6 +53,19 @@ class Notes:
     def __init__(self, store: "dist.Store | None", rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
         self.count = 0  # exchanges that this rank has begun
+        self._process = [socket.gethostname(), os.getpid()]
+
+    def apart(self, name: str) -> "Notes":
+        """Return notes of another thread of this rank, which begins exchanges of its own.
+
+        Args:
+            name: What the thread does.
+
+        Returns:
+            The notes.
+        """
+        store = None if self._store is None else dist.PrefixStore(name, self._store)
+        return Notes(store, self.rank, self.size)
 
     def enter(self, what: str) -> None:
         """Note that this rank begins an exchange.
@@ -56,7 +74,7 @@ class Notes:
             what: What the exchange is for.
         """
         self.count += 1
-        self._set("place", json.dumps([self.count, what]))
+        self._set("place", json.dumps([self.count, what, *self._process]))
 
     def fail(self, text: str) -> None:
         """Note that this rank has failed.
@@ -81,15 +99,22 @@ class Notes:
         """Find the ranks that are to blame where an exchange failed. Waits until they are known, or `PATIENCE` seconds.
 
         Returns:
-            The ranks that failed by themselves; where there are none, those that are not alive enough to say that they
-            miss somebody too. None where the store is gone.
+            The ranks that failed by themselves; where there are none, those that died; where none is known to be dead,
+            those that do not say that they miss somebody too, and of these those that have not come so far. None where
+            the store is gone.
         """
 
         def known(places):
             others = {rank: place for rank, place in enumerate(places) if rank != self.rank}
-            failed = {rank: place for rank, place in others.items() if place.failed is not None}
             silent = {rank: place for rank, place in others.items() if not place.lost}
-            return (failed, True) if failed else (silent, len(silent) <= 1)
+            for named in (
+                {rank: place for rank, place in others.items() if place.failed is not None},
+                {rank: place for rank, place in silent.items() if place.dead},
+            ):
+                if named:
+                    return named, True
+            behind = {rank: place for rank, place in silent.items() if place.count < self.count}
+            return behind or silent, len(silent) <= 1
 
         return self._watch(known)
 
@@ -136,8 +161,20 @@ class Notes:
 
     def _read(self, rank):
         place, failed, lost = (self._get(f"{name}/{rank}") for name in ("place", "failed", "lost"))
-        count, what = json.loads(place) if place else (0, "the start")
-        return Place(count, what, failed, lost is not None)
+        count, what, host, pid = json.loads(place) if place else (0, "the start", None, 0)
+        return Place(count, what, failed, lost is not None, host == self._process[0] and _has_ended(pid))
 
     def _get(self, key):
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _has_ended(pid):
+    """Tell whether a process of this machine has ended, also where nobody has asked for its exit code yet."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # Linux alone has the file
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return state in "ZX"

@@ -210,7 +210,8 @@ class RolloutEngine(RolloutBackend):
         Keys and values in flight are computed with these versions, and graphs read the weights at these addresses.
         """
         self.gathered.close()
-        addresses = [weight.data_ptr() for weight in self.gathered.enter_context(self.policy.gather())]
+        gathered = self.policy.gather(keep=self.graphs.enabled)
+        addresses = [weight.data_ptr() for weight in self.gathered.enter_context(gathered)]
         if addresses != self.addresses:
             self.graphs.clear()
         self.addresses, self.parameters = addresses, self.policy.parameters()

@@ -13,6 +13,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class HostCopies:
         """Copy every tensor of nested dicts and lists. One that occurs twice (tied weights) is copied once.
 
         The copies of tensors on a GPU are complete after `wait`. The set before must be complete. It stays as it is
-        unless it has been released.
+        unless it has been released. Of a sharded tensor the part of this rank is copied, and the copy is sharded alike.
 
         Args:
             tree: The dicts, lists and tensors.
@@ -49,6 +50,8 @@ class HostCopies:
         self._used, self._pageable = [], 0  # memory that is not released belongs to whoever reads it
 
         def copied(tensor):
+            if isinstance(tensor, DTensor):
+                return _like(tensor, copied(tensor.to_local()))
             key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             if key not in copies:
                 copies[key] = self._copy(tensor.detach(), started)
@@ -141,6 +144,13 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
         RuntimeError: The system has none left to pin.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _like(sharded, local):
+    """Make a sharded tensor of a part on the host. DTensor.from_local would move the part to the GPUs of the mesh."""
+    names, context = sharded.__tensor_flatten__()
+    inner = {name: getattr(sharded, name) for name in names} | {"_local_tensor": local}
+    return DTensor.__tensor_unflatten__(inner, context, sharded.size(), sharded.stride()).detach()
 
 
 def _map(function, tree):

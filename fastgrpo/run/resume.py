@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
-from fastgrpo.run.checkpoint import NEEDED, checkpoints, read_state, step_of, verify
+from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
 
 # Settings that may be auto, of which a checkpoint knows what auto has chosen: `restore` compares that.
@@ -55,7 +55,7 @@ def _find(folder, config, say):
         checkpoint = newest_good(path, say)
     else:
         checkpoint = path / Path(resume).name  # checkpoint-6/../checkpoint-4 is gone once checkpoint-6 is set aside
-        verify(checkpoint, NEEDED)
+        verify(checkpoint, of_run=True)
     if checkpoint is None:
         if (path / "summary.json").exists():
             raise ValueError(f"{path} holds a finished run without its checkpoints; choose another output_dir")
@@ -122,7 +122,7 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
     found = checkpoints(run_dir)
     for step in reversed(found):
         try:
-            verify(found[step], NEEDED)
+            verify(found[step], of_run=True)
             return found[step]
         except ValueError as error:
             say(f"warning: {error}; {found[step].name} is passed over")

@@ -7,10 +7,13 @@
     trainer_state.json   step, epoch, tokens, accuracies, the source's cursor, the best checkpoint, the settings, and
                          the place in metrics.jsonl and samples.jsonl with what is not yet logged
 
+Several ranks write shards/ (see `shards.py`) in place of optimizer.pt, rng.pt and reference.pt, and rank 0 the rest.
+trainer_state.json then says how many they were, and how they held the policy. Every number of ranks reads both forms.
+
 Nothing of a rollout outlives its step, so none of it is saved.
 
 A run is a dictionary of named parts, each with `state_dict` and `load_state_dict`; `FILES` says where each part's state
-goes, and the parts that it does not name go to trainer_state.json. torch.distributed.checkpoint takes the same form.
+goes, and the parts that it does not name go to trainer_state.json.
 """
 
 import json
@@ -22,17 +25,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
-from fastgrpo.run.checkpoint import STATE, read_state, save_model
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.ranks.apart import together
+from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 from fastgrpo.run.host_copies import HostCopies
+from fastgrpo.run.shards import full_disk, read_tensors, share_of, tensors_in, write_tensors
 
 # The generators come last, because nothing may draw from them after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
+VALUES = f"{SHARDS}/values.pt"
 PROGRESS = "progress"  # the part whose entries stand at the top of trainer_state.json, as transformers has them
 
 
@@ -45,6 +52,7 @@ class Snapshot:
         about: What a resumed run will be compared with: the settings, what auto has chosen of them, the number of rows,
             and the digests of the rows and of the weights.
         copies: What makes the copies. Tensors on a GPU are copied while it goes on.
+        ranks: The ranks that write it together. Each of them makes a snapshot at the same step.
     """
 
     def __init__(
@@ -53,18 +61,25 @@ class Snapshot:
         tokenizer: PreTrainedTokenizerBase,
         about: Mapping[str, Any],
         copies: HostCopies,
+        ranks: Ranks = ALONE,
     ):
-        self.model, self.tokenizer, self.copies = parts["policy"].module, tokenizer, copies
-        files = {}
-        for file, names in FILES.items():
-            states = {name: parts[name].state_dict() for name in names if name in parts}
-            if any(states.values()):
-                files[file] = states if len(names) > 1 else states[names[0]]
-        self.weights, self.files = copies.take((parts["policy"].state_dict(), files))
+        policy: Policy = parts["policy"]
+        self.model, self.tokenizer, self.copies, self.ranks = policy.module, tokenizer, copies, ranks
+        if ranks.size == 1:
+            weights, tensors, files = policy.state_dict(), {}, _files(parts)
+        else:
+            weights = _whole_weights(policy, ranks)
+            tensors, values = _named(parts)
+            tensors = share_of(tensors, ranks)
+            files = {f"{SHARDS}/rng-{ranks.rank}.pt": parts["rng"].state_dict()}
+            if ranks.lead:
+                files[VALUES] = values
+        self.weights, self.tensors, self.files = copies.take((weights, tensors, files))
         apart = {"policy", PROGRESS}.union(*FILES.values())
         state = {name: part.state_dict() for name, part in parts.items() if name not in apart}
         # The state is made into text at once, so that later steps cannot change it.
-        self.state = json.dumps({**parts[PROGRESS].state_dict(), **state, **about}, indent=2)
+        state |= {**about, **_division(policy, ranks)}
+        self.state = json.dumps({**parts[PROGRESS].state_dict(), **state}, indent=2)
 
     def write(self, path: Path) -> None:
         """Write the state into an empty folder, once its copies are complete. Only once, since the copies go then.
@@ -74,14 +89,57 @@ class Snapshot:
         Args:
             path: The folder.
         """
-        self.copies.wait()
-        logging.disable_progress_bar()  # transformers' bar would break up the run's own
-        save_model(path, self.model, self.tokenizer, self.weights)
-        for file, state in self.files.items():
-            _save(state, path / file)
-        (path / STATE).write_text(self.state + "\n")
-        self.weights = self.files = None
+        together(self.ranks, lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
+        if self.ranks.size > 1:
+            write_tensors(path / SHARDS, self.tensors, self.ranks)
+        self.weights = self.tensors = self.files = None
         self.copies.release()
+
+    def _write_files(self, path):
+        """Write all but the shards of the tensors: rank 0 the files of the run, each rank those of its own."""
+        self.copies.wait()
+        if self.ranks.lead:
+            logging.disable_progress_bar()  # transformers' bar would break up the run's own
+            save_model(path, self.model, self.tokenizer, self.weights)
+            (path / STATE).write_text(self.state + "\n")
+        for file, state in self.files.items():
+            (path / file).parent.mkdir(exist_ok=True)
+            _save(state, path / file)
+
+
+def _files(parts):
+    """Return what one process writes: the states by the file that they go to."""
+    files = {}
+    for file, names in FILES.items():
+        states = {name: parts[name].state_dict() for name in names if name in parts}
+        if any(states.values()):
+            files[file] = states if len(names) > 1 else states[names[0]]
+    return files
+
+
+def _named(parts):
+    """Return what several ranks write: the tensors in use by name, and all that is no tensor."""
+    states = {"optimizer": parts["optimizer"].named_state(), "schedule": parts["schedule"].state_dict()}
+    if "reference" in parts:
+        states["reference"] = parts["reference"].state_dict()
+    tensors, values = {}, {}
+    for part, state in states.items():
+        held = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"{part}.{name}": tensor for name, tensor in held.items()}
+        values[part] = {name: value for name, value in state.items() if name not in held}
+    return tensors, values
+
+
+def _whole_weights(policy, ranks):
+    """Return the weights that rank 0 exports. All ranks have to call this where each holds a shard of them."""
+    if policy.lockstep:
+        return policy.full_state_dict()
+    return policy.state_dict() if ranks.lead else {}
+
+
+def _division(policy, ranks):
+    """Say how many ranks a run has and how they hold the policy; nothing of one process alone."""
+    return {"ranks": ranks.size, "parallel": "fsdp2" if policy.lockstep else "ddp"} if ranks.size > 1 else {}
 
 
 def _save(state, path):
@@ -90,13 +148,16 @@ def _save(state, path):
         with open(path, "wb") as file:
             torch.save(state, file)
     except RuntimeError as error:
-        causes = [error]
-        while causes[-1].__context__ is not None:
-            causes.append(causes[-1].__context__)
-        raise next((cause for cause in causes if isinstance(cause, OSError)), error) from None
+        raise full_disk(error) from None
 
 
-def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def restore(
+    parts: Mapping[str, Stateful],
+    path: Path,
+    about: Mapping[str, Any],
+    say: Callable[[str], None],
+    ranks: Ranks = ALONE,
+) -> None:
     """Restore the parts of a run from a checkpoint, the random generators last.
 
     Args:
@@ -104,18 +165,25 @@ def restore(parts: Mapping[str, Stateful], path: Path, about: Mapping[str, Any],
         path: The folder of the checkpoint.
         about: As for `Snapshot`. Its settings have been compared before.
         say: A function that prints a line for the user.
+        ranks: The ranks of the run, which all read the checkpoint. It may be of another number of them.
 
     Raises:
         ValueError: The data, the weights or the precision differ from those of the checkpoint, the checkpoint is beyond
-            max_steps, or it has not the state that the parts need.
+            max_steps, or it has not the state that the parts need; on all ranks where one of them fails.
+        RankLost: Another rank did not come.
     """
+    together(ranks, lambda: _restore(parts, path, about, say, ranks), f"the state in {path}")
+
+
+def _restore(parts, path, about, say, ranks):
     state = read_state(path)
     try:
         _compare(state, path, about, say)
+        _compare_division(state, _division(parts["policy"], ranks), path, say)
         max_steps = parts[PROGRESS].state_dict()["max_steps"]
         if state["global_step"] > max_steps:
             raise ValueError(f"{path} is past max_steps={max_steps}; raise max_steps")
-        _load(parts, path, state)
+        _load(parts, path, state, ranks)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"{path} does not hold the state that this run needs ({type(error).__name__}: {error!s:.100}); resume "
@@ -150,24 +218,60 @@ def _compare(state, path, about, say):
         say(f"warning: {change}, which resume_ignore={name} accepts")
 
 
-def _load(parts, path, state):
+def _compare_division(before, now, path, say):
+    """Tell where the ranks are others than those that wrote the checkpoint, since they add up in another order."""
+    told = []
+    for state in (before, now):
+        count = state.get("ranks", 1)
+        told.append("one process" if count == 1 else f"{count} processes with {state['parallel']}")
+    if told[0] != told[1]:
+        say(
+            f"warning: {path.name} was written by {told[0]}, and goes on with {told[1]}: the run continues, but not "
+            "bit for bit as it would have without the change"
+        )
+
+
+def _load(parts, path, state, ranks):
     """Hand each part its state."""
-    policy: Policy = parts["policy"]
-    try:
-        policy.load_state_dict(read_weights(policy, path))
-    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the weights in {path} cannot be read: {error}") from error
     parts[PROGRESS].load_state_dict(state)
     apart = {"policy", PROGRESS}.union(*FILES.values())
     for name, part in parts.items():
         if name not in apart:
             part.load_state_dict(state[name])
+    (_load_shards if "ranks" in state else _load_files)(parts, path, state)
+    if ranks.rank >= state.get("ranks", 1):  # there was no such rank
+        set_seed((state["config"]["seed"] + ranks.rank) % 2**32)
+    else:
+        file = f"{SHARDS}/rng-{ranks.rank}.pt" if "ranks" in state else "rng.pt"
+        parts["rng"].load_state_dict(_read(path / file, state))
+
+
+def _load_files(parts, path, state):
+    """Load the weights and the files of one process."""
+    policy: Policy = parts["policy"]
+    try:
+        policy.load_state_dict(read_weights(policy, path))
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the weights in {path} cannot be read: {error}") from error
     for file, names in FILES.items():
-        needed = [name for name in names if name in parts and parts[name].state_dict()]
+        needed = [name for name in names if name != "rng" and name in parts and parts[name].state_dict()]
         if needed:
             saved = _read(path / file, state)
             for name in needed:
                 parts[name].load_state_dict(saved[name] if len(names) > 1 else saved)
+
+
+def _load_shards(parts, path, state):
+    """Load what several ranks wrote, in place. The weights that training changes are those of the optimizer."""
+    names = tensors_in(path / SHARDS)
+    parts["optimizer"].make_room({name.removeprefix("optimizer.") for name in names if name.startswith("optimizer.")})
+    tensors, _ = _named(parts)
+    read_tensors(path / SHARDS, tensors)
+    values = _read(path / VALUES, state)
+    parts["optimizer"].load_named_state(values["optimizer"])
+    for name in ("schedule", "reference"):
+        if name in parts:
+            parts[name].load_state_dict(values[name])
 
 
 def _read(file, state):

@@ -5,13 +5,18 @@ that is nearly every update. So the module holds bf16 weights for speed, and the
 and moments. After each step the masters are copied into the storage of the module's weights, which rollouts read too.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from fastgrpo.policy.shard import local
 from fastgrpo.ranks import Ranks
+
+PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # what there is of each parameter
 
 
 class MasterAdamW:
@@ -50,7 +55,7 @@ class MasterAdamW:
             {"params": [m for m in masters if m.ndim >= 2], "weight_decay": weight_decay},
             {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
         ]
-        self.masters = masters
+        self.names, self.masters = list(named), masters
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
         )
@@ -73,23 +78,30 @@ class MasterAdamW:
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """Add up the gradients and the loss over the ranks. One that had no samples counts as zeros.
+        """Add up over the ranks the gradients of masters that each rank holds whole, and the loss, in one exchange.
+
+        The gradients of sharded masters have been added up in the backward passes. All ranks must call this together,
+        if any of them has a gradient. A rank without one counts as zeros.
 
         Args:
             ranks: The ranks.
-            loss: The loss of this rank's samples, a scalar tensor; None where it had none.
+            loss: The loss of this rank, a scalar tensor; None where it has had no samples.
 
         Returns:
-            The loss of all ranks.
+            The loss of all ranks, a scalar tensor.
         """
         if ranks.size == 1:
             return loss
-        for master in self.masters:
+        whole = [master for master in self.masters if not isinstance(master, DTensor)]
+        for master in whole:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        loss = torch.zeros((), device=self.masters[0].device) if loss is None else loss.float().clone()
-        ranks.sum([*(master.grad for master in self.masters), loss], "the gradients of an update")
-        return loss
+        first = self.masters[0]
+        total = torch.zeros((), dtype=first.dtype, device=first.device)
+        if loss is not None:
+            total += loss.to(total.device)
+        ranks.sum([*(master.grad for master in whole), total], "the gradients")
+        return total
 
     @torch.no_grad()
     def step(self, max_grad_norm: float = 0.0, loss: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,26 +118,46 @@ class MasterAdamW:
             The norm of the gradients before clipping, a scalar tensor on the masters' device. NaN where the update was
             skipped.
         """
-        limit = max_grad_norm if max_grad_norm > 0 else torch.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, limit)
+        norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
         norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
         finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        if self.pairs:
-            torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
+        shards = [master for master in self.masters if isinstance(master, DTensor)]
+        torch.autograd.graph.increment_version(shards)  # fused AdamW raises it for plain tensors alone
+        self.to_module()
         return torch.where(finite, norm, torch.nan)
+
+    def _clip(self, limit):
+        """Scale the gradients down to a norm of at most `limit`, and return the norm before."""
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        if not shards:
+            return torch.nn.utils.clip_grad_norm_(self.masters, limit)
+        mesh, parts = shards[0].device_mesh, [local(gradient) for gradient in gradients]
+        # Each rank counts its shards, and rank 0 what all ranks hold whole.
+        counted = [p for p, g in zip(parts, gradients, strict=True) if isinstance(g, DTensor) or mesh.get_rank() == 0]
+        square = torch.nn.utils.get_total_norm(counted).square().to(mesh.device_type)
+        torch.distributed.all_reduce(square, group=mesh.get_group())
+        norm = square.sqrt()
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
+        torch._foreach_mul_(parts, scale.to(parts[0].device))
+        return norm
 
     def bytes_to_come(self) -> int:
         """Count the bytes that the gradients and, before the first step, the moments will still take.
 
         Returns:
-            Bytes of all gradients and moments that are not allocated at present.
+            Bytes of all gradients and moments that are not allocated at present; of sharded ones this rank's parts.
         """
         states = [self.adamw.state.get(master, {}) for master in self.masters]
         missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
-        return sum(m.nbytes * (count + (m.grad is None)) for m, count in zip(self.masters, missing, strict=True))
+        sizes = [local(master.detach()).nbytes for master in self.masters]
+        return sum(
+            size * (count + (master.grad is None))
+            for size, master, count in zip(sizes, self.masters, missing, strict=True)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fp32 masters of the parameters below fp32, and the state of AdamW.
@@ -137,14 +169,99 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Copy a saved state into the masters and into AdamW. The module's own weights are not touched.
+        """Copy a saved state of one process into the masters and into AdamW, of shards each rank's own part.
+
+        The module's own weights must have been loaded before. Those below fp32 in the saved run become what their
+        masters are where they are masters themselves now.
 
         Args:
-            state: What `state_dict` returned.
+            state: What `state_dict` returned, with whole tensors.
+
+        Raises:
+            ValueError: It is the state of other parameters.
         """
-        for (_, master), saved in zip(self.pairs, state["masters"], strict=True):
-            master.copy_(saved)
-        self.adamw.load_state_dict(state["adamw"])
+        owners = [master for _, master in self.pairs]
+        if len(state["masters"]) == len(self.masters):
+            owners = self.masters  # also where the weights, which one process held below fp32, are shards in fp32 now
+        of_groups = [master for group in self.adamw.param_groups for master in group["params"]]
+        groups, moments = state["adamw"]["param_groups"], state["adamw"]["state"]
+        if len(owners) != len(state["masters"]) or sum(len(group["params"]) for group in groups) != len(of_groups):
+            raise ValueError("the state of the optimizer is of other parameters than the policy's")
+        for master, saved in zip(owners, state["masters"], strict=True):
+            _fill(master, saved)
+        for index, saved in moments.items():
+            mine = self._moments(of_groups[index])
+            for name, tensor in mine.items():
+                _fill(tensor, saved[name])
+        self._take_over(groups)
+
+    def named_state(self) -> dict[str, Any]:
+        """Return the same state by the names of the parameters, which every rank has, however they are sharded.
+
+        Returns:
+            The tensors in use under `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, the last three
+            only of parameters that have been updated; `groups` with the settings of AdamW.
+        """
+        state = {}
+        for name, master in zip(self.names, self.masters, strict=True):
+            parts = {"master": master.detach(), **self.adamw.state.get(master, {})}
+            state |= {f"{part}.{name}": tensor for part, tensor in parts.items()}
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups]
+        return state | {"groups": groups}
+
+    def make_room(self, names: Collection[str]) -> None:
+        """Allocate the moments that a saved state has, so that `named_state` returns the tensors to fill with it.
+
+        Args:
+            names: The names of the saved tensors.
+
+        Raises:
+            ValueError: They are of other parameters.
+        """
+        masters = dict(zip(self.names, self.masters, strict=True))
+        saved = {part: {name for kind, _, name in (n.partition(".") for n in names) if kind == part} for part in PARTS}
+        if saved["master"] != masters.keys() or not saved["step"] <= masters.keys():
+            raise ValueError("the state of the optimizer is of other parameters than the policy's")
+        for name in saved["step"]:
+            self._moments(masters[name])
+
+    @torch.no_grad()
+    def load_named_state(self, state: dict[str, Any]) -> None:
+        """Take over a state whose tensors have been filled in place, and copy the masters into the module.
+
+        Args:
+            state: What `named_state` returned in the saved run, of which only `groups` is read.
+        """
+        self._take_over(state["groups"])
+        self.to_module()
+
+    def _moments(self, master):
+        """Return the state of AdamW for a master, which is made as AdamW makes it where there is none yet."""
+        if not self.adamw.state[master]:
+            step = torch.zeros((), dtype=torch.float32, device=master.device)
+            moments = (torch.zeros_like(master, memory_format=torch.preserve_format) for _ in range(2))
+            self.adamw.state[master] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
+        return self.adamw.state[master]
+
+    def _take_over(self, groups):
+        """Take over the settings of AdamW, such as the learning rate where the schedule stands."""
+        for mine, saved in zip(self.adamw.param_groups, groups, strict=True):
+            mine.update({name: value for name, value in saved.items() if name != "params"})
+
+    @torch.no_grad()
+    def to_module(self) -> None:
+        """Copy the masters into the module, where it holds weights below fp32."""
+        if self.pairs:
+            torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
+
+
+def _fill(tensor, whole):
+    """Copy a whole tensor into one that may be sharded, of which each rank has a part."""
+    if isinstance(tensor, DTensor):
+        # Without a source rank nothing is sent: each rank cuts its own part.
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor, whole = tensor.to_local(), part.to_local()
+    tensor.copy_(whole)
 
 
 def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, total_steps: int) -> LRScheduler:

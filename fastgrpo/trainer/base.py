@@ -23,7 +23,8 @@ from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.checkpoint import Checkpointer, save_model
+from fastgrpo.run.checkpoint import save_model
+from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.curves import Panel, conclude, table
 from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.followed import open_log
@@ -142,7 +143,7 @@ class Trainer(ABC):
         self._prepare()
         functions = self.rewards.functions if judged else []
         self.log = log or open_log(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)), self.ranks)
-        self.checkpoints = Checkpointer(args, self.log)
+        self.checkpoints = Checkpointer(args, self.log, self.ranks)
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
         self.watch = Watch(args, self.checkpoints)
@@ -275,7 +276,7 @@ class Trainer(ABC):
         if log.checkpoint is None:
             set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
         else:
-            restore(self.parts(), log.checkpoint, self.about(), log.say)
+            restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
         while True:
@@ -284,7 +285,7 @@ class Trainer(ABC):
                 self._evaluate_if_due()
             step, stopping = self.state.global_step, self._stopping(stop)
             last = step == self.state.max_steps
-            if (stopping or self.checkpoints.due(step, last)) and self.ranks.lead:
+            if stopping or self.checkpoints.due(step, last):
                 self.checkpoints.save(step, self._snapshot)
             if stopping or last:
                 return step if stopping else None
@@ -299,7 +300,7 @@ class Trainer(ABC):
         return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def _snapshot(self):
-        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies)
+        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks)
 
     def step(self) -> dict[str, float]:
         """Make one step, from rows to updated weights.

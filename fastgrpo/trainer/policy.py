@@ -1,4 +1,7 @@
-"""Makes the policy of a run: plans its memory, loads it, adds adapters. All ranks begin with the same weights."""
+"""Makes the policy of a run: plans its memory, loads it, adds adapters, and shards it over the ranks if so chosen.
+
+All ranks begin with the same weights.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.policy.load import policy_and_tokenizer
 from fastgrpo.policy.lora import add_lora, refuse_adapters
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.run.digest import digest_of_weights
 from fastgrpo.step.budget import Plan
@@ -58,6 +62,11 @@ def make_policy(
     Raises:
         ValueError: The model cannot be used, does not fit the device, or is another one on another rank.
     """
+    if args.parallel == "fsdp2" and ranks.group is None:
+        raise ValueError(
+            "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "
+            "--nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
+        )
     plan = plan_run(args, model, ranks=ranks)
     if plan:
         plan.check()
@@ -84,5 +93,13 @@ def make_policy(
             alpha=args.lora_alpha,
             target_modules=args.lora_target_modules,
             seed=args.seed,
+        )
+    if parallel == "fsdp2":
+        policy = shard(
+            policy,
+            ranks,
+            dtype=policy.dtype,
+            reshard_after_forward=args.fsdp_reshard_after_forward,
+            cpu_offload=args.fsdp_cpu_offload,
         )
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why)

@@ -1,8 +1,7 @@
-"""Checkpoints are whole or not there; damage is named; the best and the newest stay; the thread's errors surface."""
+"""Checkpoints are whole or not there; damage is named; the best and the newest stay."""
 
 import json
 import os
-import threading
 
 import pytest
 import tiny
@@ -10,12 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run import checkpoint, folder
-from fastgrpo.run.checkpoint import Checkpointer, checkpoints, prune, save_model, step_of, verify, write_checkpoint
+from fastgrpo.run.checkpoint import checkpoints, prune, save_model, step_of, verify, write_checkpoint
 from fastgrpo.run.folder import RunFolder, contents, made_in
 from fastgrpo.run.host_copies import HostCopies
-from fastgrpo.run.log import RunLog
 
 
 def two_files(path):
@@ -30,10 +27,41 @@ def test_a_checkpoint_is_what_was_written(tmp_path):
     verify(path)
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == {"weights", "sub/state"}
     (path / "notes.txt").write_text("a file of one's own is no damage")
-    with pytest.raises(ValueError, match=r"manifest.json lists no weights: the checkpoint is not complete"):
-        verify(path, ["weights", "sub/state"])
-    with pytest.raises(ValueError, match=r"manifest.json does not list optimizer.pt: the checkpoint is not complete"):
-        verify(path, ["optimizer.pt"])
+
+
+def of_names(*names):
+    """Write files of these names, of one process or of several ranks."""
+
+    def write(path):
+        for name in names:
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_text(name)
+
+    return write
+
+
+SHARDED = [f"shards/{name}" for name in (".metadata", "values.pt", "rng-0.pt")]
+
+
+@pytest.mark.parametrize(
+    "names, lacking",
+    [
+        (("trainer_state.json", "rng.pt", "model.safetensors"), "does not list optimizer.pt"),
+        (("trainer_state.json", "rng.pt", "optimizer.pt"), "lists no weights"),
+        (("trainer_state.json", *SHARDED[:2], "model.safetensors"), "does not list shards/rng-0.pt"),
+        (("trainer_state.json", *SHARDED), "lists no weights"),
+        (("trainer_state.json", "rng.pt", "optimizer.pt", "model.safetensors"), None),
+        (("trainer_state.json", *SHARDED, "model-1-of-2.safetensors"), None),
+    ],
+)
+def test_what_a_run_needs_must_be_listed(tmp_path, names, lacking):
+    path = write_checkpoint(RunFolder(tmp_path), 3, of_names(*names))
+    verify(path)
+    if lacking is None:
+        verify(path, of_run=True)
+    else:
+        with pytest.raises(ValueError, match=rf"manifest.json {lacking}: the checkpoint is not complete"):
+            verify(path, of_run=True)
 
 
 def truncate(path):
@@ -178,148 +206,6 @@ def test_a_checkpoint_that_no_run_made_is_neither_counted_nor_deleted_nor_overwr
     with pytest.raises(ValueError, match="checkpoint-9 was not made by a run and is not overwritten; move it away"):
         write_checkpoint(run, 9, two_files)
     assert list((tmp_path / "checkpoint-9").iterdir()) == [] and not list(tmp_path.glob(".tmp*"))
-
-
-class Saving:
-    """A snapshot whose writing waits for a word and then does what it is told."""
-
-    def __init__(self, error=None):
-        self.error, self.go, self.thread = error, threading.Event(), None
-
-    def write(self, path):
-        self.thread = threading.current_thread()
-        assert self.go.wait(30)
-        if self.error:
-            raise self.error
-        (path / "weights").write_text("w")
-
-
-def make_checkpointer(tmp_path, **settings):
-    config = GRPOConfig(**{"output_dir": str(tmp_path / "run"), "save_steps": 2, "logging_steps": 1, **settings})
-    log = RunLog(config)
-    return Checkpointer(config, log), log
-
-
-def test_writing_goes_on_beside_the_steps_and_the_next_save_waits(tmp_path):
-    checkpointer, log = make_checkpointer(tmp_path)
-    first, second = Saving(), Saving()
-    with log, checkpointer:
-        checkpointer.save(2, lambda: first)  # returns although nothing is written yet
-        checkpointer.check()
-        assert checkpoints(log.dir) == {}
-        threading.Timer(0.2, first.go.set).start()
-        checkpointer.save(4, lambda: second)
-        assert list(checkpoints(log.dir)) == [2]
-        threading.Timer(0.2, second.go.set).start()
-    assert list(checkpoints(log.dir)) == [2, 4]
-    assert first.thread is second.thread is not threading.current_thread()
-
-
-def test_the_newest_good_one_is_told_after_a_save_under_way(tmp_path):
-    checkpointer, log = make_checkpointer(tmp_path)
-    good, bad = Saving(), Saving(OSError(28, "No space left on device"))
-    with log, pytest.raises(ValueError, match="checkpoint-4 could not be written"), checkpointer:
-        assert checkpointer.newest is None
-        checkpointer.save(2, lambda: good)
-        threading.Timer(0.2, good.go.set).start()
-        assert checkpointer.newest == log.dir / "checkpoint-2"
-        checkpointer.save(4, lambda: bad)
-        threading.Timer(0.2, bad.go.set).start()
-        assert checkpointer.newest == log.dir / "checkpoint-2"
-
-
-def test_an_error_of_the_thread_names_the_last_good_one(tmp_path):
-    checkpointer, log = make_checkpointer(tmp_path)
-    good, bad = Saving(), Saving(OSError(28, "No space left on device"))
-    good.go.set(), bad.go.set()
-    with log, checkpointer:
-        checkpointer.save(2, lambda: good)
-        checkpointer.save(4, lambda: bad)
-        checkpointer._thread.submit(lambda: None).result()  # until the save is through
-        with pytest.raises(
-            ValueError, match=r"checkpoint-4 could not .*No space left.*checkpoint-2 is the newest good"
-        ):
-            checkpointer.check()
-    verify(log.dir / "checkpoint-2")
-    assert list(checkpoints(log.dir)) == [2]
-
-
-def test_the_error_that_ends_a_run_is_not_hidden_by_one_of_the_thread(tmp_path, capsys):
-    checkpointer, log = make_checkpointer(tmp_path)
-    bad = Saving(OSError(28, "No space left on device"))
-    bad.go.set()
-    with pytest.raises(RuntimeError, match="mine"), log, checkpointer:
-        checkpointer.save(2, lambda: bad)
-        raise RuntimeError("mine")
-    assert "No space left on device" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("greater, kept", [(None, [4, 8]), (False, [2, 8])])
-def test_the_best_one_stays(tmp_path, greater, kept):
-    checkpointer, log = make_checkpointer(
-        tmp_path, save_total_limit=1, metric_for_best_model="reward", greater_is_better=greater
-    )
-    with log, checkpointer:
-        for step, reward in ((2, 0.1), (4, 0.9), (6, 0.9), (8, 0.5)):
-            log.step(step, {"reward": reward})
-            saving = Saving()
-            saving.go.set()
-            checkpointer.save(step, lambda saving=saving: saving)
-    assert list(checkpoints(log.dir)) == kept
-    assert checkpointer.state_dict()["best"]["step"] == kept[0]
-
-
-def test_what_is_measured_after_the_save_of_its_step_counts(tmp_path, capsys):
-    """A stop saves before it evaluates; the run that goes on evaluates the step whose checkpoint is there."""
-    checkpointer, log = make_checkpointer(tmp_path, save_total_limit=1, metric_for_best_model="reward")
-    with log, checkpointer:
-        for step, reward in ((2, None), (2, 0.9), (4, 0.5), (6, 0.6)):
-            if reward is not None:
-                log.step(step, {"reward": reward})
-            saving = Saving()
-            saving.go.set()
-            checkpointer.save(step, lambda saving=saving: saving)
-    assert list(checkpoints(log.dir)) == [2, 6] and checkpointer.state_dict()["best"]["step"] == 2
-    assert capsys.readouterr().out.count("cannot be the best") == 1
-
-
-def test_a_checkpoint_whose_metric_was_not_measured_is_not_the_best(tmp_path, capsys):
-    checkpointer, log = make_checkpointer(tmp_path, metric_for_best_model="reward")
-    with log, checkpointer:
-        for step, values in ((2, {"reward": 1.0}), (4, {"kl": 9.0})):
-            log.step(step, values)
-            saving = Saving()
-            saving.go.set()
-            checkpointer.save(step, lambda saving=saving: saving)
-    assert checkpointer.best["step"] == 2
-    assert "step 4: reward was not measured" in capsys.readouterr().out
-
-
-def test_metrics_that_do_not_exist_are_refused(tmp_path):
-    def log(metric):
-        return RunLog(GRPOConfig(output_dir=str(tmp_path / "run"), metric_for_best_model=metric, eval_steps=500))
-
-    with pytest.raises(ValueError, match="unknown metric 'eval/acuracy'; did you mean 'eval/accuracy'"):
-        log("eval/acuracy")
-    assert not (tmp_path / "run").exists()
-    log("rewards/correctness/mean").close()
-
-
-@pytest.mark.parametrize(
-    "settings, match",
-    [
-        ({"metric_for_best_model": "eval/accuracy"}, "eval_steps=None"),
-        ({"metric_for_best_model": "eval/accuracy", "eval_steps": 3, "save_steps": 4}, "multiple"),
-        ({"metric_for_best_model": "reward", "logging_steps": 3, "save_steps": 4}, "multiple"),
-        ({"greater_is_better": True}, "greater_is_better has an effect only where metric_for_best_model is set"),
-        ({"resume_from_checkpoint": "auto"}, "needs output_dir"),
-        ({"resume_from_checkpoint": "auto", "output_dir": "x", "overwrite_output_dir": True}, "choose one"),
-        ({"save_total_limit": 0}, "save_total_limit must be at least 1"),
-    ],
-)
-def test_settings_that_contradict(settings, match):
-    with pytest.raises(ValueError, match=match):
-        GRPOConfig(**settings)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,10 +1,13 @@
-"""Processes that torchrun or accelerate starts, each a rank, with a limit on their time and an end in any case."""
+"""Processes that are ranks: started by torchrun or accelerate, or forked, with a limit on their time and a sure end."""
 
+import atexit
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -124,3 +127,113 @@ def started(command, folder, **environment):
         yield job
     finally:
         job.kill()
+
+
+def fork(cases, folder, count=3, at_once=4):
+    """Fork ranks for each of several cases, from a process that has imported what they need.
+
+    Nobody ends the ranks that are left when one has failed, as torchrun would: they must end by themselves.
+
+    Args:
+        cases: What each rank of a case does, by the name of the case.
+        folder: Where each rank's output goes, in CASE/RANK, and the exit codes of all, in codes.json: None for those
+            that had to be killed.
+        count: How many ranks a case has.
+        at_once: How many cases run at the same time.
+    """
+    keeper, ports = _keep_stores(len(cases))
+    codes = {case: {} for case in cases}
+    try:
+        waiting = list(zip(cases.items(), ports, strict=True))
+        while waiting:
+            _fork_some(waiting[:at_once], Path(folder), count, codes)
+            del waiting[:at_once]
+    finally:
+        os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+    (Path(folder) / "codes.json").write_text(json.dumps(codes))
+
+
+def _fork_some(cases, folder, count, codes):
+    """Run some cases at once, and note the exit codes of their ranks."""
+    running = {}
+    for (case, body), port in cases:
+        (folder / case).mkdir()
+        for rank in range(count):
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(body, folder / case / str(rank), rank, count, port)
+            running[pid] = case, rank
+    end = time.monotonic() + LIMIT
+    while running:
+        for pid in list(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                case, rank = running.pop(pid)
+                codes[case][rank] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end or all(rank in HANGING.get(case, ()) for case, rank in running.values()):
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            return
+        time.sleep(0.02)
+
+
+HANGING = {}  # the ranks of a case that never end
+
+
+def _keep_stores(count):
+    """Fork a process that keeps stores, as torchrun does, and return it and their ports."""
+    import torch.distributed as dist
+
+    reading, writing = os.pipe()
+    keeper = os.fork()
+    if keeper == 0:
+        stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(count)]
+        os.write(writing, json.dumps([store.port for store in stores]).encode())
+        os.close(writing)
+        signal.pause()
+    os.close(writing)
+    with os.fdopen(reading) as ports:
+        return keeper, json.load(ports)
+
+
+def _be_rank(body, path, rank, count, port):
+    """Run one rank of a case, as a launcher would start it, and end the process."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    out = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
+    code = 1
+    try:
+        code = body() or 0
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    sys.stdout.flush(), sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(code)
+
+
+def forked(script, folder):
+    """Run a script of cases, which calls `fork` with the folder that it is given.
+
+    Args:
+        script: Its name in tests/support.
+        folder: An empty folder.
+
+    Returns:
+        A function that returns the exit codes and the outputs of the ranks of a case, by its name.
+    """
+    command = [sys.executable, str(ROOT / "tests" / "support" / script), str(folder)]
+    with started(command, folder) as job:
+        job.wait(2 * LIMIT)
+        assert (folder / "codes.json").exists(), job.launcher()
+    codes = json.loads((folder / "codes.json").read_text())
+
+    def ended(case):
+        paths = sorted((folder / case).iterdir())
+        return [codes[case].get(path.name) for path in paths], [path.read_text() for path in paths]
+
+    return ended

@@ -1,0 +1,295 @@
+"""The policy whose weights are sharded over the ranks: torch's FSDP2 (`fully_shard`), one unit for each layer.
+
+Each rank holds a part of every weight, in fp32: the optimizer updates these parts, and gradients and moments are parts
+too. A layer becomes whole, in the dtype that passes compute in, just before it runs, and its gradients are added up
+over the ranks in fp32. Embedding, final norm and head are a unit of their own, which is whole as long as
+`ShardedPolicy.within` computes. So loss and head read whole weights, and a tied embedding gets one gradient.
+
+Every pass sends weights between the ranks, so all ranks make equally many: one without samples makes idle ones.
+Adapters are not sharded. Their gradients are added up by the optimizer (`MasterAdamW.reduce`).
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.lora import ADAPTER
+from fastgrpo.policy.model import Policy, Result
+from fastgrpo.policy.whole import Gathered, WholeCopy
+from fastgrpo.ranks import Ranks
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that may be sharded.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The part, which shares the tensor's memory; of a tensor that is not sharded the tensor itself.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How weights are sharded.
+
+    Attributes:
+        mesh: The ranks, one-dimensional.
+        device: Where this rank computes.
+        dtype: The dtype that passes compute in.
+        reshard_after_forward: Whether a layer's whole weights are freed after its forward pass.
+        cpu_offload: Whether the parts lie in host memory.
+        ranks: The ranks.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    dtype: torch.dtype
+    reshard_after_forward: bool
+    cpu_offload: bool
+    ranks: Ranks
+
+    def apply(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], root: bool = False) -> None:
+        """Shard what a module holds, except for what modules inside of it hold that are sharded already.
+
+        Args:
+            unit: The module.
+            ignored: Parameters that stay whole.
+            root: Whether it is the outermost module, which is needed at once in the backward pass and stays whole.
+        """
+        for parameter in unit.parameters():  # parts of trained weights are the optimizer's masters
+            if parameter.requires_grad and parameter not in ignored and parameter.dtype.itemsize < 4:
+                parameter.data = parameter.data.float()
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.cpu_offload else OffloadPolicy()
+        fully_shard(
+            unit,
+            mesh=self.mesh,
+            reshard_after_forward=None if root else self.reshard_after_forward,
+            # Rotary embeddings come into a layer in fp32 and stay so.
+            mp_policy=MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+            offload_policy=offload,
+            ignored_params=ignored,
+        )
+        # A loss is a sum over the tokens of all ranks: gradients are added up, and not averaged as torch would.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13
+            # An expert that has no token on one rank gets a gradient of zeros there, as the other ranks wait for it.
+            unit.set_reduce_scatter_unused_params(True)
+
+
+def shard(
+    policy: Policy, ranks: Ranks, *, dtype: torch.dtype, reshard_after_forward: bool = True, cpu_offload: bool = False
+) -> "ShardedPolicy":
+    """Shard a policy over the ranks. All ranks must call it with the same weights.
+
+    Args:
+        policy: The policy, whole on this rank's device. Its module is changed in place.
+        ranks: The ranks.
+        dtype: The dtype that passes compute in, and that the weights for rollouts have.
+        reshard_after_forward: Whether a layer's whole weights are freed after its forward pass, and sent again for its
+            backward pass.
+        cpu_offload: Whether the parts lie in host memory.
+
+    Returns:
+        The sharded policy, with the same module in it.
+    """
+    mesh = init_device_mesh(policy.device.type, (ranks.size,))
+    layout = Layout(mesh, policy.device, dtype, reshard_after_forward, cpu_offload, ranks)
+    whole = WholeCopy(policy, dtype)
+    whole.source = ShardedPolicy(policy, layout, whole)
+    return whole.source
+
+
+class _Root(torch.nn.Module):
+    """The outermost sharded module: embedding, norm and head are whole while it computes whatever it is given."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute):
+        return compute()
+
+
+class ShardedPolicy(Policy):
+    """A policy whose weights are sharded over the ranks. `shard` makes it.
+
+    Head, states and what is computed with them work inside of `within` alone. Outside of it, the parameters of the
+    module are the parts, as DTensors.
+
+    Args:
+        policy: The whole policy, whose module is sharded in place.
+        layout: How it is sharded.
+        whole: The whole copy that rollouts draw from; None for a policy that draws nothing.
+    """
+
+    lockstep = True
+
+    def __init__(self, policy: Policy, layout: Layout, whole: WholeCopy | None = None) -> None:
+        super().__init__(policy.module, policy.own_attention, policy.grouped)
+        self.layout, self.whole, self.inside, self.root = layout, whole, False, _Root(self.module)
+        self.units = [*_layers(self.module), (self.root, [])]  # each with the names of the parameters that it holds
+        adapters = {parameter for name, parameter in self.module.named_parameters() if ADAPTER in name}
+        for unit, _ in self.units:
+            layout.apply(unit, adapters, root=unit is self.root)
+        in_layers = {name for _, names in self.units for name in names}
+        names = [name for name, _ in self.module.named_parameters() if ADAPTER not in name]
+        self.units[-1][1].extend(name for name in names if name not in in_layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes. Parts may lie in host memory."""
+        return self.layout.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that passes compute in. The parts of trained weights are in fp32."""
+        return self.layout.dtype
+
+    @property
+    def for_rollouts(self) -> Policy:
+        """The whole copy, which holds the weights while its `gather` is open."""
+        assert self.whole is not None, "a frozen reference draws nothing"
+        return self.whole
+
+    def gather(self, keep: bool = False) -> Gathered:
+        """Provide the whole weights in `for_rollouts`, see `WholeCopy.gather`. All ranks must call it.
+
+        Args:
+            keep: Whether the weights must lie at the same addresses the next time.
+
+        Returns:
+            A context manager that yields a view of every whole parameter.
+        """
+        return self.for_rollouts.gather(keep)
+
+    def within(self, compute: Callable[[], Result]) -> Result:
+        """Run a computation that reads the weights. All ranks must call this equally often, in the same order.
+
+        A call inside of such a computation just runs what it is given. What it returns must not be a whole weight,
+        which is freed afterwards.
+
+        Args:
+            compute: The computation.
+
+        Returns:
+            What the computation returned. The gradient of a tensor in it comes to the parts, summed over the ranks.
+        """
+        if self.inside:
+            return compute()
+        self.inside = True
+        try:
+            result = self.root(compute)
+        finally:
+            self.inside = False
+        if not torch.is_grad_enabled():  # no backward pass will free what is whole
+            self._rest()
+        return result
+
+    def _rest(self):
+        """Free the whole weights, and what torch notes of each pass for a backward pass."""
+        if hasattr(self.root, "reset_iter_state"):  # torch 2.13
+            self.root.reset_iter_state()
+        else:
+            for unit, _ in self.units:
+                unit.reshard()
+
+    def idle_loss(self) -> torch.Tensor:
+        """Compute a loss of 0 that depends on all weights, for the pass of a rank that has no samples left.
+
+        It belongs inside of `within`.
+
+        Returns:
+            A scalar tensor.
+        """
+        filler = Sample([0], [0, 0], advantage=0.0)
+        return 0.0 * self.logps(Batch.pack([filler], self.device)).sum()
+
+    def alike(self, copy: Policy) -> Policy:
+        """Shard a copy of this policy as this policy is sharded. All ranks must call it.
+
+        Args:
+            copy: The copy, whole and on any device; changed in place.
+
+        Returns:
+            The sharded copy, which draws nothing.
+        """
+        return ShardedPolicy(copy, self.layout)
+
+    @torch.no_grad()
+    def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Provide what is sharded one by one, whole, in the dtype that passes compute in.
+
+        All ranks must call it and take everything.
+
+        Returns:
+            An iterator over names and tensors on the device. A tensor is valid until the next one is taken.
+        """
+        for unit, names in self.units:
+            with self.layout.ranks.waiting("whole weights"):
+                unit.unshard()
+            try:
+                for name in names:
+                    yield name, self.module.get_parameter(name).detach()
+            finally:
+                unit.reshard()
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Collect what `state_dict` of the whole policy would return, layer by layer. All ranks must call it.
+
+        Returns:
+            On rank 0 the weights in host memory, in the dtype that passes compute in; on the others nothing.
+        """
+        lead, mine, whole = self.layout.ranks.lead, self.state_dict(), {}
+        if any(isinstance(value, DTensor) for value in mine.values()):
+            for name, value in self.whole_parameters():
+                if lead:
+                    whole[name] = value.to("cpu", copy=True)
+        if not lead:
+            return {}
+        first = {}  # a tied weight has several names and is gathered under the first one
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            whole.setdefault(name, whole.get(first.setdefault(id(parameter), name)))
+        return {n: whole[n] if isinstance(value, DTensor) else value.to("cpu", copy=True) for n, value in mine.items()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Copy weights into the parts. Every rank must have them.
+
+        Args:
+            state: The whole weights, or parts as `state_dict` returned them, under its names.
+
+        Raises:
+            ValueError: The names or shapes are not those of the policy's weights.
+        """
+        mine = self.state_dict()
+        super().load_state_dict({name: _part(value, mine.get(name)) for name, value in state.items()})
+
+
+def _part(value, mine):
+    """Take this rank's part of a whole tensor, if the policy's own tensor is sharded and of the same shape."""
+    if not isinstance(mine, DTensor) or isinstance(value, DTensor) or value.shape != mine.shape:
+        return value
+    return distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
+
+
+def _layers(module):
+    """List the layers, inner ones first, each with the names of the parameters in it that are to be sharded."""
+    layers, taken = [], set()
+    for prefix, layer in reversed(list(module.named_modules())):
+        if isinstance(layer, GradientCheckpointingLayer):
+            names = [f"{prefix}.{name}" for name, _ in layer.named_parameters() if ADAPTER not in name]
+            layers.append((layer, [name for name in names if name not in taken]))
+            taken.update(names)
+    return layers

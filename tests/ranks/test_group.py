@@ -1,0 +1,93 @@
+"""Ranks exchange objects, flags and sums, and those who wait in vain say for what, for whom, and why."""
+
+import os
+import signal
+
+import lost_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import forked
+
+from fastgrpo.ranks import ALONE, RankLost, Ranks
+from fastgrpo.ranks.group import outlive_sigterm
+
+CLOSED = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8395"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    return forked("lost_ranks.py", tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", lost_ranks.EXCHANGES)
+@pytest.mark.parametrize(
+    "end, code, why",
+    [
+        ("hang", None, "rank 1 did not come in time; it was last at the first in step 3"),
+        ("die", -9, "rank 1 died; it was last at the first in step 3"),
+        ("fail", 1, "rank 1 failed: KeyError: 'a bug\\nof rank 1'"),
+    ],
+)
+def test_who_waits_in_vain_ends_with_a_line_that_names_the_missing_rank(ended, end, code, why, name):
+    codes, told = ended(f"{end}-{name}")
+    assert codes == [1, code, 1], told
+    for rank in (0, 2):
+        assert told[rank] == f"rank {rank} stops while it waits for the second in step 3: {why}\n"
+    assert end != "fail" or told[1].startswith("error on rank 1:\nTraceback")
+    assert told[1].count("Traceback") == (end == "fail")
+
+
+def test_one_process_alone_exchanges_nothing():
+    tensor = torch.ones(3)
+    with ALONE.waiting("a step"):
+        assert ALONE.gather(3, "it") == [3] and ALONE.from_lead(4, "it") == 4 and ALONE.any(True, "it") is True
+        ALONE.sum([tensor], "it")
+    assert ALONE.lead and tensor.tolist() == [1, 1, 1]
+
+
+def two_ranks():
+    return Ranks(0, 2, store=dist.HashStore())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        CLOSED,
+        "[/build/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",
+        "Gloo connectFullMesh failed with [/build/gloo/transport/tcp/pair.cc:152] timed out connecting",
+    ],
+)
+def test_an_error_of_a_connection_names_all_that_is_waited_for(text):
+    ranks = two_ranks()
+    with pytest.raises(RankLost, match=r"^rank 0 stops while it waits for the gradients in step 3: rank 1 ") as lost:
+        with ranks.waiting("step 3"), ranks.waiting("the gradients"):
+            raise RuntimeError(text)
+    assert lost.value.hung == (text != CLOSED)
+    with pytest.raises(RankLost, match="waits for step 4: "), ranks.waiting("step 4"):
+        raise RuntimeError(text)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"),
+        RuntimeError("[enforce fail at /build/gloo/allreduce.cc:12] op.preamble.length <= op.nbytes. 8 vs 4"),
+        ValueError("a mistake"),
+    ],
+)
+def test_another_error_stays_what_it_is(error):
+    with pytest.raises(type(error)) as raised, two_ranks().waiting("step 3"):
+        raise error
+    assert raised.value is error
+
+
+def test_the_first_sigterm_after_a_loss_passes():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        outlive_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

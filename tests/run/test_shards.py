@@ -1,0 +1,209 @@
+"""Checkpoints of several ranks: any number of ranks reads them to the last bit, and what fails on one fails on all.
+
+Four processes are started once; `shard_ranks.py` says what each of them does. One process alone writes and reads here.
+"""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import tiny
+import torch
+from paths import ROOT
+from rank_processes import run_ranks
+from resumed import write_manifest
+from safetensors.torch import load_file
+from shard_ranks import DTYPES
+from toy_parts import about, addresses, differences, draws, make_parts, settings
+from transformers import set_seed
+
+from fastgrpo.ranks import Ranks
+from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
+from fastgrpo.run.followed import open_log
+from fastgrpo.run.host_copies import HostCopies
+from fastgrpo.run.resume import newest_good
+from fastgrpo.run.shards import read_tensors, share_of, tensors_in
+from fastgrpo.run.snapshot import Snapshot, restore
+
+WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
+NAMES = {"one": "one process"} | {
+    f"{mode}-{n}": f"{n} processes with {mode}" for mode in ("ddp", "fsdp2") for n in (2, 4)
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """The folder in which all have written, and what each of the four ranks said at its end."""
+    top = tmp_path_factory.mktemp("shards")
+    for name, dtype in DTYPES.items():
+        parts = make_parts(dtype)
+        set_seed(100)
+        log = open_log(settings(top / f"{name}-one"))
+        with log:
+            write_checkpoint(log.folder, 3, Snapshot(parts, tiny.tokenizer(), about(dtype), HostCopies()).write)
+    ended = run_ranks(ROOT / "tests" / "support" / "shard_ranks.py", 4, top)
+    told = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for _, text in ended]
+    assert [code for code, _ in ended] == [0, 0, 0, -9], "\n".join(text for _, text in ended)
+    return top, told
+
+
+def readings(told):
+    """What each rank found in each checkpoint: (rank, the reader, name of the dtype, the writer) and the rest."""
+    for rank, lines in enumerate(told):
+        for line in lines:
+            if "read" in line:
+                name, _, writer = line["read"].removesuffix("/checkpoint-3").partition("-")
+                yield (rank, line["by"], name, writer), line
+
+
+def test_any_number_of_ranks_reads_what_any_other_wrote(ranks):
+    found = dict(readings(ranks[1]))
+    readers = [(rank, f"{mode}-{n}") for mode in ("ddp", "fsdp2") for n in (2, 4) for rank in range(n)]
+    assert found.keys() == {(*reader, name, writer) for reader in readers for name in DTYPES for writer in WRITERS}
+    assert {key: line["different"] for key, line in found.items() if line["different"]} == {}
+    assert not any(line["moved"] for line in found.values())
+
+
+def test_the_same_ranks_go_on_in_silence_and_others_with_a_warning(ranks):
+    for (_, reader, _, writer), line in readings(ranks[1]):
+        if reader == writer:
+            assert line["said"] == []
+        else:
+            (said,) = line["said"]
+            assert said.startswith(
+                f"warning: checkpoint-3 was written by {NAMES[writer]}, and goes on with {NAMES[reader]}"
+            )
+
+
+def test_ranks_beyond_those_of_the_checkpoint_seed_their_generators(ranks):
+    for (rank, _, _, writer), line in readings(ranks[1]):
+        written = 1 if writer == "one" else int(writer[-1])
+        set_seed(100 + rank if rank < written else 5 + rank)
+        assert tuple(line["drawn"]) == draws(), (rank, writer)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, name, writer):
+    dtype, said = DTYPES[name], []
+    path, parts = ranks[0] / f"{name}-{writer}" / "checkpoint-3", make_parts(dtype, seed=1, trained=False)
+    before = addresses(parts)
+    restore(parts, path, about(dtype), said.append)
+    drawn = draws()
+    assert differences(parts, make_parts(dtype)) == [] and addresses(parts) == before
+    assert [line.partition(",")[0] for line in said] == (
+        [] if writer == "one" else [f"warning: checkpoint-3 was written by {NAMES[writer]}"]
+    )
+    set_seed(100)
+    assert drawn == draws()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_export_is_the_same(ranks, writer):
+    weights = load_file(ranks[0] / f"bf16-{writer}" / "checkpoint-3" / "model.safetensors")
+    whole = make_parts(torch.bfloat16)["policy"].state_dict()
+    assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("writer", WRITERS[1:])
+def test_every_file_of_every_rank_is_listed(ranks, writer):
+    path = ranks[0] / f"fp32-{writer}" / "checkpoint-3"
+    verify(path, of_run=True)
+    there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    assert set(json.loads((path / MANIFEST).read_text())["files"]) == there - {MANIFEST}
+    count = int(writer[-1])
+    assert {f"shards/rng-{rank}.pt" for rank in range(count)} | {f"shards/__{r}_0.distcp" for r in range(count)} < there
+    state = json.loads((path / "trainer_state.json").read_text())
+    assert (state["parallel"], state["ranks"]) == (writer.partition("-")[0], count)
+
+
+def sizes(path):
+    return sum(file.stat().st_size for file in (path / "shards").glob("__*"))
+
+
+def test_whole_tensors_are_written_once(ranks):
+    two, four = (ranks[0] / f"fp32-ddp-{n}" / "checkpoint-3" for n in (2, 4))
+    assert sizes(two) == pytest.approx(sizes(four), rel=0.01)
+    shares = [file.stat().st_size for file in (four / "shards").glob("__*")]
+    assert max(shares) < 1.5 * min(shares)
+
+
+def test_shares_are_of_equal_size_and_leave_nothing_out():
+    tensors = {str(i): torch.zeros(1 + 7 * i % 5) for i in range(40)}
+    shares = [share_of(tensors, Ranks(rank, 3)) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(tensors)
+    loads = [sum(tensor.numel() for tensor in share.values()) for share in shares]
+    assert max(loads) - min(loads) <= 5
+
+
+@pytest.fixture
+def copied(ranks, tmp_path):
+    """A run folder with a whole checkpoint and a later one, which is to be damaged."""
+    for step in (3, 5):
+        shutil.copytree(ranks[0] / "fp32-fsdp2-4" / "checkpoint-3", tmp_path / f"checkpoint-{step}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("file", ["__2_0.distcp", "rng-3.pt", ".metadata", "values.pt"])
+def test_a_damaged_or_missing_shard_is_named_and_passed_over(copied, file):
+    shard, said = copied / "checkpoint-5" / "shards" / file, []
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert newest_good(copied, said.append) == copied / "checkpoint-3"
+    shard.unlink()
+    assert newest_good(copied, said.append) == copied / "checkpoint-3"
+    damaged, missing = said
+    assert damaged.startswith(f"warning: {shard} is damaged") and "checkpoint-5 is passed over" in damaged
+    assert missing.startswith(f"warning: {shard} is missing from the checkpoint")
+
+
+@pytest.mark.parametrize("file", ["__2_0.distcp", "rng-0.pt", ".metadata", "values.pt"])
+def test_a_shard_that_no_manifest_misses_is_named_when_it_is_read(copied, file):
+    path = copied / "checkpoint-5"
+    (path / "shards" / file).unlink()
+    write_manifest(path)
+    with pytest.raises(ValueError, match=file.replace(".", r"\.")):
+        restore(make_parts(torch.float32, trained=False), path, about(torch.float32), lambda line: None)
+
+
+def test_the_state_of_another_model_is_refused(copied):
+    parts = make_parts(torch.float32, trained=False)
+    parts["optimizer"].names[0] += ".other"
+    with pytest.raises(ValueError, match="the state of the optimizer is of other parameters than the policy's"):
+        restore(parts, copied / "checkpoint-5", about(torch.float32), lambda line: None)
+    path = copied / "checkpoint-5" / "shards"
+    with pytest.raises(ValueError, match="Size mismatch"):
+        read_tensors(path, {"optimizer.master.model.norm.weight": torch.zeros(7)})
+
+
+class Forged:
+    def __reduce__(self):
+        return print, ("this was called",)
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", pickle.dumps(Forged())])
+def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, capsys):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+        tensors_in(tmp_path)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_full_disk_of_one_rank_fails_the_save_on_all_and_leaves_the_good_one(ranks):
+    said = [line for lines in ranks[1] for line in lines if "full" in line]
+    assert len(said) == 4 and len({line["full"] for line in said[1:]}) == 1
+    for line in said:
+        assert "checkpoint-2 could not be written" in line["full"] and line["full"].count("rank ") == 1
+        assert "rank 1: [Errno 27] File too large" in line["full"]
+        assert "checkpoint-1 is the newest good one" in line["full"]
+    assert said[0]["left"] == ["checkpoint-1"]  # rank 0 has removed the rest
+
+
+def test_a_rank_that_is_killed_inside_of_a_save_costs_nothing_that_was_saved(ranks):
+    said = [line for lines in ranks[1] for line in lines if "lost" in line]
+    assert len(said) == 3  # the fourth was killed
+    for line in said:
+        assert "the shards of checkpoint-3" in line["lost"] and line["good"] == [1]
+    verify(ranks[0] / "failing" / "checkpoint-1", of_run=True)

@@ -1,0 +1,85 @@
+"""Small runs, each made by one process or by several ranks.
+
+    python parallel_runs.py FOLDER NAME[,NAME...]      as one of several ranks (see gathered.py)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import tiny
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+
+EVAL_ROWS = [{"prompt": text} for text in ("x", "yz", "1+2=")]
+SETTINGS = {
+    "plain": {"beta": 0.05, "num_iterations": 2, "updates_per_rollout": 2},
+    "refills": {"dynamic_sampling": True, "scale_rewards": "batch", "loss_type": "bnpo"},
+    "adapters": {"use_peft": True, "lora_r": 4, "beta": 0.05, "lora_target_modules": "all-linear"},
+    "full kl": {"beta": 0.1, "kl": "full", "max_tokens_per_microbatch": 64},
+    "moving": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
+    "streamed": {"beta": 0.05, "ref_device": "cpu", "gradient_checkpointing": True},
+    "draws": {"eval_num_generations": 3, "top_k": 20, "importance_sampling_mode": "token_truncate"},
+    "few": {"prompts_per_step": 1, "num_generations": 2},
+}
+
+
+def judged(completions, log_metric, log_extra, **_):
+    """A learnable reward, which logs what it sees; the completions of some groups all get the same."""
+    rewards = [round(text.count("a") / max(len(text), 1) + len(text) / 50, 1) for text in completions]
+    for reward in rewards:
+        log_metric("seen", reward)
+    log_extra("letters", [len(text) for text in completions])
+    return rewards
+
+
+def rows():
+    texts = ("ab", "c", "hello ", "1+1=", "?")
+    levels = [
+        Level("short", ShuffledRows([{"prompt": text} for text in texts[:2]], seed=1), until_steps=2),
+        Level("all", ShuffledRows([{"prompt": text} for text in texts], seed=1)),
+    ]
+    return Curriculum(levels)
+
+
+def train(folder, name, **settings):
+    """Make a run of 3 steps in FOLDER/NAME-PARALLEL; its settings are those of `SETTINGS` and these."""
+    label = name.replace(" ", "-") + "-" + settings.get("parallel", "one")
+    defaults = {
+        "output_dir": str(Path(folder) / label),
+        "max_steps": 3,
+        "prompts_per_step": 5,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "device": "cpu",
+        "dtype": "float32",
+        "adam_epsilon": 1e-4,
+        "gradient_checkpointing": False,
+    }
+    args = GRPOConfig(**{**defaults, **SETTINGS[name], **settings})
+    trainer = GRPOTrainer(str(Path(folder) / "model"), judged, args, rows(), EVAL_ROWS)
+    trainer.train()
+    return Path(folder) / label
+
+
+def save_model(folder):
+    """Write the model that all runs begin with."""
+    tiny.save(Path(folder) / "model", tie_word_embeddings=True)
+
+
+def metrics(path):
+    """The lines of metrics.jsonl without what a clock measured."""
+    timed = ("time/", "eval/time", "step_time", "tokens/s", "rollout/tokens/s", "rollout/share", "rollout/live")
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2].split(","):
+        for parallel in ("ddp", "fsdp2"):
+            train(sys.argv[1], name, parallel=parallel)

@@ -1,0 +1,156 @@
+"""The parts of a toy run with several ranks, whose training needs no loss: gradients follow from names and steps."""
+
+import random
+
+import tiny
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fastgrpo import GRPOConfig
+from fastgrpo.data.records import TrainerState
+from fastgrpo.policy.model import Policy
+from fastgrpo.run.snapshot import GlobalRNG
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+
+STEPS = 3
+NEVER = "model.norm.weight"  # this parameter never gets a gradient, so AdamW has no state of it
+
+
+def part_of(whole, like):
+    """A whole tensor, or this rank's part of it, as another tensor is sharded."""
+    if isinstance(like, DTensor):
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    return whole
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Sharded(Policy):
+    """A policy whose fp32 parts are sharded over a mesh, and that computes in a dtype of its own."""
+
+    lockstep = True
+
+    def __init__(self, policy, mesh):
+        self.computes_in = policy.dtype
+        super().__init__(policy.module.float())
+        for layer in self.module.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+
+    @property
+    def dtype(self):
+        return self.computes_in
+
+    def full_state_dict(self):
+        return {name: value.full_tensor().to(self.dtype) for name, value in self.module.state_dict().items()}
+
+    def load_state_dict(self, state):
+        for name, value in self.module.state_dict().items():
+            local(value).copy_(local(part_of(state[name], value)))
+
+
+class Follower:
+    """A reference with weights of its own, and something that is no tensor."""
+
+    def __init__(self, policy, seed):
+        self.weights = {name: value.detach().clone() for name, value in policy.module.state_dict().items()}
+        generator = torch.Generator().manual_seed(seed)
+        for value in self.weights.values():
+            noise = torch.randn(value.shape, generator=generator).bfloat16()  # the same in either dtype
+            local(value).copy_(local(part_of(noise, value)))
+        self.measured = seed == 0
+
+    def state_dict(self):
+        return {**self.weights, "measured": self.measured}
+
+    def load_state_dict(self, state):
+        self.measured = state["measured"]
+        for name in self.weights.keys() & state.keys():
+            local(self.weights[name]).copy_(local(part_of(state[name], self.weights[name])))
+
+
+class Nothing:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+
+def gradient(name, step, shape):
+    generator = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * step)
+    return torch.randn(shape, generator=generator)
+
+
+def make_parts(dtype, mesh=None, seed=0, trained=True):
+    """The parts of a toy run: with a mesh sharded over it, else whole. With another seed all of it is different."""
+    model = tiny.model(seed=seed, tie_word_embeddings=dtype == torch.float32).to(dtype)
+    policy = Policy(model) if mesh is None else Sharded(Policy(model), mesh)
+    optimizer = MasterAdamW(policy.module, learning_rate=1e-2, weight_decay=0.1)
+    schedule = make_schedule(optimizer, "cosine", warmup_steps=2, total_steps=10)
+    for step in range(1, STEPS + 1 if trained else 1):
+        for name, master in zip(optimizer.names, optimizer.masters, strict=True):
+            if name != NEVER:
+                master.grad = part_of(gradient(name, step, master.shape), master)
+        optimizer.adamw.step()
+        optimizer.adamw.zero_grad(set_to_none=True)
+        optimizer.to_module()
+        schedule.step()
+    if mesh is not None and trained:  # a part of another length may be rounded otherwise than the whole
+        whole = make_parts(dtype, seed=seed)["optimizer"].named_state()
+        for name, value in optimizer.named_state().items():
+            if isinstance(value, torch.Tensor):
+                local(value).copy_(local(part_of(whole[name], value)))
+    return {
+        "policy": policy, "optimizer": optimizer, "schedule": schedule, "progress": TrainerState(STEPS, 10, 0.3, 6),
+        "source": Nothing(), "reference": Follower(policy, seed), "rng": GlobalRNG(),
+    }  # fmt: skip
+
+
+def about(dtype):
+    config = {"gradient_checkpointing": False, "resume_ignore": (), "seed": 5}
+    same = {"dtype": str(dtype), "rows": 4, "data_digest": None, "model_digest": None, "gradient_checkpointing": False}
+    return same | {"config": config}
+
+
+def settings(folder):
+    return GRPOConfig(output_dir=str(folder), device="cpu", ddp_timeout=60, save_total_limit=1)
+
+
+def addresses(parts):
+    tensors = [*parts["optimizer"].masters, *parts["policy"].module.parameters(), *parts["reference"].weights.values()]
+    return [local(tensor).data_ptr() for tensor in tensors]
+
+
+def differences(mine, expected):
+    """What differs between the parts and those of a whole run in one process, to the last bit."""
+    pairs = {}
+    for part in ("optimizer", "reference"):
+        named = [
+            parts[part].named_state() if part == "optimizer" else parts[part].state_dict() for parts in (mine, expected)
+        ]
+        if named[0].keys() != named[1].keys():
+            return [f"{part}: {sorted(named[0].keys() ^ named[1].keys())}"]
+        pairs |= {f"{part}.{name}": (named[0][name], value) for name, value in named[1].items()}
+    weights = expected["policy"].state_dict()
+    pairs |= {name: (value, weights[name]) for name, value in mine["policy"].module.state_dict().items()}
+    found = []
+    for name, (value, whole) in pairs.items():
+        if isinstance(whole, torch.Tensor):
+            if not name.startswith("optimizer"):
+                value = value.to(whole.dtype)  # the parts of a policy are in fp32, as its masters are
+            same = torch.equal(local(value), local(part_of(whole, value)))
+        else:
+            same = value == whole
+        if not same:
+            found.append(name)
+    if mine["schedule"].state_dict() != expected["schedule"].state_dict():
+        found.append("schedule")
+    return found
+
+
+def draws():
+    return random.random(), torch.rand(1).item()

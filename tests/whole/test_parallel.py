@@ -1,0 +1,69 @@
+"""Whole runs of several ranks are those of one process: the same completions, and the same metrics up to rounding."""
+
+import json
+
+import pytest
+from gathered import run_ranks
+from parallel_runs import SETTINGS, metrics, save_model, train
+from paths import ROOT
+from safetensors.torch import load_file
+
+RARE = {"streamed", "few"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A folder with the model, and the runs of one process."""
+    folder = tmp_path_factory.mktemp("runs")
+    save_model(folder)
+    for name in SETTINGS:
+        train(folder, name)
+    return folder
+
+
+def together(folder, count, names):
+    """Make the runs by several ranks; returns what each rank printed."""
+    script = ROOT / "tests" / "support" / "parallel_runs.py"
+    ended = run_ranks(script, count, folder, ",".join(names), limit=170)
+    assert [code for code, _ in ended] == [0] * count, "\n".join(output for _, output in ended)
+    return [output for _, output in ended]
+
+
+def compare(one, other):
+    """Compare what two runs left behind."""
+    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes(), other.name
+    for mine, theirs in zip(metrics(one), metrics(other), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in mine.items():
+            near = 1e-4 if "logp_gap" in name else 1e-5
+            assert theirs[name] == pytest.approx(value, rel=near, abs=near), (other.name, name)
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (one, other)]
+    assert [s["num_tokens"] for s in summaries] == [summaries[0]["num_tokens"]] * 2
+    last = "adapter_model" if (one / "merged").exists() else "model"
+    weights = [load_file(run / "checkpoint-3" / f"{last}.safetensors") for run in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert (weights[1][name] - value).abs().max() < 1e-5, (other.name, name)
+
+
+def check(alone, count, names):
+    outputs = together(alone, count, names)
+    assert not any(output.strip() for output in outputs[1:])  # rank 0 alone speaks
+    for name in names:
+        for parallel in ("ddp", "fsdp2"):
+            label = name.replace(" ", "-")
+            compare(alone / f"{label}-one", alone / f"{label}-{parallel}")
+
+
+def test_two_ranks_train_as_one_process_does(alone):
+    check(alone, 2, [name for name in SETTINGS if name not in RARE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_any_number_of_ranks_trains_as_one_process_does(alone, count, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(f"of-{count}")
+    save_model(folder)
+    for name in SETTINGS:
+        train(folder, name)
+    check(folder, count, list(SETTINGS))
