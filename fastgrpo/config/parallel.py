@@ -17,7 +17,7 @@ class ParallelConfig:
         "How several processes hold the policy: ddp keeps a whole copy in each, fsdp2 shards weights, gradients and "
         "optimizer over them. auto takes ddp where these fit one device, else fsdp2. One process alone needs neither.",
         choices=("auto", "ddp", "fsdp2"),
-        resume="inexact",
+        resume="free",  # `restore` compares what auto has become, and how many processes there are
     )
     fsdp_reshard_after_forward: bool = setting(
         True,

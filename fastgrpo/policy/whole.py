@@ -5,15 +5,11 @@ It is a plain module without hooks, so that drawing sends nothing between the ra
 """
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 
 from fastgrpo.policy.lora import ADAPTER
 from fastgrpo.policy.model import Policy
-
-if TYPE_CHECKING:
-    from fastgrpo.policy.shard import ShardedPolicy
 
 
 class Gathered:
@@ -56,7 +52,7 @@ class WholeCopy(Policy):
         # deepcopy takes the parameters from the memo
         super().__init__(copy.deepcopy(policy.module, memo), policy.own_attention, policy.grouped)
         self.depth, self.keep, self.held = 0, False, False
-        self.source: ShardedPolicy | None = None  # where the weights come from
+        self.source: Policy | None = None  # the sharded policy, which the weights come from
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """List the copy's parameters and the shards that they are made from. An update raises the shards' versions."""

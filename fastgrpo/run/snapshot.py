@@ -65,7 +65,8 @@ class Snapshot:
     ):
         policy: Policy = parts["policy"]
         self.model, self.tokenizer, self.copies, self.ranks = policy.module, tokenizer, copies, ranks
-        if ranks.size == 1:
+        self.sharded = ranks.size > 1 or policy.lockstep
+        if not self.sharded:
             weights, tensors, files = policy.state_dict(), {}, _files(parts)
         else:
             weights = _whole_weights(policy, ranks)
@@ -75,11 +76,8 @@ class Snapshot:
             if ranks.lead:
                 files[VALUES] = values
         self.weights, self.tensors, self.files = copies.take((weights, tensors, files))
-        apart = {"policy", PROGRESS}.union(*FILES.values())
-        state = {name: part.state_dict() for name, part in parts.items() if name not in apart}
         # The state is made into text at once, so that later steps cannot change it.
-        state |= {**about, **_division(policy, ranks)}
-        self.state = json.dumps({**parts[PROGRESS].state_dict(), **state}, indent=2)
+        self.state = _state(parts, {**about, **_division(policy, ranks)}) if ranks.lead else ""
 
     def write(self, path: Path) -> None:
         """Write the state into an empty folder, once its copies are complete. Only once, since the copies go then.
@@ -90,7 +88,7 @@ class Snapshot:
             path: The folder.
         """
         together(self.ranks, lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
-        if self.ranks.size > 1:
+        if self.sharded:
             write_tensors(path / SHARDS, self.tensors, self.ranks)
         self.weights = self.tensors = self.files = None
         self.copies.release()
@@ -105,6 +103,13 @@ class Snapshot:
         for file, state in self.files.items():
             (path / file).parent.mkdir(exist_ok=True)
             _save(state, path / file)
+
+
+def _state(parts, about):
+    """Return what trainer_state.json holds."""
+    apart = {"policy", PROGRESS}.union(*FILES.values())
+    state = {name: part.state_dict() for name, part in parts.items() if name not in apart}
+    return json.dumps({**parts[PROGRESS].state_dict(), **state, **about}, indent=2)
 
 
 def _files(parts):
@@ -139,7 +144,9 @@ def _whole_weights(policy, ranks):
 
 def _division(policy, ranks):
     """Say how many ranks a run has and how they hold the policy; nothing of one process alone."""
-    return {"ranks": ranks.size, "parallel": "fsdp2" if policy.lockstep else "ddp"} if ranks.size > 1 else {}
+    if ranks.size == 1 and not policy.lockstep:
+        return {}
+    return {"ranks": ranks.size, "parallel": "fsdp2" if policy.lockstep else "ddp"}
 
 
 def _save(state, path):

@@ -102,7 +102,7 @@ class GRPOUpdate:
                     return out.loss
 
                 learning_rate = self.updater.learning_rate
-                norms.append(self.updater.step([samples[i] for i in minibatch], loss).norm)
+                norms.append(self.updater.step([samples[i] for i in minibatch], loss, self.idle_loss).norm)
                 for at, of_sample in logps.items():
                     samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
@@ -214,6 +214,16 @@ class GRPOUpdate:
                 objective=self.objective,
                 **reference,
             )
+
+    def idle_loss(self) -> torch.Tensor:
+        """Compute the loss of 0 of a rank that has no samples for a pass of all ranks.
+
+        Returns:
+            A scalar whose gradient is 0 for every weight.
+        """
+        if self.objective.full_kl:
+            self.reference.idle()
+        return self.policy.idle_loss()
 
     def _reference_states(self, batch):
         """Compute the arguments of the loss for the KL of the full distributions; there are none for another KL.

@@ -25,6 +25,8 @@ class MasterAdamW:
     The gradient of a low-precision parameter is added to its master's gradient in fp32 as soon as it exists. So the
     accumulation over micro-batches loses no precision, and no second copy of the gradients stays in memory.
 
+    The parameters of a sharded policy are fp32 shards. They are their own masters, and so are gradients and moments.
+
     Args:
         model: The module whose trainable parameters are updated.
         learning_rate: The learning rate before a schedule changes it.
@@ -56,6 +58,8 @@ class MasterAdamW:
             {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.names, self.masters = list(named), masters
+        # Either all of them are sharded, or none: adapters, which are not, are trained alone.
+        self.sharded = isinstance(masters[0], DTensor)
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
         )
@@ -92,7 +96,7 @@ class MasterAdamW:
         """
         if ranks.size == 1:
             return loss
-        whole = [master for master in self.masters if not isinstance(master, DTensor)]
+        whole = [] if self.sharded else self.masters
         for master in whole:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
@@ -124,21 +128,18 @@ class MasterAdamW:
         self.adamw.found_inf = (~finite).float()  # where this is 1, fused AdamW changes nothing
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
-        shards = [master for master in self.masters if isinstance(master, DTensor)]
-        torch.autograd.graph.increment_version(shards)  # fused AdamW raises it for plain tensors alone
+        if self.sharded:  # fused AdamW raises the versions of plain tensors alone
+            torch.autograd.graph.increment_version(self.masters)
         self.to_module()
         return torch.where(finite, norm, torch.nan)
 
     def _clip(self, limit):
         """Scale the gradients down to a norm of at most `limit`, and return the norm before."""
-        gradients = [master.grad for master in self.masters if master.grad is not None]
-        shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-        if not shards:
+        parts = [local(master.grad) for master in self.masters if master.grad is not None]
+        if not self.sharded or not parts:
             return torch.nn.utils.clip_grad_norm_(self.masters, limit)
-        mesh, parts = shards[0].device_mesh, [local(gradient) for gradient in gradients]
-        # Each rank counts its shards, and rank 0 what all ranks hold whole.
-        counted = [p for p, g in zip(parts, gradients, strict=True) if isinstance(g, DTensor) or mesh.get_rank() == 0]
-        square = torch.nn.utils.get_total_norm(counted).square().to(mesh.device_type)
+        mesh = self.masters[0].device_mesh
+        square = torch.nn.utils.get_total_norm(parts).square().to(mesh.device_type)
         torch.distributed.all_reduce(square, group=mesh.get_group())
         norm = square.sqrt()
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch clips

@@ -1,6 +1,7 @@
 """One optimizer update over several micro-batches, which supervised training and GRPO share."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -68,21 +69,30 @@ class Updater:
         """The learning rate of the next update."""
         return self.schedule.get_last_lr()[0]
 
-    def step(self, samples: Sequence[Sample], loss_fn: Callable[[list[int], Batch], torch.Tensor]) -> Update:
+    def step(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: Callable[[list[int], Batch], torch.Tensor],
+        idle_fn: Callable[[], torch.Tensor] | None = None,
+    ) -> Update:
         """Update once.
 
         Args:
             samples: What this update trains on, on every rank the same.
             loss_fn: (indices of the samples of a micro-batch, their `Batch`) -> scalar loss, to be summed over
                 micro-batches and ranks. `Dealer` decides which samples go together, and on which rank.
+            idle_fn: The loss of 0 of a pass without samples, which runs the same modules as `loss_fn` does. None is the
+                policy's `idle_loss`.
 
         Returns:
             What the update did.
         """
-        total = None
+        total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
         with self.ranks.waiting("an update"):
             for indices in self.dealer.passes(samples, self.dealer.shares(samples)):
-                loss = self.policy.within(lambda indices=indices: self._loss(indices, samples, loss_fn))
+                batch = Batch.pack([samples[i] for i in indices], device, share_prompt) if indices else None
+                compute = partial(loss_fn, indices, batch) if indices else idle_fn or self.policy.idle_loss
+                loss = self.policy.within(compute)
                 with self.timer.stage("backward"):
                     loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -92,10 +102,3 @@ class Updater:
                 norm = self.optimizer.step(self.max_grad_norm, total)
         self.schedule.step()
         return Update(norm, total)
-
-    def _loss(self, indices, samples, loss_fn):
-        """Compute the loss of one pass; one without samples, which the ranks agreed on, is 0."""
-        if not indices:
-            return self.policy.idle_loss()
-        part = [samples[i] for i in indices]
-        return loss_fn(indices, Batch.pack(part, self.policy.device, self.dealer.share_prompt))

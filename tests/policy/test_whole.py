@@ -1,4 +1,4 @@
-"""The whole copy of a sharded policy: rollouts from it, its memory, and the references and files that are made of it."""
+"""The whole copy of a sharded policy: rollouts from it, its memory, and references and files that are made of it."""
 
 import pytest
 import ranked

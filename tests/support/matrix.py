@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import tiny
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastgrpo.data.records import Sample
 from fastgrpo.loss import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
+from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
 from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
@@ -111,12 +113,11 @@ def trajectory(case, ranks=ALONE):
     Returns:
         A dict: `gradients` [3, W], `weights` [3, W], `metrics` a list of dicts.
     """
-    model = tiny.model("llama", tie_word_embeddings=True)
-    policy = Policy(model)
+    policy = Policy(tiny.model("llama", tie_word_embeddings=True))
+    if case.parallel == "fsdp2" and ranks is not ALONE:
+        policy = shard(policy, ranks, dtype=torch.float32)
     reference = make_reference(policy, case.beta)
-    with torch.no_grad():  # the policy has moved away from its reference
-        for i, parameter in enumerate(model.parameters()):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05)
+    move(policy.module)
     optimizer = MasterAdamW(policy.module, learning_rate=LEARNING_RATE, eps=1e-4)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=STEPS)
     updater = Updater(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=case.budget, ranks=ranks)
@@ -137,8 +138,18 @@ def trajectory(case, ranks=ALONE):
     return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
 
 
+@torch.no_grad()
+def move(module):
+    """Move the policy away from its reference, in the same way on every rank."""
+    for i, parameter in enumerate(module.parameters()):
+        change = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i)) * 0.05
+        if isinstance(parameter, DTensor):
+            change = distribute_tensor(change, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.add_(change)
+
+
 def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def main(path, size, parallels="ddp,fsdp2"):

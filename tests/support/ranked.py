@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def _main(folder, size, rare, rank):
 
     from fastgrpo.ranks import Ranks
 
+    warnings.simplefilter("error", UserWarning)
     torch.use_deterministic_algorithms(True, warn_only=True)  # NaN in uninitialised memory
     waits = timedelta(seconds=LIMIT / 2)
     address = f"file://{folder}/rendezvous"

@@ -1,11 +1,13 @@
 """Checks of updates of a sharded policy: K ranks do what one process does with the plain policy."""
 
 import math
+from collections import Counter
 
 import tiny
 import torch
 from ranked import check
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
@@ -169,6 +171,32 @@ def three_steps_of_adapters(ranks):
     with adapters_off(plain.module), adapters_off(sharded.module), torch.no_grad():
         expected = loss_of(plain, MICRO_BATCHES[1])
         assert abs(sharded.within(lambda: loss_of(sharded, MICRO_BATCHES[1])) / expected - 1) < 1e-6
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts what this rank sends, by the name of the operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.namespace == "c10d":
+            self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@check
+def what_a_pass_sends(ranks):
+    """Two all-gathers and a reduce-scatter of each layer, or one where it stays whole; of the rest, one of each."""
+    for keep in (False, True):
+        _, sharded = policies(ranks, how={"reshard_after_forward": not keep})
+        layers = sharded.shape.num_hidden_layers
+        with Exchanges() as sent:
+            passes(sharded, ranks, MICRO_BATCHES[:1])
+        gathers = layers + 1 if keep else 2 * layers + 1
+        expected = {"_allgather_base_": gathers, "_reduce_scatter_base_": layers + 1} if ranks.size > 1 else {}
+        assert sent.counts == expected, sent.counts
 
 
 @check
