@@ -34,7 +34,7 @@ class Script:
         self.policy, self.tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()
         self.texts, self.samplings = [greedy, draws], []
 
-    def generate(self, prompts, num_generations, sampling, progress):
+    def generate(self, prompts, num_generations, sampling, progress, request_ids):
         self.samplings.append(sampling)
         texts = self.texts.pop(0)
         assert len(texts) == len(prompts) * num_generations
