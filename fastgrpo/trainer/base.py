@@ -384,10 +384,13 @@ class Trainer(ABC):
             "wall_seconds": round(time.perf_counter() - self.log.started, 2),
             "num_tokens": state.num_tokens,
         }
+        if self.args.use_peft:
+            with self.policy.gather():  # which all ranks open together
+                if self.ranks.lead:
+                    whole = merged(self.policy.for_rollouts.module)
+                    save_model(self.log.folder.claim("merged"), whole, self.tokenizer)
         if not self.ranks.lead:
             return summary
-        if self.args.use_peft:
-            save_model(self.log.folder.claim("merged"), merged(self.model), self.tokenizer)
         left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
         self.log.say("\n" + left)
         return summary
