@@ -29,9 +29,9 @@ def config(**settings):
 
 
 def test_a_model_made_in_memory_gets_the_weights_of_rank_0():
-    theirs = tiny.model(seed=0)
+    theirs = tiny.model(seed=0, vocab_size=258)
     weights = [*theirs.parameters(), *theirs.buffers()]
-    made = make_policy(tiny.model(seed=1), tiny.tokenizer(), config(), Two(weights=weights))
+    made = make_policy(tiny.model(seed=1, vocab_size=258), tiny.tokenizer(), config(), Two(weights=weights))
     assert all(torch.equal(*pair) for pair in zip(made.policy.parameters(), theirs.parameters(), strict=True))
     assert made.parallel == "ddp" and made.digest is None
 
