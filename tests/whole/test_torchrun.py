@@ -103,6 +103,7 @@ def test_accelerate_starts_a_run_as_torchrun_does(tmp_path, folder, restarted):
     assert_same_run(folder / "other", folder / "whole")
 
 
+@pytest.mark.slow
 def test_what_one_process_does_is_refused_under_torchrun():
     with start(["-m", "fastgrpo.train", "--sweep", "learning_rate=1e-3,1e-4"]) as job:
         assert job.wait(START) == 1
