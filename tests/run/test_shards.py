@@ -14,7 +14,7 @@ from ranks import forked
 from resumed import write_manifest
 from safetensors.torch import load_file
 from shard_ranks import DTYPES
-from toy_parts import about, addresses, differences, draws, make_parts, settings
+from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
 from transformers import set_seed
 
 from fastgrpo.ranks import Ranks
@@ -98,7 +98,7 @@ def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, name, writer):
     before = addresses(parts)
     restore(parts, path, about(dtype), said.append)
     drawn = draws()
-    assert differences(parts, make_parts(dtype)) == [] and addresses(parts) == before
+    assert differences(parts, trained_parts(dtype)) == [] and addresses(parts) == before
     assert [line.partition(",")[0] for line in said] == (
         [] if writer == "one" else [f"warning: checkpoint-3 was written by {NAMES[writer]}"]
     )
@@ -109,7 +109,7 @@ def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, name, writer):
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_export_is_the_same(ranks, writer):
     weights = load_file(ranks[0] / f"bf16-{writer}" / "checkpoint-3" / "model.safetensors")
-    whole = make_parts(torch.bfloat16)["policy"].state_dict()
+    whole = trained_parts(torch.bfloat16)["policy"].state_dict()
     assert weights.keys() == whole.keys() and all(torch.equal(weights[name], whole[name]) for name in whole)
 
 
@@ -198,11 +198,22 @@ def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_rank_that_does_not_see_the_folder_says_so(ranks):
+    said = [line["unseen"] for lines in ranks[1] for line in lines if "unseen" in line]
+    assert len(said) == 4
+    for text in said:
+        assert (
+            "checkpoint-2 could not be written" in text
+            and "output_dir must lie in a file system that all machines" in text
+        )
+        assert text.count("rank 2: ") == 1 and "rank 1: " not in text
+
+
 def test_a_full_disk_of_one_rank_fails_the_save_on_all_and_leaves_the_good_one(ranks):
     said = [line for lines in ranks[1] for line in lines if "full" in line]
     assert len(said) == 4 and len({line["full"] for line in said[1:]}) == 1
     for line in said:
-        assert "checkpoint-2 could not be written" in line["full"] and line["full"].count("rank ") == 1
+        assert "checkpoint-3 could not be written" in line["full"] and line["full"].count("rank ") == 1
         assert "rank 1: [Errno 27] File too large" in line["full"]
         assert "checkpoint-1 is the newest good one" in line["full"]
     assert said[0]["left"] == ["checkpoint-1"]  # rank 0 has removed the rest
@@ -212,5 +223,5 @@ def test_a_rank_that_is_killed_inside_of_a_save_costs_nothing_that_was_saved(ran
     said = [line for lines in ranks[1] for line in lines if "lost" in line]
     assert len(said) == 3  # the fourth was killed
     for line in said:
-        assert "the shards of checkpoint-3" in line["lost"] and line["good"] == [1]
+        assert "the shards of checkpoint-4" in line["lost"] and line["good"] == [1]
     verify(ranks[0] / "failing" / "checkpoint-1", of_run=True)
