@@ -26,6 +26,7 @@ from fastgrpo.run.shards import read_tensors, share_of, tensors_in
 from fastgrpo.run.snapshot import Snapshot, restore
 
 WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
+PAIRS = [(name, writer) for name in DTYPES for writer in WRITERS if name == "bf16" or not writer.endswith("2")]
 NAMES = {"one": "one process"} | {
     f"{mode}-{n}": f"{n} processes with {mode}" for mode in ("ddp", "fsdp2") for n in (2, 4)
 }
@@ -66,8 +67,10 @@ def readings(told):
 
 def test_any_number_of_ranks_reads_what_any_other_wrote(ranks):
     found = dict(readings(ranks[1]))
-    readers = [(rank, f"{mode}-{n}") for mode in ("ddp", "fsdp2") for n in (2, 4) for rank in range(n)]
-    assert found.keys() == {(*reader, name, writer) for reader in readers for name in DTYPES for writer in WRITERS}
+    readers = [(rank, reader) for reader in WRITERS[1:] for rank in range(int(reader[-1]))]
+    assert found.keys() == {
+        (*reader, name, writer) for reader in readers for name, writer in PAIRS if (name, reader[1]) in PAIRS
+    }
     assert {key: line["different"] for key, line in found.items() if line["different"]} == {}
     assert not any(line["moved"] for line in found.values())
 
@@ -90,8 +93,7 @@ def test_ranks_beyond_those_of_the_checkpoint_seed_their_generators(ranks):
         assert tuple(line["drawn"]) == draws(), (rank, writer)
 
 
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("name, writer", PAIRS)
 def test_one_process_reads_what_any_number_of_ranks_wrote(ranks, name, writer):
     dtype, said = DTYPES[name], []
     path, parts = ranks[0] / f"{name}-{writer}" / "checkpoint-3", make_parts(dtype, seed=1, trained=False)
@@ -115,7 +117,7 @@ def test_the_export_is_the_same(ranks, writer):
 
 @pytest.mark.parametrize("writer", WRITERS[1:])
 def test_every_file_of_every_rank_is_listed(ranks, writer):
-    path = ranks[0] / f"fp32-{writer}" / "checkpoint-3"
+    path = ranks[0] / f"bf16-{writer}" / "checkpoint-3"
     verify(path, of_run=True)
     there = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
     assert set(json.loads((path / MANIFEST).read_text())["files"]) == there - {MANIFEST}
@@ -130,7 +132,7 @@ def sizes(path):
 
 
 def test_whole_tensors_are_written_once(ranks):
-    two, four = (ranks[0] / f"fp32-ddp-{n}" / "checkpoint-3" for n in (2, 4))
+    two, four = (ranks[0] / f"bf16-ddp-{n}" / "checkpoint-3" for n in (2, 4))
     assert sizes(two) == pytest.approx(sizes(four), rel=0.01)
     shares = [file.stat().st_size for file in (four / "shards").glob("__*")]
     assert max(shares) < 1.5 * min(shares)
