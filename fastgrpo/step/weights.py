@@ -9,6 +9,7 @@ With fsdp2, each of K devices holds of N trained weights
     gradients                  4 N / K
     optimizer                  8 N / K     two moments
     whole weights              b N         what completions are drawn from
+    gathered unit              b x the largest layer, or what belongs to no layer, while they are gathered
     gathered layers            b (2 layers + what belongs to no layer), or b N with fsdp_reshard_after_forward False
     unsharded gradients        4 max(2 layers, what belongs to no layer), before they are added up over the devices
 
@@ -110,7 +111,7 @@ class Count(NamedTuple):
     @property
     def two_layers(self) -> int:
         """Those of two of the largest layers, as one is gathered while another computes."""
-        return 2 * max(self.layers, default=0)
+        return 2 * max(self.layers)
 
 
 def weight_parts(config: TrainingConfig, model: PreTrainedModel, dtype: torch.dtype, split: Split) -> list[Part]:
@@ -187,12 +188,14 @@ def _gathered(config, count, dtype, split):
         * split.graphs, times=() if split.graphs else ("draw",), early=True,
         at_most=not isinstance(config, GRPOConfig),  # supervised training draws in evaluations alone
     )  # fmt: skip
+    unit = max(*count.layers, count.rest)
     whole = count.two_layers + count.rest if split.reshard else count.base
     what = f"two layers, {rest}" if split.reshard else "all layers, as fsdp_reshard_after_forward is False"
     gradients = max(count.two_layers, count.rest) if count.trained else 0
     passing = "reference", "head", "layers"
     return [
         drawn,
+        Part("gathered unit", unit * b, f"the largest layer, or {rest}: {unit:,} x {b} bytes", times=("draw",)),
         Part("gathered layers", whole * b, f"{what}: {whole:,} x {b} bytes", times=passing),
         Part(
             "unsharded gradients", gradients * FP32,

@@ -70,7 +70,7 @@ TOGETHER = {
     ),
     "tests/config/test_settings.py": (
         "the settings are declared over several files and used as one record",
-        [f"fastgrpo/config/{name}.py" for name in ("objective", "sections", "training")],
+        [f"fastgrpo/config/{name}.py" for name in ("objective", "parallel", "sections", "training")],
     ),
     "tests/project/test_settings_page.py": ("the page is compared with the settings", ["fastgrpo/config/page.py"]),
     "tests/run/test_shards.py": (
@@ -85,6 +85,7 @@ TOGETHER = {
         "packing, attention and the loss with one prompt for all completions of a group",
         ["fastgrpo/policy/batch.py", "fastgrpo/policy/model.py", "fastgrpo/policy/varlen.py"],
     ),
+    "tests/ranks/test_counts.py": ("counts what the ranks of a run send each other", []),
     "tests/rollout/test_launches.py": ("counts what a decode step launches", []),
     "tests/rollout/test_engine*.py": (
         "what the engine is made of shows in what it draws alone",

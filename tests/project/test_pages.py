@@ -9,6 +9,7 @@ import pytest
 import tiny
 import torch
 from paths import ROOT
+from torch.distributed.run import get_args_parser
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fastgrpo
@@ -111,6 +112,7 @@ def test_flags_in_the_text_exist(capsys):
         "--model",
         "--check",
         *FLAGS,
+        *get_args_parser()._option_string_actions,  # of torchrun
     }
     for page in PAGES:
         for span in re.findall(r"`(--[^`\n]+)`", page.read_text()):

@@ -1,9 +1,14 @@
 """The predictions for several GPUs: by hand, and on their page."""
 
+import re
+import shlex
+
 import pytest
 from paths import ROOT
+from torch.distributed.run import get_args_parser
 
 from benchmarks import scale
+from fastgrpo import evaluate, train
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +48,26 @@ def test_bandwidths_are_arguments(capsys):
     scale.main(["--network", "25", "--room", "60"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| 1.5B | 8 | ddp |"))
     assert line.split("|")[-3].strip() == f"{7 / 8 * 8 * 1_543_714_304 / 25e9:.2f}"
+
+
+def launched(name):
+    """The commands of the page that a launcher starts: its own arguments, and those of `python -m fastgrpo.NAME`."""
+    for block in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "scale.md").read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            found = re.search(rf"\b(torchrun|accelerate launch) (.*) -m fastgrpo\.{name} (.*)", line)
+            if found:
+                yield found[1], shlex.split(found[2]), shlex.split(found[3])
+
+
+def test_launchers_take_their_arguments_and_training_takes_the_rest():
+    """Those of doctor are of training too, with another name for the model."""
+    commands = [*launched("train"), *launched("doctor")]
+    assert [name for name, *_ in commands] == ["torchrun", "accelerate launch", "torchrun", "torchrun", "torchrun"]
+    for name, own, rest in commands:
+        if name == "torchrun":
+            given = get_args_parser().parse_args([*own, "script"])
+            assert int(given.nproc_per_node) == 8 and (given.rdzv_backend == "c10d") == ("--nnodes" in own)
+        train.parse(["--model_name_or_path" if word == "--model" else word for word in rest])
+    ((_, own, rest),) = launched("evaluate")
+    assert get_args_parser().parse_args([*own, "script"]).nproc_per_node == "8"
+    assert evaluate.parse(rest).output == "answers.jsonl"

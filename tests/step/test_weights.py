@@ -107,6 +107,7 @@ def test_the_shards_of_7b_on_8_devices(planned):
     assert held["optimizer"] == 7_615_616_512
     assert held["reference"] == 1_903_904_128  # 2 x 7,615,616,512 / 8
     assert held["whole weights"] == 15_231_233_024
+    assert held["gathered unit"] == 2 * 1_089_998_336
     assert held["gathered layers"] == 2 * (2 * 233_057_792 + 1_089_998_336)
     assert held["unsharded gradients"] == 4 * 1_089_998_336  # embedding and head are more than two layers
     by_name = {part.name: part for part in made.parts}
@@ -174,7 +175,7 @@ def test_remedies_name_what_helps(planned):
     with pytest.raises(ValueError, match=r"each of 8 processes needs .*: whole weights 61.03 GiB") as error:
         planned("32B", 8).check()
     flags = str(error.value).splitlines()[1]
-    assert "--fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags and "on 32 devices" in flags
+    assert "--fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags and "on 64 devices" in flags
     with pytest.raises(ValueError, match="--fsdp_reshard_after_forward True saves"):
         planned("7B", 8, room=32 * GIB, fsdp_reshard_after_forward=False).check()
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import tiny
-from launched import torchrun
 from mistakes import check
+from ranks import start
 
 from fastgrpo import distill
 from fastgrpo.config.distillation import parse
@@ -109,15 +109,18 @@ def test_two_processes_keep_what_one_keeps(given, tmp_path, capsys):
     told = capsys.readouterr().out
     (tmp_path / "small.py").write_text(SMALL)
     given[given.index("--output") + 1] = str(tmp_path / "two.jsonl")
-    done = torchrun(2, "small", *given, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    with start([tmp_path / "small.py", *given]) as job:
+        assert job.wait() == 0, job.told()
+        two, other = job.rank(0), job.rank(1)
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "out.jsonl").read_bytes()
-    assert done.stdout == told.replace("out.jsonl", "two.jsonl")
+    assert told.replace("out.jsonl", "two.jsonl") in two and not other
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_on_one_rank_ends_all_of_them(given, tmp_path):
     """The prompts are ab, c and defg; c is drawn by rank 1."""
     (tmp_path / "small.py").write_text(SMALL)
-    done = torchrun(2, "small", *given[:-1], "distilling_rewards:raises", folder=tmp_path, timeout=60)
-    assert done.returncode != 0 and "no verdict on c" in done.stderr
+    with start([tmp_path / "small.py", *given[:-1], "distilling_rewards:raises"]) as job:
+        assert job.wait() == 1, job.told()  # of torchrun, whatever the code of a rank
+        assert "no verdict on c" in job.rank(1) and "rank 1 failed: ValueError" in job.rank(0)
     assert not (tmp_path / "out.jsonl").exists()

@@ -5,7 +5,7 @@ import socket
 
 import tiny
 import torch
-from launched import torchrun
+from ranks import start
 from transformers import MambaConfig
 
 from fastgrpo import doctor
@@ -76,11 +76,12 @@ def test_a_model_whose_memory_cannot_be_computed_is_told_so(tmp_path):
 def test_several_ranks_are_shown_once_with_the_plan_on_each(tmp_path):
     path = tiny.save(tmp_path / "model")
     flags = ("--model", path, "--parallel", "fsdp2", "--device", "cpu", "--dtype", "bfloat16")
-    done = torchrun(2, "fastgrpo.doctor", *flags, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^ +(\S[\w ]*?) {2,}(\S.*)$", done.stdout, re.MULTILINE))
+    with start(["-m", "fastgrpo.doctor", *flags]) as job:
+        assert job.wait() == 0, job.told()
+        told, other = job.rank(0), job.rank(1)
+    rows = dict(re.findall(r"^ +(\S[\w ]*?) {2,}(\S.*)$", told, re.MULTILINE))
     assert rows["ranks"] == "2" and "gloo" in rows["backend"]
     assert rows["rank 0"] == rows["rank 1"] == f"{socket.gethostname()}, CPU"
-    assert f"memory of {path} in bfloat16 on each of 2 devices" in done.stdout
+    assert f"memory of {path} in bfloat16 on each of 2 devices" in told
     assert "fsdp2" in rows["parallel"] and "/ 2 devices" in rows["gradients"] and "whole weights" in rows
-    assert done.stdout.count("gradient checkpointing") == 1 == done.stdout.count(torch.__version__)
+    assert told.count("gradient checkpointing") == 1 == told.count(torch.__version__) and not other

@@ -8,7 +8,7 @@ import re
 import pytest
 import tiny
 import torch
-from launched import torchrun
+from ranks import start
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig
@@ -34,7 +34,7 @@ class Script:
         self.policy, self.tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer()
         self.texts, self.samplings = [greedy, draws], []
 
-    def generate(self, prompts, num_generations, sampling, progress):
+    def generate(self, prompts, num_generations, sampling, progress, request_ids):
         self.samplings.append(sampling)
         texts = self.texts.pop(0)
         assert len(texts) == len(prompts) * num_generations
@@ -348,8 +348,9 @@ def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsy
     argv += ["--system_prompt", "", "--max_completion_length", "6", "--eval_temperature", "0.9", "--output"]
     assert main([*argv, str(tmp_path / "one.jsonl")]) == 0
     table = capsys.readouterr().out
-    done = torchrun(2, "fastgrpo.evaluate", *argv, tmp_path / "two.jsonl", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    with start(["-m", "fastgrpo.evaluate", *argv, tmp_path / "two.jsonl"]) as job:
+        assert job.wait() == 0, job.told()
+        told, other = job.rank(0), job.rank(1)
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    one, two = ([line for line in text.splitlines() if "| time" not in line] for text in (table, done.stdout))
-    assert two == one and done.stderr.count(": accuracy 0.") == 1
+    one, two = (re.findall(r"^\|(?! time).*", text, re.MULTILINE) for text in (table, told))
+    assert two == one and told.count(": accuracy 0.") == 1 and not other

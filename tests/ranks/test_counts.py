@@ -1,0 +1,77 @@
+"""What two ranks send each other in a step, counted: docs/scale.md says the same."""
+
+import json
+
+import pytest
+import tiny
+from gathered import run_ranks
+from paths import ROOT
+
+SCRIPT = ROOT / "tests" / "support" / "counted_ranks.py"
+SMALL = {"max_tokens_per_microbatch": 30}  # each rank has 2 groups of about 26 tokens, so that it makes 2 passes
+CASES = {
+    "ddp": {"parallel": "ddp"},
+    "ddp-small": {"parallel": "ddp", "num_iterations": 2, **SMALL},
+    "ddp-lora": {"parallel": "ddp", "use_peft": True, "lora_r": 4},
+    "fsdp2": {"parallel": "fsdp2"},
+    "fsdp2-small": {"parallel": "fsdp2", **SMALL},
+    "fsdp2-kept": {"parallel": "fsdp2", "fsdp_reshard_after_forward": False, **SMALL},
+    "fsdp2-lora": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4},
+}
+FP32 = 4  # bytes of a number
+SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("counted")
+    model = tiny.save(folder / "model")
+    for code, output in run_ranks(SCRIPT, 2, folder / "counts.json", model, json.dumps(CASES)):
+        assert code == 0, output
+    return json.loads((folder / "counts.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_decode_loop_sends_nothing(counts, case):
+    """Nor does it exchange objects; the completions are gathered after it."""
+    assert counts[case]["called"]["decode"] > 1
+    assert "decode" not in counts[case]["sent"] and "decode" not in counts[case]["host"]
+
+
+@pytest.mark.parametrize("case, updates", [("ddp", 1), ("ddp-small", 2), ("ddp-lora", 1)])
+def test_ddp_sends_the_gradients_once_an_update(counts, case, updates):
+    """With the loss beside them, whatever the number of micro-batches; of LoRA the adapters' alone."""
+    told = counts[case]
+    assert told["sent"] == {"update": [["allreduce", FP32 * (told["trained"] + 1)]] * updates}
+    assert told["trained"] == sum(told["units"]) or case == "ddp-lora"
+
+
+def parts_of(sent, kind):
+    return sorted(size for name, size in sent if name == kind)
+
+
+@pytest.mark.parametrize("case, passes, gathers", [("fsdp2", 1, 2), ("fsdp2-small", 2, 2), ("fsdp2-kept", 2, 1)])
+def test_fsdp2_gathers_layers_for_each_pass_and_reduces_their_gradients(counts, case, passes, gathers):
+    """Embedding and head, the last unit, stay whole from the forward to the backward pass."""
+    sent, units = counts[case]["sent"], [FP32 * count for count in counts[case]["units"]]
+    layers, root = units[:-1], units[-1]
+    assert parts_of(sent["update"], "allgather_base") == sorted((layers * gathers + [root]) * passes)
+    assert parts_of(sent["update"], "reduce_scatter_base") == sorted(units * passes)
+    assert [entry for entry in sent["update"] if "_base" not in entry[0]] == SCALARS
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("fsdp2") and "lora" not in name])
+def test_fsdp2_gathers_the_whole_weights_once_before_it_draws(counts, case):
+    sent = counts[case]["sent"]
+    assert sent.keys() == {"elsewhere", "update"}
+    assert sorted(sent["elsewhere"]) == sorted(["allgather_base", FP32 * count] for count in counts[case]["units"])
+
+
+def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
+    sent = counts["fsdp2-lora"]["sent"]["update"]
+    assert not parts_of(sent, "reduce_scatter_base")
+    assert (
+        FP32 * counts["fsdp2-lora"]["trained"]
+        <= sum(parts_of(sent, "allreduce"))
+        <= FP32 * (counts["fsdp2-lora"]["trained"] + 2)
+    )

@@ -1,0 +1,99 @@
+"""Small runs on several ranks that count what a step sends; rank 0 writes the counts to a file.
+
+python counted_ranks.py FILE MODEL CASES      as one of several ranks, see gathered.py; CASES: name -> settings, as JSON
+
+Every collective of torch.distributed goes through torch's dispatcher, which tells its tensors and its process group.
+Those of the ranks' host group carry objects; the others carry tensors.
+"""
+
+import json
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import torch
+from runs import PROMPTS
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.step.update import Updater
+
+SETTINGS = {
+    "max_steps": 2, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,
+    "device": "cpu",
+}  # fmt: skip
+
+
+class Counted(TorchDispatchMode):
+    """Notes each collective with the place at which it is called: its kind and the bytes of its largest tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.sent, self.host = ["elsewhere"], defaultdict(list), Counter()
+        self.host_group, self.called = None, Counter()  # the group's name, and the calls of each place
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "c10d":
+            self._note(function, args)
+        return function(*args, **(kwargs or {}))
+
+    def _note(self, function, args):
+        (group,) = (ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
+        if group.group_name == self.host_group:
+            self.host[self.places[-1]] += 1
+            return
+        largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        self.sent[self.places[-1]].append([function.__name__.partition(".")[0].strip("_"), largest])
+
+    def at(self, owner, method, place):
+        """Name a method of a class as a place."""
+        inner = getattr(owner, method)
+
+        def called(*args, **kwargs):
+            self.places.append(place)
+            self.called[place] += 1
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.places.pop()
+
+        setattr(owner, method, called)
+
+
+def spread(completions, **_):
+    """A reward that differs within every group, so that all of them are learned from."""
+    return [float(sum(map(ord, text)) % 13) for text in completions]
+
+
+def _is_group(value):
+    return "ProcessGroup" in str(value._type())
+
+
+def main(out, model, cases):
+    counts, places = {}, ((RolloutEngine, "step", "decode"), (Updater, "step", "update"))
+    methods = {place: getattr(owner, method) for owner, method, place in places}
+    for name, settings in json.loads(cases).items():
+        counted = Counted()
+        for owner, method, place in places:
+            setattr(owner, method, methods[place])
+            counted.at(owner, method, place)
+        config = GRPOConfig(output_dir=str(Path(out).parent / name), **SETTINGS, **settings)
+        trainer = GRPOTrainer(model, spread, config, PROMPTS)
+        counted.host_group = trainer.ranks.group.group_name
+        trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
+        units = [sum(p.numel() for p in layer.parameters()) for layer in trainer.model.base_model.layers]
+        units.append(sum(p.numel() for p in trainer.model.parameters()) - sum(units))
+        with counted:
+            trainer.step()
+        trainer.log.close_bar()
+        told = {"sent": counted.sent, "host": counted.host, "called": counted.called}
+        counts[name] = told | {"trained": sum(trained), "units": units}
+    if trainer.ranks.lead:
+        Path(out).write_text(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
