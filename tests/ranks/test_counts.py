@@ -26,8 +26,11 @@ SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
 def counts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counted")
     model = tiny.save(folder / "model")
-    for code, output in run_ranks(SCRIPT, 2, folder / "counts.json", model, json.dumps(CASES)):
-        assert code == 0, output
+    (code, lead), (other_code, other) = run_ranks(SCRIPT, 2, folder / "counts.json", model, json.dumps(CASES))
+    assert code == other_code == 0, lead + other
+    for case in CASES.values():
+        assert f"2 processes share the run by {case['parallel']} (as parallel says)" in lead
+    assert "share the run" not in other
     return json.loads((folder / "counts.json").read_text())
 
 
