@@ -76,7 +76,7 @@ class Layout:
             unit,
             mesh=self.mesh,
             reshard_after_forward=None if root else self.reshard_after_forward,
-            # Rotary embeddings come into a layer in fp32 and stay so.
+            # What comes into a layer keeps its dtype, as in one process.
             mp_policy=MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
             offload_policy=offload,
             ignored_params=ignored,

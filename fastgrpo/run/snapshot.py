@@ -66,16 +66,18 @@ class Snapshot:
         policy: Policy = parts["policy"]
         self.model, self.tokenizer, self.copies, self.ranks = policy.module, tokenizer, copies, ranks
         self.sharded = ranks.size > 1 or policy.lockstep
-        if not self.sharded:
-            weights, tensors, files = policy.state_dict(), {}, _files(parts)
-        else:
-            weights = _whole_weights(policy, ranks)
+        gathered = policy.full_state_dict() if policy.lockstep else None  # of shards: in host memory, on rank 0
+        weights = policy.state_dict() if gathered is None and ranks.lead else {}
+        if self.sharded:
             tensors, values = _named(parts)
             tensors = share_of(tensors, ranks)
             files = {f"{SHARDS}/rng-{ranks.rank}.pt": parts["rng"].state_dict()}
             if ranks.lead:
                 files[VALUES] = values
-        self.weights, self.tensors, self.files = copies.take((weights, tensors, files))
+        else:
+            tensors, files = {}, _files(parts)
+        weights, self.tensors, self.files = copies.take((weights, tensors, files))
+        self.weights = weights if gathered is None else gathered
         # The state is made into text at once, so that later steps cannot change it.
         self.state = _state(parts, {**about, **_division(policy, ranks)}) if ranks.lead else ""
 
@@ -133,13 +135,6 @@ def _named(parts):
         tensors |= {f"{part}.{name}": tensor for name, tensor in held.items()}
         values[part] = {name: value for name, value in state.items() if name not in held}
     return tensors, values
-
-
-def _whole_weights(policy, ranks):
-    """Return the weights that rank 0 exports. All ranks have to call this where each holds a shard of them."""
-    if policy.lockstep:
-        return policy.full_state_dict()
-    return policy.state_dict() if ranks.lead else {}
 
 
 def _division(policy, ranks):

@@ -348,7 +348,8 @@ class Trainer(ABC):
             min_p=0.0,
             seed=self.args.seed,
         )
-        with progress_bar("evaluate", shown=self.ranks.lead) as bar:
+        where = f"the evaluation after step {self.state.global_step}"
+        with progress_bar("evaluate", shown=self.ranks.lead) as bar, self.ranks.waiting(where):
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
                 self.ranks,

@@ -15,3 +15,9 @@ def test_shards(name, size):
 def test_four_ranks(module):
     for name in ranked.names(module):
         ranked.passes(name, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ranked.names("sharded_updates", rare=True))
+def test_rarer_shards(name):
+    ranked.passes(name, 2, rare=True)

@@ -73,6 +73,10 @@ TOGETHER = {
         [f"fastgrpo/config/{name}.py" for name in ("objective", "parallel", "sections", "training")],
     ),
     "tests/project/test_settings_page.py": ("the page is compared with the settings", ["fastgrpo/config/page.py"]),
+    "tests/run/test_shards.py": (
+        "ranks write together, in threads that exchange things apart from the main ones",
+        ["fastgrpo/ranks/apart.py"],
+    ),
     "tests/step/test_sampler.py": (
         "from the sampler's log-probs to the loss that corrects for them",
         ["fastgrpo/step/grpo.py", "fastgrpo/loss/objective.py"],

@@ -60,10 +60,9 @@ def two_ranks():
     ],
 )
 def test_an_error_of_a_connection_names_all_that_is_waited_for(text):
-    ranks = two_ranks()
-    with pytest.raises(RankLost, match=r"^rank 0 stops while it waits for the gradients in step 3: rank 1 ") as lost:
-        with ranks.waiting("step 3"), ranks.waiting("the gradients"):
-            raise RuntimeError(text)
+    ranks, told = two_ranks(), r"^rank 0 stops while it waits for the gradients in step 3: rank 1 "
+    with pytest.raises(RankLost, match=told) as lost, ranks.waiting("step 3"), ranks.waiting("the gradients"):
+        raise RuntimeError(text)
     assert lost.value.hung == (text != CLOSED)
     with pytest.raises(RankLost, match="waits for step 4: "), ranks.waiting("step 4"):
         raise RuntimeError(text)

@@ -1,6 +1,6 @@
 """Checkpoints of several ranks: any number of ranks reads them to the last bit, and what fails on one fails on all.
 
-Four processes are started once; `shard_ranks.py` says what each of them does. One process alone writes and reads here.
+Four processes are started once, and `shard_ranks.py` says what each of them does. One alone writes and reads here.
 """
 
 import json
@@ -10,8 +10,7 @@ import shutil
 import pytest
 import tiny
 import torch
-from paths import ROOT
-from rank_processes import run_ranks
+from ranks import forked
 from resumed import write_manifest
 from safetensors.torch import load_file
 from shard_ranks import DTYPES
@@ -34,18 +33,26 @@ NAMES = {"one": "one process"} | {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """The folder in which all have written, and what each of the four ranks said at its end."""
-    top = tmp_path_factory.mktemp("shards")
+    """The folder in which all have written, and what each of the four ranks said."""
+    folder = tmp_path_factory.mktemp("shards")
+    top = folder / "runs"
     for name, dtype in DTYPES.items():
         parts = make_parts(dtype)
         set_seed(100)
         log = open_log(settings(top / f"{name}-one"))
         with log:
             write_checkpoint(log.folder, 3, Snapshot(parts, tiny.tokenizer(), about(dtype), HostCopies()).write)
-    ended = run_ranks(ROOT / "tests" / "support" / "shard_ranks.py", 4, top)
-    told = [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for _, text in ended]
-    assert [code for code, _ in ended] == [0, 0, 0, -9], "\n".join(text for _, text in ended)
-    return top, told
+    codes, said = forked("shard_ranks.py", folder)("all")
+    assert codes == [0, 0, 0, -9], "\n".join(said)
+    return top, [[json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said]
+
+
+def test_ranks_do_their_parts_together_in_a_thread_of_their_own(ranks):
+    """What fails on some is the same error on all; one that all ranks have is said once."""
+    for lines in ranks[1]:
+        (parts,) = [line["parts"] for line in lines if "parts" in line]
+        some = "rank 1: KeyError: 'no'; rank 3: KeyError: 'no'"
+        assert parts == ["rank 1: no", some, "no", [0, 1, 2, 3]]
 
 
 def readings(told):

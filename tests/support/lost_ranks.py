@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fastgrpo.ranks import join
 
-HANG = 5  # seconds that the others wait for a rank that hangs
+HANG = 3  # seconds that the others wait for a rank that hangs
 EXCHANGES = {
     "gather": lambda ranks, what: ranks.gather("x" * 1000, what),
     "any": lambda ranks, what: ranks.any(False, what),

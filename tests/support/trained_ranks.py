@@ -6,11 +6,14 @@ FOLDER RUN MODE RANKS MOMENT    one run, in which the named ranks kill themselve
 """
 
 import os
+import random
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
+import ranks as support
 from resumed import Crash, crash, make_trainer
 
 from fastgrpo.ranks import join
@@ -24,6 +27,9 @@ STEPS = {
     "sync_ref_model": True,
     "ref_model_sync_steps": 2,
 }
+
+
+KILLS = 10
 
 
 def share_of_a(completions, **_):
@@ -56,37 +62,50 @@ def go_on(top, name, mode, **more):
     train(top, name, mode, seed=1, resume_from_checkpoint="auto", **more)
 
 
-def all_runs(top):
-    ranks = join("cpu")
-    for mode in ("ddp", "fsdp2"):
-        train(top, f"{mode}-whole", mode)
-        crashed(top, mode, mode, crash(5))
-        if ranks.lead:
-            shutil.copytree(top / mode, top / f"from-{mode}")
-        go_on(top, mode, mode)
-    go_on(top, "from-ddp", "fsdp2")
-    go_on(top, "from-fsdp2", "ddp")
-    crashed(top, "two-to-one", "fsdp2", crashing)
+def same_ranks(top, mode):
+    """A run that nothing ends early; and one that crashes, of which there is a copy, and goes on."""
+    train(top, f"{mode}-whole", mode)
+    crashed(top, mode, mode, crash(5))
+    if join("cpu").lead:
+        shutil.copytree(top / mode, top / f"from-{mode}")
+    go_on(top, mode, mode)
 
 
-def killed(ranks, moment):
-    """End this process by SIGKILL as it begins an exchange: one of this name, or of this number."""
-    enter, begun = Notes.enter, []
+def killed(top, run, mode, which, moment):
+    """Go on with a run, but end some of its ranks by SIGKILL as they begin an exchange: one of a name, or a number."""
+    enter, begun, there = Notes.enter, [], top / run
+    print(
+        f"begins with {sorted(path.name for path in there.glob('*checkpoint-*')) if there.exists() else []}", flush=True
+    )
 
     def entered(notes, what):
         begun.append(what)
-        if str(notes.rank) in ranks.split(",") and (what.startswith(moment) or str(len(begun)) == moment):
+        if notes.rank in which and moment in (len(begun), what):
             os.kill(os.getpid(), signal.SIGKILL)
         enter(notes, what)
 
     Notes.enter = entered
+    go_on(top, run, mode)
+
+
+def cases(top, size):
+    """What two ranks do, in this order."""
+    runs = {mode: partial(same_ranks, top, mode) for mode in ("ddp", "fsdp2")}
+    if size == "small":
+        runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
+        runs["from-fsdp2"] = partial(go_on, top, "from-fsdp2", "ddp")
+        runs["two-to-one"] = partial(crashed, top, "two-to-one", "fsdp2", crashing)
+        kills = [((1,), "the shards of checkpoint-4"), ((0, 1), "the digests of checkpoint-4"), ((), None)]
+        return runs | {f"kill-{i}": partial(killed, top, "killed", "fsdp2", *kill) for i, kill in enumerate(kills)}
+    rng = random.Random(0)
+    for mode in ("ddp", "fsdp2"):
+        for kill in range(KILLS):
+            which = (0, 1) if kill % 2 else (rng.randrange(2),)
+            runs[f"{mode}-kill-{kill}"] = partial(killed, top, f"killed-{mode}", mode, which, rng.randrange(1, 60))
+        runs[f"{mode}-end"] = partial(killed, top, f"killed-{mode}", mode, (), None)
+    return runs
 
 
 if __name__ == "__main__":
-    folder, *rest = sys.argv[1:]
-    if rest:
-        run, parallel, which, when = rest
-        killed(which, when)
-        go_on(Path(folder), run, parallel)
-    else:
-        all_runs(Path(folder))
+    folder = Path(sys.argv[1])
+    support.fork(cases(folder / "runs", (folder / "size").read_text()), folder, count=2, at_once=1)

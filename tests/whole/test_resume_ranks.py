@@ -1,35 +1,30 @@
 """Runs of several ranks that end early, by an error or by SIGKILL, and go on: on the same ranks to the last bit."""
 
-import random
-
 import pytest
 import tiny
 import torch
-from paths import ROOT
-from rank_processes import run_ranks
+from ranks import forked
 from resumed import assert_same_run, make_trainer, untimed
 from safetensors.torch import load_file
-from trained_ranks import STEPS, share_of_a
+from trained_ranks import KILLS, STEPS, share_of_a
 
-from fastgrpo.run.checkpoint import checkpoints, verify
-
-SCRIPT = ROOT / "tests" / "support" / "trained_ranks.py"
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
-def ended(top, *arguments, codes=(0, 0)):
-    """What two ranks said that have ended with these exit codes."""
-    finished = run_ranks(SCRIPT, 2, top, *arguments)
-    said = "\n".join(text for _, text in finished)
-    assert [code for code, _ in finished] == list(codes), said
-    return said
+def started(folder, size):
+    """Let two ranks run all cases of a size. Return the folder of their runs, and what tells of the end of a case."""
+    tiny.save(folder / "runs" / "model")
+    (folder / "size").write_text(size)
+    return folder / "runs", forked("trained_ranks.py", folder)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    top = tmp_path_factory.mktemp("ranks")
-    tiny.save(top / "model")
-    return top, ended(top)
+    top, ended = started(tmp_path_factory.mktemp("ranks"), "small")
+    for case in ("ddp", "fsdp2", "from-ddp", "from-fsdp2", "two-to-one"):
+        codes, said = ended(case)
+        assert codes == [0, 0], "\n".join(said)
+    return top, ended
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
@@ -51,8 +46,12 @@ def assert_close(run, whole, steps=2):
 
 
 def test_sharded_runs_go_on_whole_and_whole_ones_sharded(two):
-    top, said = two
-    assert said.count("warning: checkpoint-4 was written by 2 processes with") == 2
+    top, ended = two
+    for mode, other in (("ddp", "fsdp2"), ("fsdp2", "ddp")):
+        told = (
+            f"warning: checkpoint-4 was written by 2 processes with {mode}, and goes on with 2 processes with {other}: "
+        )
+        assert [text.count(told) for text in ended(f"from-{mode}")[1]] == [1, 0]
     assert_close(top / "from-ddp", top / "ddp-whole")
     assert_close(top / "from-fsdp2", top / "fsdp2-whole")
 
@@ -67,27 +66,22 @@ def test_one_process_goes_on_from_two_and_comes_to_where_it_would_alone(two, tmp
 
 def test_kills_inside_of_saves_cost_nothing_that_was_saved(two):
     """One rank while both write checkpoint-4; then both before it gets its name; then the run goes on to its end."""
-    top, _ = two
-    run = top / "killed"
-    ended(top, "killed", "fsdp2", "1", "the shards of checkpoint-4", codes=(1, -9))
-    assert list(checkpoints(run)) == [2] and list(run.glob(".tmp-*"))
-    ended(top, "killed", "fsdp2", "0,1", "the digests of checkpoint-4", codes=(-9, -9))
-    verify(run / "checkpoint-2", of_run=True)
-    assert list(checkpoints(run)) == [2] and list(run.glob(".tmp-*"))
-    ended(top, "killed", "fsdp2", "", "never")
-    assert not list(run.glob(".tmp-*"))
-    assert_same_run(run, top / "fsdp2-whole")
+    top, ended = two
+    assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, -9], [0, 0]]
+    for kill in (1, 2):
+        assert ended(f"kill-{kill}")[1][0].startswith("begins with ['.tmp-checkpoint-4', 'checkpoint-2']\n")
+    lost = ended("kill-0")[1][0].strip().splitlines()[-1]
+    assert lost.startswith("rank 0 stops while it waits for ") and "rank 1 died" in lost
+    assert not list((top / "killed").glob(".tmp-*"))
+    assert_same_run(top / "killed", top / "fsdp2-whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-def test_kills_at_random_moments_change_nothing(two, mode):
-    top, rng = two[0], random.Random(0)
-    for kill in range(10):
-        which = "0,1" if kill % 2 else str(rng.randrange(2))
-        codes = [code for code, _ in run_ranks(SCRIPT, 2, top, "random", mode, which, str(rng.randrange(1, 60)))]
-        assert [codes[int(rank)] for rank in which.split(",")] == [-9] * len(which.split(","))
-        for path in checkpoints(top / "random").values() if (top / "random").exists() else ():
-            verify(path, of_run=True)
-    ended(top, "random", mode, "", "never")
-    assert_same_run(top / "random", top / f"{mode}-whole")
+def test_kills_at_random_moments_change_nothing(tmp_path):
+    """Ten kills of one rank or of both, each as they begin some exchange of theirs, whichever thread does."""
+    top, ended = started(tmp_path, "large")
+    for mode in ("ddp", "fsdp2"):
+        codes = [ended(f"{mode}-kill-{kill}")[0] for kill in range(KILLS)]
+        assert all(-9 in of_kill and None not in of_kill for of_kill in codes), codes
+        assert ended(f"{mode}-end")[0] == [0, 0], ended(f"{mode}-end")[1]
+        assert_same_run(top / f"killed-{mode}", top / f"{mode}-whole")

@@ -1,0 +1,69 @@
+"""Ranks find each other, and only those of the same attempt."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from fastgrpo.ranks import ALONE, RankLost, join, launched, refuse_ranks
+from fastgrpo.ranks.join import early_notes, meet
+
+LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def launcher(monkeypatch):
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    early_notes.cache_clear()
+    yield
+    early_notes.cache_clear()
+
+
+def all_meet(store, size):
+    """Let ranks meet, each in a thread, and return what each of them got."""
+    names = {}
+    threads = [
+        threading.Thread(target=lambda rank=rank: names.update({rank: meet(store, rank, size, 30)}))
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return [names.get(rank) for rank in range(size)]
+
+
+def test_each_attempt_has_a_name_that_all_its_ranks_know():
+    store = dist.HashStore()
+    first, second = all_meet(store, 3), all_meet(store, 3)
+    assert len(set(first)) == len(set(second)) == 1 and None not in first + second and first != second
+
+
+def test_who_does_not_start_is_named():
+    store = dist.HashStore()
+    all_meet(store, 3)  # an earlier attempt says nothing of this one
+    with pytest.raises(RankLost, match=r"^rank 0 stops while it waits for all 3 ranks to start: 1, 2 did not come$"):
+        meet(store, 0, 3, 0.1)
+    with pytest.raises(RankLost, match=r"^rank 2 stops while it waits for all 3 ranks to start: rank 0 did not come$"):
+        meet(store, 2, 3, 0.1)
+
+
+def test_without_a_launcher_a_process_is_alone(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    assert not launched() and join("cpu") is ALONE
+    refuse_ranks("chat")
+
+
+def test_what_one_process_does_is_refused(launcher):
+    with pytest.raises(ValueError, match=r"^chat runs in one process: start it without torchrun"):
+        refuse_ranks("chat")
+
+
+def test_without_torchrun_nobody_keeps_notes_before_the_ranks_meet(launcher):
+    notes = early_notes()
+    assert (notes.rank, notes.size) == (1, 2)
+    notes.fail("no such model")
+    assert notes.missing() is None and not notes.said_by_lead("no such model")

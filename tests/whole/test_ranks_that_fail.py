@@ -1,0 +1,49 @@
+"""Runs of two ranks that nobody ends from outside: one fails alone, and the other one ends with a line of its own."""
+
+import re
+
+import pytest
+from ranks import forked
+
+REWARD = "reward function 'reward' "
+SECOND = "the completions that the ranks drew in step 2"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    return forked("failing_runs.py", tmp_path_factory.mktemp("failing"))
+
+
+@pytest.mark.parametrize(
+    "case, failing, code, error, waited",
+    [
+        ("reward", 1, 2, f"{REWARD}raised KeyError: 'a bug of the reward'", SECOND),
+        ("nan", 1, 2, f"{REWARD}returned nan for completion 0", SECOND),
+        (
+            "evaluation", 1, 2, f"{REWARD}raised KeyError",
+            "the completions that the ranks drew in the evaluation after step 2",
+        ),
+        ("script", 0, 1, f"Traceback.*{REWARD}raised KeyError", SECOND),
+        ("disk", 0, 2, "the disk is full, writing metrics.jsonl failed", "the decision whether to stop after step 1"),
+        ("no-folder", 0, 2, "output_dir /proc/nothing cannot be written", "the folder of the run"),
+    ],
+)  # fmt: skip
+def test_the_rank_that_fails_says_why_and_the_other_one_says_so_in_a_line(ended, case, failing, code, error, waited):
+    codes, told = ended(case)
+    assert (codes[failing], codes[1 - failing]) == (code, 1), told
+    assert re.search(rf"^error on rank {failing}:\s{error}", told[failing], re.MULTILINE | re.DOTALL), told[failing]
+    line = told[1 - failing].splitlines()[-1]
+    assert line.startswith(f"rank {1 - failing} stops while it waits for {waited}: rank {failing} failed: "), line
+    assert "Traceback" not in told[1 - failing] and "error on" not in told[1 - failing]
+
+
+def test_a_rank_that_is_killed_is_named(ended):
+    codes, told = ended("killed")
+    assert codes == [1, -9]
+    assert told[0].splitlines()[-1] == f"rank 0 stops while it waits for {SECOND}: rank 1 died; it was last at step 2"
+
+
+def test_a_mistake_that_all_ranks_make_is_told_once(ended):
+    codes, told = ended("no-model")
+    assert codes == [2, 2]
+    assert told[0].startswith("error on rank 0: no such model folder: ") and told[1] == ""

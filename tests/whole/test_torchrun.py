@@ -1,0 +1,122 @@
+"""Whole runs under torchrun and accelerate: they go on after a loss, stop by a signal, and run on many machines."""
+
+import signal
+import sys
+import time
+from contextlib import ExitStack
+
+import pytest
+import tiny
+import torch.distributed as dist
+from paths import ROOT
+from ranks import LIMIT, start, started
+from resumed import assert_same_run
+
+from fastgrpo.run.checkpoint import checkpoints
+
+SCRIPT = ROOT / "tests" / "support" / "rank_script.py"
+START = 120.0  # seconds that processes may take to import what they need, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny.save(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def restarted(folder):
+    """A run that nothing stopped, and one that lost a rank and was started again by torchrun."""
+    command = [SCRIPT, folder, "whole", "killed"]
+    with start(command, launcher=("--standalone", "--max_restarts", "3")) as job:
+        assert job.wait(START + LIMIT) == 0, job.told()
+        return job.rank(0), job.rank(0, attempt=1), job.told()
+
+
+def test_a_run_goes_on_by_itself_after_a_rank_died(folder, restarted):
+    first, second, told = restarted
+    lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 died; it was last at "
+    assert first.splitlines()[-1].startswith(lost), told
+    assert f"going on from {folder / 'killed' / 'checkpoint-'}" in second, told
+    assert_same_run(folder / "killed", folder / "whole")
+
+
+def wait_for(job, what, limit=START):
+    end = time.monotonic() + limit
+    while not what():
+        assert time.monotonic() < end and job.process.poll() is None, job.told()
+        time.sleep(0.05)
+
+
+def saved(run):
+    return checkpoints(run) if run.exists() else {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_to_torchrun_stops_all_ranks_after_the_same_step(tmp_path, folder, number):
+    tmp_path.joinpath("model").symlink_to(folder / "model")
+    with start([SCRIPT, tmp_path, "long"]) as job:
+        wait_for(job, lambda: saved(tmp_path / "long"))
+        job.process.send_signal(number)
+        assert job.wait() == 1  # torchrun's own code after any signal
+        step = max(checkpoints(tmp_path / "long"))
+        assert job.told().count(f"{number.name}: the step is finished, saving") == 1
+        assert f"stopped after step {step}; continue with" in job.rank(0) and "stopped" not in job.rank(1)
+    left = "SystemExit(143)" if number == signal.SIGTERM else "KeyboardInterrupt()"
+    assert [tmp_path.joinpath(f"left-{rank}").read_text() for rank in (0, 1)] == [left, left]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path, folder):
+    tmp_path.joinpath("model").symlink_to(folder / "model")
+    with start([SCRIPT, tmp_path, "long"]) as job:
+        wait_for(job, lambda: saved(tmp_path / "long"))
+        started = job.descendants()
+        for _ in range(2):
+            job.process.send_signal(signal.SIGTERM)
+        job.wait(20)
+        assert len(started) >= 2 and not job.descendants()
+
+
+def test_two_agents_run_one_training(folder, restarted):
+    """As two machines do, each with an agent of its own."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = (
+        "--nnodes", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{store.port}",
+        "--rdzv_conf", "is_host=0", "--rdzv_id", "run", "--local_addr", "127.0.0.1",
+    )  # fmt: skip
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(start([SCRIPT, folder, "two"], count=1, launcher=agent)) for _ in range(2)]
+        codes = [job.wait(START + LIMIT) for job in jobs]
+        assert codes == [0, 0], "\n".join(job.told() for job in jobs)
+    assert_same_run(folder / "two", folder / "whole")
+
+
+def test_accelerate_starts_a_run_as_torchrun_does(tmp_path, folder, restarted):
+    options = [
+        "--num_processes",
+        "2",
+        "--cpu",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+    ]
+    port = ["--main_process_port", "0"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *port, str(SCRIPT), str(folder), "other"]
+    with started(command, tmp_path) as job:
+        assert job.wait(START + LIMIT) == 0, job.told()
+    assert_same_run(folder / "other", folder / "whole")
+
+
+def test_what_one_process_does_is_refused_under_torchrun():
+    with start(["-m", "fastgrpo.train", "--sweep", "learning_rate=1e-3,1e-4"]) as job:
+        assert job.wait(START) == 1
+        assert job.rank(0) == (
+            "error on rank 0: a sweep (--sweep, --sweep_seeds) runs in one process: start it without torchrun "
+            "(or accelerate launch)\n"
+        )
+        assert job.rank(1) == ""
