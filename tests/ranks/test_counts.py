@@ -1,4 +1,4 @@
-"""What two ranks send each other in a step, counted: docs/scale.md says the same."""
+"""What two ranks send each other in a step, counted, and what they hold: docs/scale.md says the same."""
 
 import json
 
@@ -78,3 +78,10 @@ def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
         <= sum(parts_of(sent, "allreduce"))
         <= FP32 * (counts["fsdp2-lora"]["trained"] + 2)
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_hold_twice_what_is_planned_for_one(counts, case):
+    """A plan rounds a rank's share up."""
+    for name, held in counts[case]["held"].items():
+        assert 0 <= 2 * counts[case]["planned"][name] - held <= 1, name
