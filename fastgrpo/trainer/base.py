@@ -178,7 +178,7 @@ class Trainer(ABC):
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, self.eval_rows or ()):
-            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length)
+            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length, self.ranks.lead)
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
