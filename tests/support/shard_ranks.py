@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from tiny import tokenizer
 from torch.distributed.device_mesh import DeviceMesh
-from toy_parts import about, addresses, differences, draws, make_parts, settings
+from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
 from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, join
 from fastgrpo.ranks.apart import apart, together
-from fastgrpo.run import snapshot
+from fastgrpo.run import checkpoint, snapshot
 from fastgrpo.run.checkpoint import checkpoints, write_checkpoint
 from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.followed import open_log
@@ -88,7 +88,7 @@ def read(folder, path, name, ranks, mesh):
     drawn = draws()
     tell(
         read=str(path.relative_to(folder)), by=f"{'ddp' if mesh is None else 'fsdp2'}-{ranks.size}",
-        different=differences(parts, make_parts(dtype)), moved=addresses(parts) != before, said=said, drawn=drawn,
+        different=differences(parts, trained_parts(dtype)), moved=addresses(parts) != before, said=said, drawn=drawn,
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def killed(function):
 
 
 def fail(folder, ranks, mesh):
-    """A full disk on rank 1 while rank 0 has a good checkpoint already; then a rank is killed inside of a save."""
+    """After a good save: a rank that does not see the folder, a full disk, a rank that is killed while it writes."""
     dtype = DTYPES["fp32"]
     parts = make_parts(dtype, mesh)
     log = open_log(settings(folder), None, ranks)
@@ -123,8 +123,17 @@ def fail(folder, ranks, mesh):
         checkpointer = Checkpointer(log.config, log, ranks)
         save(parts, checkpointer, dtype, 1)
         checkpointer.wait()
-        snapshot.write_tensors = limited(written) if ranks.rank == 1 else written
+        seen = checkpoint._see
+        if ranks.rank == 2:  # as if it were on a machine with a disk of its own
+            checkpoint._see = lambda path: seen(path / "elsewhere")
         save(parts, checkpointer, dtype, 2)
+        try:
+            checkpointer.wait()
+        except ValueError as error:
+            tell(unseen=str(error))
+        checkpoint._see = seen
+        snapshot.write_tensors = limited(written) if ranks.rank == 1 else written
+        save(parts, checkpointer, dtype, 3)
         while True:  # the steps go on until the ranks have agreed that it failed
             try:
                 checkpointer.check()
@@ -132,7 +141,7 @@ def fail(folder, ranks, mesh):
                 tell(full=str(error), left=sorted(path.name for path in log.dir.iterdir() if "checkpoint" in path.name))
                 break
         snapshot.write_tensors = killed(written) if ranks.rank == 3 else written
-        save(parts, checkpointer, dtype, 3)
+        save(parts, checkpointer, dtype, 4)
         try:
             checkpointer.wait()
         except RankLost as error:
@@ -146,6 +155,7 @@ def all_ranks(top):
     taking_part = [(count, *run) for count, run in runs.items() if four.rank < count]
     parts_of_work(four)
     for name in DTYPES:
+        taking_part = taking_part if name == "bf16" else taking_part[:1]  # fp32 on all four alone, which is enough
         for count, ranks, mesh in taking_part:
             write(top / f"{name}-ddp-{count}", name, ranks, None)
             write(top / f"{name}-fsdp2-{count}", name, ranks, mesh)

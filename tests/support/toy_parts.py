@@ -1,5 +1,6 @@
 """The parts of a toy run with several ranks, whose training needs no loss: gradients follow from names and steps."""
 
+import functools
 import random
 
 import tiny
@@ -100,7 +101,7 @@ def make_parts(dtype, mesh=None, seed=0, trained=True):
         optimizer.to_module()
         schedule.step()
     if mesh is not None and trained:  # a part of another length may be rounded otherwise than the whole
-        whole = make_parts(dtype, seed=seed)["optimizer"].named_state()
+        whole = trained_parts(dtype)["optimizer"].named_state()
         for name, value in optimizer.named_state().items():
             if isinstance(value, torch.Tensor):
                 local(value).copy_(local(part_of(whole[name], value)))
@@ -108,6 +109,12 @@ def make_parts(dtype, mesh=None, seed=0, trained=True):
         "policy": policy, "optimizer": optimizer, "schedule": schedule, "progress": TrainerState(STEPS, 10, 0.3, 6),
         "source": Nothing(), "reference": Follower(policy, seed), "rng": GlobalRNG(),
     }  # fmt: skip
+
+
+@functools.cache
+def trained_parts(dtype):
+    """The parts of the run as one process has them at its end, which nothing may change."""
+    return make_parts(dtype)
 
 
 def about(dtype):
