@@ -196,9 +196,8 @@ class Ranks:
         if self.size == 1:
             return
         with self.waiting(what):
-            if any(
-                tensor.is_cuda for tensor in tensors[:1]
-            ):  # a rank that failed is named here; NCCL would wait for it and name nobody
+            # Who did not come is named here; NCCL would wait for it, and name nobody.
+            if any(tensor.is_cuda for tensor in tensors[:1]):
                 dist.barrier(group=self.group)
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
