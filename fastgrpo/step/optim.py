@@ -82,10 +82,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def reduce(self, ranks: Ranks, loss: torch.Tensor | None) -> torch.Tensor | None:
-        """Add up over the ranks the gradients of masters that each rank holds whole, and the loss, in one exchange.
+        """Add up over the ranks the gradients of masters that each rank holds whole, and the loss, in one sum.
 
         The gradients of sharded masters have been added up in the backward passes. All ranks must call this together,
-        if any of them has a gradient. A rank without one counts as zeros.
+        if any of them has a gradient. A rank without one counts as zeros. A master that has none on any rank, such as
+        that of an expert without tokens, stays without one: AdamW would decay it otherwise.
 
         Args:
             ranks: The ranks.
@@ -96,7 +97,10 @@ class MasterAdamW:
         """
         if ranks.size == 1:
             return loss
-        whole = [] if self.sharded else self.masters
+        masters = [] if self.sharded else self.masters
+        mine = [master.grad is not None for master in masters]
+        used = map(any, zip(*ranks.gather(mine, "which weights have gradients"), strict=True))
+        whole = [master for master, has_gradient in zip(masters, used, strict=True) if has_gradient]
         for master in whole:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)

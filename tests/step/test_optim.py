@@ -5,6 +5,7 @@ import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 
 
@@ -136,3 +137,32 @@ def test_what_lies_on_another_device_takes_nothing_of_this_one():
     optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
     taken = [optimizer.bytes_to_come(torch.device(kind)) for kind in ("cpu", "cuda")]
     assert taken == [3 * 4 * (4 + 2), 0]
+
+
+class Beside(Ranks):
+    """Rank 0 of two; the other one has gradients of ones for some of the masters, and a loss of 2."""
+
+    def __init__(self, others):
+        super().__init__(0, 2)
+        self.others = others
+
+    def gather(self, value, what):
+        return [value, self.others]
+
+    def sum(self, tensors, what):
+        self.sent = len(tensors)
+        for tensor in tensors:
+            tensor += 2 if tensor.ndim == 0 else 1
+
+
+def test_ranks_add_up_their_gradients_and_leave_alone_what_none_of_them_used():
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2, 2)) for _ in range(3)])
+    optimizer = MasterAdamW(model, learning_rate=0.1, weight_decay=0.5)
+    model[0].grad = torch.full((2, 2), 4.0)
+    ranks = Beside([True, True, False])  # the second one on the other rank alone, the third on none
+    assert optimizer.reduce(ranks, torch.tensor(3.0)) == 5 and ranks.sent == 3
+    assert (model[0].grad == 5).all() and (model[1].grad == 1).all() and model[2].grad is None
+    optimizer.step()
+    assert (model[2] == 1).all() and (model[1] < 1).all()
+    assert optimizer.reduce(Beside([False, True, False]), None) == 2
+    assert optimizer.reduce(ALONE, None) is None
