@@ -10,9 +10,12 @@ from pathlib import Path
 import tiny
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.trainer import SFTTrainer
 
 EVAL_ROWS = [{"prompt": text} for text in ("x", "yz", "1+2=")]
+EXAMPLES = [{"prompt": "a" * i, "completion": "bc" * (1 + i * i % 7)} for i in range(1, 8)]
 SETTINGS = {
     "plain": {"beta": 0.05, "num_iterations": 2, "updates_per_rollout": 2},
     "refills": {"dynamic_sampling": True, "scale_rewards": "batch", "loss_type": "bnpo"},
@@ -21,6 +24,8 @@ SETTINGS = {
     "moving": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
     "streamed": {"beta": 0.05, "ref_device": "cpu", "gradient_checkpointing": True},
     "draws": {"eval_num_generations": 3, "top_k": 20, "importance_sampling_mode": "token_truncate"},
+    "supervised": {"batch_size": 3, "weight_decay": 0.1},
+    "aborts": {"oversampling_factor": 2.0, "top_k": 3},
     "few": {"prompts_per_step": 1, "num_generations": 2},
 }
 
@@ -49,8 +54,6 @@ def train(folder, name, **settings):
     defaults = {
         "output_dir": str(Path(folder) / label),
         "max_steps": 3,
-        "prompts_per_step": 5,
-        "num_generations": 4,
         "max_completion_length": 12,
         "learning_rate": 1e-3,
         "logging_steps": 1,
@@ -61,8 +64,13 @@ def train(folder, name, **settings):
         "adam_epsilon": 1e-4,
         "gradient_checkpointing": False,
     }
-    args = GRPOConfig(**{**defaults, **SETTINGS[name], **settings})
-    trainer = GRPOTrainer(str(Path(folder) / "model"), judged, args, rows(), EVAL_ROWS)
+    model = str(Path(folder) / "model")
+    if name == "supervised":
+        args = SFTConfig(**{**defaults, **SETTINGS[name], **settings})
+        trainer = SFTTrainer(model, args, EXAMPLES, EXAMPLES[:4], reward_funcs=judged)
+    else:
+        args = GRPOConfig(**{**defaults, "prompts_per_step": 5, "num_generations": 4, **SETTINGS[name], **settings})
+        trainer = GRPOTrainer(model, judged, args, rows(), EVAL_ROWS)
     trainer.train()
     return Path(folder) / label
 
