@@ -1,10 +1,13 @@
 """An error that ends a rank reaches the user, the other ranks and torchrun."""
 
 import json
+import re
 import sys
 
 import pytest
 import torch.distributed as dist
+from paths import ROOT
+from ranks import start
 
 from fastgrpo.ranks import RankLost, Ranks, failure
 from fastgrpo.ranks.failure import CONSEQUENCE, end, install
@@ -71,3 +74,20 @@ def test_without_torchrun_there_is_no_file(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     end(ValueError("it"), ranks().notes, "it")
     assert capsys.readouterr().err == "error on rank 0: it\n"
+
+
+@pytest.mark.parametrize(
+    "ending, rank, why",
+    [
+        ("fail", "1", "KeyError: 'a bug"),
+        pytest.param("die", "1", "Signal 9 (SIGKILL)", marks=pytest.mark.slow),
+        pytest.param(
+            "hang", "[02]", "rank 1 did not come in time; it was last at the first in", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_torchrun_names_the_right_rank_as_the_root_of_all(ending, rank, why):
+    with start([ROOT / "tests" / "support" / "lost_ranks.py", ending, "gather"], count=3) as job:
+        assert job.wait() == 1
+        root = job.launcher().partition("Root Cause")[2]
+        assert re.search(rf"rank +: {rank} ", root) and why in root, job.told()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ranks as support
 import tiny
+import torch
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.command import run_command
@@ -50,6 +51,11 @@ def broken(completions):
 
 def killed(completions):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_the_update(completions):
+    torch.autograd.backward = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    return [index % 2 for index in range(len(completions))]  # so that there is something to learn
 
 
 def make(folder, reward=share_of_a, **settings):
@@ -100,6 +106,7 @@ CASES = {
     "nan": functools.partial(train, reward=on_one(1, not_a_number, second_step)),
     "evaluation": functools.partial(train, reward=on_one(1, broken, evaluation)),
     "killed": functools.partial(train, reward=on_one(1, killed, second_step)),
+    "sharded": functools.partial(train, reward=on_one(1, killed_in_the_update, second_step), parallel="fsdp2"),
     "script": functools.partial(train_in_a_script, reward=on_one(0, broken, second_step)),
     "disk": train_with_full_disk,
     "no-model": missing_model,

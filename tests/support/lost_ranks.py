@@ -42,6 +42,8 @@ def exchange(end, name):
 
 
 if __name__ == "__main__":
+    if "RANK" in os.environ:  # started by torchrun
+        sys.exit(exchange(*sys.argv[1:]))
     cases = {f"{end}-{name}": functools.partial(exchange, end, name) for end in ENDS for name in EXCHANGES}
     support.HANGING |= {case: (1,) for case in cases if case.startswith("hang")}
     support.fork(cases, sys.argv[1])

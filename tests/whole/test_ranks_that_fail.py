@@ -37,10 +37,13 @@ def test_the_rank_that_fails_says_why_and_the_other_one_says_so_in_a_line(ended,
     assert "Traceback" not in told[1 - failing] and "error on" not in told[1 - failing]
 
 
-def test_a_rank_that_is_killed_is_named(ended):
-    codes, told = ended("killed")
+@pytest.mark.parametrize(
+    "case, waited, last", [("killed", SECOND, "step 2"), ("sharded", "an update in step 2", "an update in step 2")]
+)
+def test_a_rank_that_is_killed_is_named(ended, case, waited, last):
+    codes, told = ended(case)
     assert codes == [1, -9]
-    assert told[0].splitlines()[-1] == f"rank 0 stops while it waits for {SECOND}: rank 1 died; it was last at step 2"
+    assert told[0].splitlines()[-1] == f"rank 0 stops while it waits for {waited}: rank 1 died; it was last at {last}"
 
 
 @pytest.mark.parametrize(
