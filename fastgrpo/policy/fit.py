@@ -54,7 +54,7 @@ def prompts_of(
 
 
 def check_rows(
-    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int
+    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int, shown: bool = True
 ) -> None:
     """Check every row, and keep nothing of it.
 
@@ -63,17 +63,22 @@ def check_rows(
         tokenizer: The policy's tokenizer.
         policy: The policy.
         max_tokens: The most tokens of a completion.
+        shown: Whether long work shows a progress bar.
 
     Raises:
         ValueError: For the reasons of `prompts_of`.
     """
     prompts = prompts_of(rows, tokenizer, policy, max_tokens)
-    for _ in tqdm(prompts, desc="check prompts", total=len(rows), delay=2, leave=False):
+    for _ in tqdm(prompts, desc="check prompts", total=len(rows), delay=2, leave=False, disable=not shown):
         pass
 
 
 def examples_of(
-    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, stops: Sequence[int]
+    rows: Sequence[dict] | Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Policy,
+    stops: Sequence[int],
+    shown: bool = True,
 ) -> Iterator[Example]:
     """Tokenize every row for supervised training, and check that the policy can hold each example.
 
@@ -82,6 +87,7 @@ def examples_of(
         tokenizer: The policy's tokenizer.
         policy: The policy.
         stops: The ids at which rollouts stop.
+        shown: Whether long work shows a progress bar.
 
     Yields:
         The examples in the order of the rows.
@@ -100,5 +106,5 @@ def examples_of(
         return examples
 
     checked = as_rows(rows, "data").each(fitting)
-    for examples in tqdm(checked, "tokenize", len(rows), delay=2, leave=False):
+    for examples in tqdm(checked, "tokenize", len(rows), delay=2, leave=False, disable=not shown):
         yield from examples

@@ -20,8 +20,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER
 from fastgrpo.policy.model import Policy, Result
 from fastgrpo.policy.whole import Gathered, WholeCopy
@@ -205,17 +203,6 @@ class ShardedPolicy(Policy):
         else:
             for unit, _ in self.units:
                 unit.reshard()
-
-    def idle_loss(self) -> torch.Tensor:
-        """Compute a loss of 0 that depends on all weights, for the pass of a rank that has no samples left.
-
-        It belongs inside of `within`.
-
-        Returns:
-            A scalar tensor.
-        """
-        filler = Sample([0], [0, 0], advantage=0.0)
-        return 0.0 * self.logps(Batch.pack([filler], self.device)).sum()
 
     def alike(self, copy: Policy) -> Policy:
         """Shard a copy of this policy as this policy is sharded. All ranks must call it.

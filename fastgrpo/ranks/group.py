@@ -94,14 +94,6 @@ class Ranks:
         finally:
             self._inside.pop()
 
-    def fail(self, text: str) -> None:
-        """Note that this rank has failed, so that those who wait for it can say why.
-
-        Args:
-            text: The error.
-        """
-        self.notes.fail(text)
-
     def _lost(self, what, error):
         """Make the error that says which ranks did not come to an exchange, and why as far as it is known."""
         outlive_sigterm()
@@ -204,6 +196,9 @@ class Ranks:
         if self.size == 1:
             return
         with self.waiting(what):
+            # Who did not come is named here; NCCL would wait for it, and name nobody.
+            if any(tensor.is_cuda for tensor in tensors[:1]):
+                dist.barrier(group=self.group)
             for bucket in _buckets(tensors):
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
                 dist.all_reduce(flat)

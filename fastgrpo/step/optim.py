@@ -146,15 +146,19 @@ class MasterAdamW:
         torch._foreach_mul_(parts, scale.to(parts[0].device))
         return norm
 
-    def bytes_to_come(self) -> int:
-        """Count the bytes that the gradients and, before the first step, the moments will still take.
+    def bytes_to_come(self, device: torch.device) -> int:
+        """Count the bytes that the gradients and, before the first step, the moments will still take on a device.
+
+        Args:
+            device: The device. Offloaded masters, with their gradients and moments, are on another one.
 
         Returns:
             Bytes of all gradients and moments that are not allocated at present; of sharded ones this rank's parts.
         """
         states = [self.adamw.state.get(master, {}) for master in self.masters]
         missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
-        sizes = [local(master.detach()).nbytes for master in self.masters]
+        parts = [local(master.detach()) for master in self.masters]
+        sizes = [part.nbytes * (part.device.type == device.type) for part in parts]
         return sum(
             size * (count + (master.grad is None))
             for size, master, count in zip(sizes, self.masters, missing, strict=True)

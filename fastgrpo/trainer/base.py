@@ -152,11 +152,11 @@ class Trainer(ABC):
         if self.plan and math.isfinite(self.plan.room):
             self.log.say(f"memory of this run\n{table(self.plan.rows())}")
         if self.ranks.size > 1:
-            self.log.say(f"{self.ranks.size} processes share the run by {made.parallel}: {made.why}")
+            self.log.say(f"{self.ranks.size} processes share the run by {made.parallel} ({made.why})")
 
     def _to_come(self):
         """Count the bytes that an update will take beyond those that are taken now."""
-        return self.optimizer.bytes_to_come() + (self.plan.passing if self.plan else 0)
+        return self.optimizer.bytes_to_come(self.policy.device) + (self.plan.passing if self.plan else 0)
 
     def _checked(self, args, tokenizer):
         """Return the settings, or refuse settings and a tokenizer of another kind."""
@@ -178,7 +178,7 @@ class Trainer(ABC):
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, self.eval_rows or ()):
-            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length)
+            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length, self.ranks.lead)
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""

@@ -64,11 +64,11 @@ class SFTTrainer(Trainer):
 
     def _check_rows(self, train_rows):
         self.stops = stop_token_ids(self.policy, self.tokenizer)
-        for _ in examples_of(train_rows, self.tokenizer, self.policy, self.stops):
+        for _ in examples_of(train_rows, self.tokenizer, self.policy, self.stops, self.ranks.lead):
             pass
         self.held_out = []
         if any(map(is_example, self.eval_rows or ())):
-            self.held_out = list(examples_of(self.eval_rows, self.tokenizer, self.policy, self.stops))
+            self.held_out = list(examples_of(self.eval_rows, self.tokenizer, self.policy, self.stops, self.ranks.lead))
         if self.rewards is not None:
             super()._check_rows(train_rows.head(0))
 

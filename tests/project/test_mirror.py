@@ -46,6 +46,7 @@ TOGETHER = {
         "a head whose vocabulary is sharded over processes goes through all kernels of the head",
         ["kernels/softmax.py"],
     ),
+    "tests/ranks/test_matrix.py": ("compares trajectories of any number of ranks", ["fastgrpo/policy/dealing.py"]),
     "tests/check/test_cases.py": (
         "runs every trial of the table, by the worker",
         [f"fastgrpo/check/{name}.py" for name in ("losses", "places", "worker")],

@@ -1,4 +1,4 @@
-"""What two ranks send each other in a step, counted: docs/scale.md says the same."""
+"""What two ranks send each other in a step, counted, and what they hold: docs/scale.md says the same."""
 
 import json
 
@@ -26,8 +26,11 @@ SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
 def counts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counted")
     model = tiny.save(folder / "model")
-    for code, output in run_ranks(SCRIPT, 2, folder / "counts.json", model, json.dumps(CASES)):
-        assert code == 0, output
+    (code, lead), (other_code, other) = run_ranks(SCRIPT, 2, folder / "counts.json", model, json.dumps(CASES))
+    assert code == other_code == 0, lead + other
+    for case in CASES.values():
+        assert f"2 processes share the run by {case['parallel']} (as parallel says)" in lead
+    assert "share the run" not in other
     return json.loads((folder / "counts.json").read_text())
 
 
@@ -75,3 +78,10 @@ def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
         <= sum(parts_of(sent, "allreduce"))
         <= FP32 * (counts["fsdp2-lora"]["trained"] + 2)
     )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_hold_twice_what_is_planned_for_one(counts, case):
+    """A plan rounds a rank's share up."""
+    for name, held in counts[case]["held"].items():
+        assert 0 <= 2 * counts[case]["planned"][name] - held <= 1, name

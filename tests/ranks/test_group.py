@@ -82,6 +82,22 @@ def test_another_error_stays_what_it_is(error):
     assert raised.value is error
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that says of itself that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("kind, calls", [(OnGPU, ["barrier", "all_reduce"]), (torch.Tensor, ["all_reduce"])])
+def test_ranks_with_gpus_meet_on_the_host_before_they_add_up(kind, calls, monkeypatch):
+    made = []
+    monkeypatch.setattr(dist, "barrier", lambda group: made.append("barrier"))
+    monkeypatch.setattr(dist, "all_reduce", lambda flat: made.append("all_reduce"))
+    two_ranks().sum([torch.ones(3).as_subclass(kind)], "the gradients")
+    two_ranks().sum([], "nothing")
+    assert made == calls
+
+
 def test_the_first_sigterm_after_a_loss_passes():
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from fastgrpo import chat, stages, train
 from fastgrpo.ranks import ALONE, RankLost, join, launched, refuse_ranks
 from fastgrpo.ranks.join import early_notes, meet
 
@@ -60,6 +61,20 @@ def test_without_a_launcher_a_process_is_alone(monkeypatch):
 def test_what_one_process_does_is_refused(launcher):
     with pytest.raises(ValueError, match=r"^chat runs in one process: start it without torchrun"):
         refuse_ranks("chat")
+
+
+@pytest.mark.parametrize(
+    "command, argv",
+    [
+        (chat.chat, ["model"]),
+        (train.train, ["--sweep", "learning_rate=1e-3,1e-4"]),
+        (train.train, ["--sweep_seeds", "2"]),
+        (stages.run_stages, ["--config", "three-stages"]),
+    ],
+)
+def test_commands_of_one_process_are_refused_before_they_begin(launcher, command, argv):
+    with pytest.raises(ValueError, match="runs in one process: start it without torchrun"):
+        command(argv)
 
 
 def test_without_torchrun_nobody_keeps_notes_before_the_ranks_meet(launcher):

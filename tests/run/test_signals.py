@@ -10,6 +10,7 @@ import time
 import pytest
 from paths import ROOT
 
+from fastgrpo.ranks import RankLost, Ranks
 from fastgrpo.run.signals import StopSignals
 
 
@@ -107,3 +108,42 @@ def test_a_reader_that_leaves_stops_the_run_as_a_signal_does(monkeypatch, capfd)
         stop.leave()
     assert raised.value.code == 141
     stream.close()
+
+
+class TwoRanks(Ranks):
+    """Two ranks, of which the other one has received a signal, or none."""
+
+    def __init__(self, rank, others):
+        super().__init__(rank, 2)
+        self.others = others
+
+    def gather(self, value, what):
+        return [value, self.others] if self.lead else [self.others, value]
+
+
+@pytest.mark.parametrize("rank, told", [(0, 1), (1, 0)])
+def test_the_signal_of_one_rank_stops_all_of_them_and_is_told_once(rank, told, capfd):
+    with StopSignals(TwoRanks(rank, None)) as stop:
+        assert not stop.agree("whether to stop")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not capfd.readouterr().err  # it may be torchrun's, after the death of another rank
+        assert stop.agree("whether to stop") and stop.agree("whether to stop")
+    with StopSignals(TwoRanks(rank, signal.SIGINT)) as other:
+        assert other.agree("whether to stop")
+    with pytest.raises(KeyboardInterrupt):
+        other.leave()
+    lines = capfd.readouterr().err.split("\n")
+    for name in ("SIGTERM", "SIGINT"):
+        assert lines.count(f"{name}: the step is finished, saving; a second signal ends the ranks at once") == told
+
+
+def test_a_rank_that_lost_another_is_not_cut_off_by_the_signal_of_torchrun():
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(RankLost), StopSignals(TwoRanks(0, None)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RankLost("rank 0 stops")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)

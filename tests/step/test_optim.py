@@ -161,3 +161,10 @@ def test_schedule():
         optimizer.adamw.step()
         schedule.step()
     assert rates == pytest.approx([0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_what_lies_on_another_device_takes_nothing_of_this_one():
+    """With offloaded masters a GPU's rollouts may have what the update takes in host memory."""
+    optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
+    taken = [optimizer.bytes_to_come(torch.device(kind)) for kind in ("cpu", "cuda")]
+    assert taken == [3 * 4 * (4 + 2), 0]

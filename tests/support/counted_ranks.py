@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.shard import local
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.step.update import Updater
 
@@ -68,6 +69,16 @@ def spread(completions, **_):
     return [float(sum(map(ord, text)) % 13) for text in completions]
 
 
+def held(trainer):
+    """Bytes that all ranks together hold: what the plan calls policy and optimizer."""
+    states = [value for state in trainer.optimizer.adamw.state.values() for value in state.values() if value.ndim]
+    states += [master for _, master in trainer.optimizer.pairs]
+    mine = {"policy": trainer.model.parameters(), "optimizer": states}
+    sizes = {name: sum(local(tensor.detach()).nbytes for tensor in tensors) for name, tensors in mine.items()}
+    every = trainer.ranks.gather(sizes, "what the ranks hold")
+    return {name: sum(sizes[name] for sizes in every) for name in sizes}
+
+
 def _is_group(value):
     return "ProcessGroup" in str(value._type())
 
@@ -89,7 +100,8 @@ def main(out, model, cases):
         with counted:
             trainer.step()
         trainer.log.close_bar()
-        told = {"sent": counted.sent, "host": counted.host, "called": counted.called}
+        told = {"sent": counted.sent, "host": counted.host, "called": counted.called, "held": held(trainer)}
+        told["planned"] = {part.name: part.bytes for part in trainer.plan.parts}
         counts[name] = told | {"trained": sum(trained), "units": units}
     if trainer.ranks.lead:
         Path(out).write_text(json.dumps(counts))

@@ -12,6 +12,7 @@ import tiny
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.command import run_command
+from fastgrpo.train import main
 
 ROWS = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=")]
 
@@ -90,6 +91,10 @@ def missing_model(folder):
     return run_command(command, [])
 
 
+def wrong_flag(folder):
+    return main(["--learning_rat", "1"])
+
+
 CASES = {
     "reward": functools.partial(train, reward=on_one(1, broken, second_step)),
     "nan": functools.partial(train, reward=on_one(1, not_a_number, second_step)),
@@ -98,6 +103,7 @@ CASES = {
     "script": functools.partial(train_in_a_script, reward=on_one(0, broken, second_step)),
     "disk": train_with_full_disk,
     "no-model": missing_model,
+    "no-flag": wrong_flag,
     "no-folder": functools.partial(train, output_dir="/proc/nothing"),
 }
 

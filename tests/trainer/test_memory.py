@@ -34,7 +34,7 @@ def test_a_run_that_fits_says_what_it_will_hold_and_keeps_room_for_its_updates(t
     for text in ("memory of this run", "activations", "in all", "of the 1024.00 GiB", "all layers fit beside"):
         assert text in out, text
     assert not trainer.model.is_gradient_checkpointing
-    assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come() + trainer.plan.passing
+    assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing
     assert trainer.about()["config"]["gradient_checkpointing"] == "auto"  # the choice is made anew where a run resumes
 
 
@@ -43,4 +43,4 @@ def test_on_a_cpu_nothing_is_refused_and_updates_keep_their_room(tmp_path, capsy
     assert trainer.model.is_gradient_checkpointing
     assert "memory of this run" not in capsys.readouterr().out
     assert trainer.plan.passing > 2**20  # a full micro-batch
-    assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come() + trainer.plan.passing
+    assert trainer.engine.reserved() == trainer.optimizer.bytes_to_come(trainer.policy.device) + trainer.plan.passing

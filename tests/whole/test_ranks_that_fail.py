@@ -43,7 +43,11 @@ def test_a_rank_that_is_killed_is_named(ended):
     assert told[0].splitlines()[-1] == f"rank 0 stops while it waits for {SECOND}: rank 1 died; it was last at step 2"
 
 
-def test_a_mistake_that_all_ranks_make_is_told_once(ended):
-    codes, told = ended("no-model")
+@pytest.mark.parametrize(
+    "case, error",
+    [("no-model", "no such model folder: "), ("no-flag", "Unrecognized options: --learning_rat, 1; did you mean ")],
+)
+def test_a_mistake_that_all_ranks_make_is_told_once(ended, case, error):
+    codes, told = ended(case)
     assert codes == [2, 2]
-    assert told[0].startswith("error on rank 0: no such model folder: ") and told[1] == ""
+    assert told[0].startswith(f"error on rank 0: {error}") and told[1] == ""

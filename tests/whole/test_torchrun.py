@@ -94,24 +94,16 @@ def test_two_agents_run_one_training(folder, restarted):
 
 
 def test_accelerate_starts_a_run_as_torchrun_does(tmp_path, folder, restarted):
-    options = [
-        "--num_processes",
-        "2",
-        "--cpu",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    port = ["--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *port, str(SCRIPT), str(folder), "other"]
+    # With --cpu, accelerate starts one process alone; the script asks for the CPU itself.
+    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--main_process_port", "0"]
+    command = [*launch, str(SCRIPT), str(folder), "other"]
     with started(command, tmp_path) as job:
         assert job.wait(START + LIMIT) == 0, job.told()
     assert_same_run(folder / "other", folder / "whole")
 
 
+@pytest.mark.slow
 def test_what_one_process_does_is_refused_under_torchrun():
     with start(["-m", "fastgrpo.train", "--sweep", "learning_rate=1e-3,1e-4"]) as job:
         assert job.wait(START) == 1

@@ -1,0 +1,48 @@
+"""All ranks begin with the same weights, and what cannot be shared is refused before anything is loaded."""
+
+import pytest
+import tiny
+import torch
+
+from fastgrpo import GRPOConfig
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.trainer.policy import make_policy
+
+
+class Two(Ranks):
+    """Rank 1 of two, which gets from rank 0 what a test says."""
+
+    def __init__(self, digest=None, weights=None):
+        super().__init__(1, 2)
+        self.digest, self.weights = digest, weights
+
+    def gather(self, value, what):
+        return [self.digest if "digest" in what and self.digest else value, value]
+
+    def share(self, tensors, what):
+        for tensor, theirs in zip(tensors, self.weights, strict=True):
+            tensor.detach().copy_(theirs)
+
+
+def config(**settings):
+    return GRPOConfig(device="cpu", dtype="float32", **settings)
+
+
+def test_a_model_made_in_memory_gets_the_weights_of_rank_0():
+    theirs = tiny.model(seed=0, vocab_size=258)
+    weights = [*theirs.parameters(), *theirs.buffers()]
+    made = make_policy(tiny.model(seed=1, vocab_size=258), tiny.tokenizer(), config(), Two(weights=weights))
+    assert all(torch.equal(*pair) for pair in zip(made.policy.parameters(), theirs.parameters(), strict=True))
+    assert made.parallel == "ddp" and made.digest is None
+
+
+def test_other_weights_on_another_rank_are_refused(tmp_path):
+    path = tiny.save(tmp_path / "model")
+    with pytest.raises(ValueError, match="the weights of the model are others on rank 0 than on rank 1; let all mach"):
+        make_policy(str(path), None, config(), Two(digest="0"))
+    make_policy(str(path), None, config(), Two())
+
+
+def test_one_process_alone_shards_nothing():
+    with pytest.raises(ValueError, match="parallel=fsdp2 shards a run over several processes, and this is one alone"):
+        make_policy(tiny.model(), tiny.tokenizer(), config(parallel="fsdp2"), ALONE)
