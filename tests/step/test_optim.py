@@ -110,6 +110,38 @@ def test_clipping(limit, expected):
     assert seen[0] == pytest.approx(expected, rel=1e-5)
 
 
+def trained(dtype, learning_rate=1e-2):
+    model = tiny.model().to(dtype)
+    optimizer = MasterAdamW(model, learning_rate=learning_rate)
+    sum(parameter.float().square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_masters_of_16_bit_weights_become_the_weights_where_these_are_their_own_masters():
+    """As where a run of one process in bf16 goes on with shards, which are in fp32."""
+    _, saved = trained(torch.bfloat16)
+    model, optimizer = trained(torch.float32, learning_rate=0.5)
+    places = [parameter.data_ptr() for parameter in model.parameters()]
+    optimizer.load_state_dict(saved.state_dict())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == places
+    assert all(torch.equal(p, m) for p, m in zip(model.parameters(), saved.masters, strict=True))
+    assert optimizer.adamw.param_groups[0]["lr"] == 1e-2
+    mine, theirs = optimizer.named_state(), saved.named_state()
+    assert mine.pop("groups") == theirs.pop("groups") and mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_the_state_of_other_parameters_is_refused():
+    _, optimizer = trained(torch.bfloat16)
+    state = optimizer.state_dict()
+    for other in ({**state, "masters": state["masters"][1:]}, {**state, "adamw": {"param_groups": [], "state": {}}}):
+        with pytest.raises(ValueError, match="the state of the optimizer is of other parameters than the policy's"):
+            optimizer.load_state_dict(other)
+    with pytest.raises(ValueError, match="the state of the optimizer is of other parameters than the policy's"):
+        optimizer.make_room({"master.other"})
+
+
 def test_weight_decay_spares_norms_and_biases():
     module = torch.nn.Linear(2, 2)
     groups = MasterAdamW(module, learning_rate=1.0, weight_decay=0.1).adamw.param_groups
