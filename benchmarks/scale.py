@@ -3,14 +3,15 @@
     python -m benchmarks.scale --nvlink 450 --network 50
 
 prints the table of docs/scale.md; --help lists what is assumed. Each GPU has one GPU's work, so that K GPUs train on K
-times the prompts. With N parameters, K ranks and M micro-batches, a rank sends
+times the prompts. With N parameters, R of them in embedding and head, K ranks and M micro-batches, a rank sends
 
-    ddp      2 (K - 1) / K 4 N                             one all-reduce of the gradients in fp32
-    fsdp2    (K - 1) / K (M (2 N + 2 N + 4 N) + 2 N)       of each micro-batch two all-gathers of the weights in bf16
-                                                           and one reduce-scatter of the gradients in fp32, and one
-                                                           gather of the whole weights for the rollouts
+    ddp      2 (K - 1) / K 4 N                                 one all-reduce of the gradients in fp32
+    fsdp2    (K - 1) / K (M (4 (N - R) + 2 R + 4 N) + 2 N)     of each micro-batch two all-gathers of the layers and one
+                                                               of embedding and head in bf16, and one reduce-scatter of
+                                                               the gradients in fp32; and one gather of the whole
+                                                               weights for the rollouts
 
-and with fsdp_reshard_after_forward False ("kept whole") one all-gather less of each micro-batch.
+and with fsdp_reshard_after_forward False ("kept whole") one all-gather of the layers less of each micro-batch.
 
 The bytes of a collective are those of a ring (nccl-tests, doc/PERFORMANCE.md), and tests/ranks/test_counts.py counts
 the collectives. Nothing is hidden behind computation here, while FSDP2 gathers a layer as another one computes: the
@@ -37,6 +38,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.step.budget import PROMPT_TOKENS
 from fastgrpo.step.plan import plan
+from fastgrpo.step.weights import Count
 
 # Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, whether the head is tied.
 MODELS = {
@@ -88,11 +90,11 @@ def outlined(name: str) -> Qwen2ForCausalLM:
         return Qwen2ForCausalLM(Qwen2Config(**dict(zip(names, MODELS[name], strict=True))))
 
 
-def sent(parameters: int, ranks: int, micro_batches: int, *, sharded: bool, reshard: bool = True) -> float:
+def sent(count: Count, ranks: int, micro_batches: int, *, sharded: bool, reshard: bool = True) -> float:
     """Count the bytes that a rank sends a step.
 
     Args:
-        parameters: N.
+        count: The parameters: N, and R of them.
         ranks: K.
         micro_batches: M.
         sharded: Whether fsdp2 shares the run; else ddp.
@@ -100,9 +102,9 @@ def sent(parameters: int, ranks: int, micro_batches: int, *, sharded: bool, resh
     """
     share = (ranks - 1) / ranks
     if not sharded:
-        return 2 * share * FP32 * parameters
-    each = (1 + reshard) * BF16 + FP32
-    return share * parameters * (micro_batches * each + BF16)
+        return 2 * share * FP32 * count.base
+    gathered = (1 + reshard) * (count.base - count.rest) + count.rest
+    return share * (micro_batches * (BF16 * gathered + FP32 * count.base) + BF16 * count.base)
 
 
 def rows(given: argparse.Namespace) -> Iterator[Row]:
@@ -113,16 +115,16 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
     """
     tokens = given.prompts * (PROMPT_TOKENS + given.generations * given.length)
     for name in MODELS:
-        parameters = sum(parameter.numel() for parameter in outlined(name).parameters())
-        update = 8 * parameters * tokens / (given.tflops * 1e12 * given.utilization)
-        rollouts = given.length * BF16 * parameters / (given.memory_bandwidth * 1e9 * given.memory_utilization)
+        count = Count.of(outlined(name))
+        update = 8 * count.base * tokens / (given.tflops * 1e12 * given.utilization)
+        rollouts = given.length * BF16 * count.base / (given.memory_bandwidth * 1e9 * given.memory_utilization)
         for gpus in GPUS:
             fitting = {mode: config for mode, config in _configs(given, gpus) if _fits(name, config, gpus, given.room)}
             for mode, config in fitting.items():
                 if mode == OFFLOADED and len(fitting) > 1:
                     continue
                 bytes = sent(
-                    parameters, gpus, math.ceil(tokens / config.max_tokens_per_microbatch),
+                    count, gpus, math.ceil(tokens / config.max_tokens_per_microbatch),
                     sharded=config.parallel == "fsdp2", reshard=config.fsdp_reshard_after_forward,
                 )  # fmt: skip
                 yield Row(name, gpus, mode, bytes, update + rollouts)

@@ -9,6 +9,7 @@ from torch.distributed.run import get_args_parser
 
 from benchmarks import scale
 from fastgrpo import evaluate, train
+from fastgrpo.step.weights import Count
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +25,17 @@ def test_the_page_shows_the_predictions():
 
 
 def test_what_a_rank_sends():
-    """Of 1,000 parameters and 4 ranks, three quarters of what they send in all are a rank's."""
-    assert scale.sent(1000, 4, 5, sharded=False) == 2 * 0.75 * 4000  # whatever the number of micro-batches
-    assert scale.sent(1000, 4, 5, sharded=True) == 0.75 * (5 * (2000 + 2000 + 4000) + 2000)
-    assert scale.sent(1000, 4, 5, sharded=True, reshard=False) == 0.75 * (5 * (2000 + 4000) + 2000)
+    """Of 1,000 parameters, 200 of them in embedding and head, and 4 ranks: three quarters of what they send in all."""
+    count = Count(base=1000, adapters=0, trained=1000, layers=[400, 400])
+    assert scale.sent(count, 4, 5, sharded=False) == 2 * 0.75 * 4000  # whatever the number of micro-batches
+    assert scale.sent(count, 4, 5, sharded=True) == 0.75 * (5 * (1600 + 1600 + 400 + 4000) + 2000)
+    assert scale.sent(count, 4, 5, sharded=True, reshard=False) == 0.75 * (5 * (1600 + 400 + 4000) + 2000)
 
 
 def test_7b_on_8_gpus_by_hand(rows):
     """67,584 tokens a GPU in 5 micro-batches; 512 decode steps that read 15.2 GB each."""
-    row, parameters = rows["7B", 8, "fsdp2"], 7_615_616_512
-    assert row.sent == pytest.approx(7 / 8 * parameters * (5 * 8 + 2))
+    row, parameters, root = rows["7B", 8, "fsdp2"], 7_615_616_512, 1_089_998_336
+    assert row.sent == pytest.approx(7 / 8 * (5 * (8 * parameters - 2 * root) + 2 * parameters))
     tokens = 8 * (256 + 16 * 512)
     assert row.compute == pytest.approx(8 * parameters * tokens / 395.6e12 + 512 * 2 * parameters / 2.01e12)
 
