@@ -4,9 +4,8 @@ import functools
 
 import pytest
 import torch
-from gathered import run_ranks
 from matrix import LEARNING_RATE, cases, trajectory
-from paths import ROOT
+from ranks import LIMIT, forked
 
 GRADIENT, METRIC, DRIFT = 1e-6, 1e-6, 1e-7
 
@@ -35,10 +34,10 @@ def compared(results):
     return signed
 
 
-def results_of(count, size, path, limit):
-    ended = run_ranks(ROOT / "tests" / "support" / "matrix.py", count, path, size, limit=limit)
-    assert [code for code, _ in ended] == [0] * count, "\n".join(output for _, output in ended)
-    return torch.load(path, weights_only=False)
+def results_of(count, size, folder, limit=LIMIT):
+    codes, outputs = forked("matrix.py", folder, size, count, limit, limit=limit + 60)("ranks")
+    assert codes == [0] * count, "\n".join(outputs)
+    return torch.load(folder / "results.pt", weights_only=False)
 
 
 def test_the_truth_moves_and_depends_on_what_is_computed():
@@ -51,7 +50,7 @@ def test_the_truth_moves_and_depends_on_what_is_computed():
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_every_number_of_ranks_gives_the_trajectory_of_one(count, tmp_path):
-    results = results_of(count, "small", tmp_path / "results.pt", limit=110)
+    results = results_of(count, "small", tmp_path)
     signed = compared(results)
     assert set(results) == set(cases("small")) and len(signed) > len(results) - 5
     assert abs(sum(signed) / len(signed)) <= DRIFT
@@ -60,6 +59,6 @@ def test_every_number_of_ranks_gives_the_trajectory_of_one(count, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_whole_matrix(count, tmp_path):
-    results = results_of(count, "whole", tmp_path / "results.pt", limit=900)
+    results = results_of(count, "whole", tmp_path, limit=900)
     signed = compared(results)
     assert abs(sum(signed) / len(signed)) <= DRIFT

@@ -3,6 +3,7 @@
 python matrix.py FILE SIZE      as one of several ranks (see gathered.py), SIZE is "small" or "whole"
 """
 
+import functools
 import itertools
 import random
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import tiny
 import torch
+from ranks import fork
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastgrpo.data.records import Sample
@@ -158,14 +160,17 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def main(path, size, parallels="ddp,fsdp2"):
+def main(path, size):
+    """Compute all trajectories as one rank."""
     ranks = join("cpu", 50)
-    results = {case: trajectory(case, ranks) for case in cases(size, parallels.split(","))}
+    results = {case: trajectory(case, ranks) for case in cases(size)}
     if ranks.lead:
         torch.save(results, path)
 
 
 if __name__ == "__main__":
-    from matrix import main as run  # so that the classes in the file are those of the module, not of __main__
+    import matrix  # so that the classes in the file are those of the module, not of __main__
 
-    run(*sys.argv[1:])
+    folder, size, count, limit = sys.argv[1:]
+    body = functools.partial(matrix.main, f"{folder}/results.pt", size)
+    fork({"ranks": body}, folder, int(count), limit=float(limit))

@@ -5,9 +5,11 @@ python parallel_runs.py FOLDER NAME[,NAME...]      as one of several ranks (see 
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import tiny
+from ranks import LIMIT, fork
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.supervised import SFTConfig
@@ -87,7 +89,13 @@ def metrics(path):
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
-if __name__ == "__main__":
-    for name in sys.argv[2].split(","):
+def train_all(folder, names):
+    """Make runs as one rank."""
+    for name in names:
         for parallel in ("ddp", "fsdp2"):
-            train(sys.argv[1], name, parallel=parallel)
+            train(folder, name, parallel=parallel)
+
+
+if __name__ == "__main__":
+    folder, count, runs, names = sys.argv[1:]
+    fork({"ranks": partial(train_all, runs, names.split(","))}, folder, int(count), limit=2 * LIMIT)

@@ -129,7 +129,7 @@ def started(command, folder, **environment):
         job.kill()
 
 
-def fork(cases, folder, count=3, at_once=4):
+def fork(cases, folder, count=3, at_once=4, limit=LIMIT):
     """Fork ranks for each of several cases, from a process that has imported what they need.
 
     Nobody ends the ranks that are left when one has failed, as torchrun would: they must end by themselves.
@@ -140,13 +140,14 @@ def fork(cases, folder, count=3, at_once=4):
             that had to be killed.
         count: How many ranks a case has.
         at_once: How many cases run at the same time.
+        limit: Seconds that they may take, after which their ranks are killed.
     """
     keeper, ports = _keep_stores(len(cases))
     codes = {case: {} for case in cases}
     try:
         waiting = list(zip(cases.items(), ports, strict=True))
         while waiting:
-            _fork_some(waiting[:at_once], Path(folder), count, codes)
+            _fork_some(waiting[:at_once], Path(folder), count, codes, limit)
             del waiting[:at_once]
     finally:
         os.kill(keeper, signal.SIGKILL)
@@ -154,7 +155,7 @@ def fork(cases, folder, count=3, at_once=4):
     (Path(folder) / "codes.json").write_text(json.dumps(codes))
 
 
-def _fork_some(cases, folder, count, codes):
+def _fork_some(cases, folder, count, codes, limit):
     """Run some cases at once, and note the exit codes of their ranks."""
     running = {}
     for (case, body), port in cases:
@@ -164,7 +165,7 @@ def _fork_some(cases, folder, count, codes):
             if pid == 0:
                 _be_rank(body, folder / case / str(rank), rank, count, port)
             running[pid] = case, rank
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + limit
     while running:
         for pid in list(running):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -216,19 +217,21 @@ def _be_rank(body, path, rank, count, port):
     os._exit(code)
 
 
-def forked(script, folder):
+def forked(script, folder, *argv, limit=2 * LIMIT):
     """Run a script of cases, which calls `fork` with the folder that it is given.
 
     Args:
         script: Its name in tests/support.
         folder: An empty folder.
+        argv: Further arguments of the script.
+        limit: Seconds that all cases together may take.
 
     Returns:
         A function that returns the exit codes and the outputs of the ranks of a case, by its name.
     """
-    command = [sys.executable, str(ROOT / "tests" / "support" / script), str(folder)]
+    command = [sys.executable, str(ROOT / "tests" / "support" / script), *map(str, (folder, *argv))]
     with started(command, folder) as job:
-        job.wait(2 * LIMIT)
+        job.wait(limit)
         assert (folder / "codes.json").exists(), job.launcher()
     codes = json.loads((folder / "codes.json").read_text())
 

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
-from gathered import run_ranks
 from parallel_runs import SETTINGS, metrics, save_model, train
-from paths import ROOT
+from ranks import LIMIT, forked
 from safetensors.torch import load_file
 
 RARE = {"streamed", "full kl"}
@@ -25,10 +26,10 @@ def alone(tmp_path_factory):
 
 def together(folder, count, names):
     """Make the runs by several ranks; returns what each rank printed."""
-    script = ROOT / "tests" / "support" / "parallel_runs.py"
-    ended = run_ranks(script, count, folder, ",".join(names), limit=170)
-    assert [code for code, _ in ended] == [0] * count, "\n".join(output for _, output in ended)
-    return [output for _, output in ended]
+    outputs = Path(tempfile.mkdtemp(dir=folder))
+    codes, outputs = forked("parallel_runs.py", outputs, count, folder, ",".join(names), limit=3 * LIMIT)("ranks")
+    assert codes == [0] * count, "\n".join(outputs)
+    return outputs
 
 
 def compare(one, other):
