@@ -77,7 +77,13 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
     size = int(os.environ["WORLD_SIZE"]) if ours else dist.get_world_size()
     early_notes().enter("the start")
     keeps = rank == 0 and not _kept_by_launcher()
-    store = connect(timeout, keeps) if ours else dist.distributed_c10d._get_default_store()
+    try:
+        store = connect(timeout, keeps) if ours else dist.distributed_c10d._get_default_store()
+    except dist.DistNetworkError as error:
+        if keeps:
+            raise
+        told = str(error).splitlines()[0]
+        raise RankLost(f"rank {rank} stops while it waits for all {size} ranks to start: {told}", True) from error
     attempt = f"fastgrpo/{meet(dist.PrefixStore('fastgrpo', store), rank, size, timeout)}"
     ranks = Ranks(rank, size, local_rank, store=dist.PrefixStore(attempt, connect(timeout) if ours else store))
     waits = timedelta(seconds=timeout)

@@ -51,6 +51,12 @@ def test_who_does_not_start_is_named():
         meet(store, 2, 3, 0.1)
 
 
+def test_who_finds_nobody_to_meet_says_where_it_looked(launcher):
+    told = r"^rank 1 stops while it waits for all 2 ranks to start: .*127\.0\.0\.1, 1\)"
+    with pytest.raises(RankLost, match=told):
+        join("cpu", 0.2)
+
+
 def test_without_a_launcher_a_process_is_alone(monkeypatch):
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
