@@ -97,10 +97,11 @@ def none():
 SAMPLES = {"ragged": ragged, "few": few, "apart": apart, "none": none}
 
 
-def cases(size, parallels=("ddp", "fsdp2")):
-    """The ways to compute, in two sizes: "small" for every commit, "whole" for all of them."""
+def cases(size, count=2):
+    """The ways in which so many ranks compute, in two sizes: "small" for every commit, "whole" for all of them."""
     losses = LOSS_TYPES if size == "whole" else ("grpo", "dapo", "luspo", "vespo")
-    budgets = (WHOLE, 150, 40) if size == "whole" else (WHOLE, 60)
+    budgets = (WHOLE, 150, 40) if size == "whole" else (WHOLE, 60) if count == 2 else (60,)
+    parallels = ("ddp", "fsdp2") if count > 1 else ("fsdp2",)  # with ddp, one rank is one process
     every = [
         Case(loss, beta, "ragged", parallel, budget)
         for loss, beta, parallel, budget in itertools.product(losses, (0.0, 0.04), parallels, budgets)
@@ -163,7 +164,7 @@ def whole(tensor):
 def main(path, size):
     """Compute all trajectories as one rank."""
     ranks = join("cpu", 50)
-    results = {case: trajectory(case, ranks) for case in cases(size)}
+    results = {case: trajectory(case, ranks) for case in cases(size, ranks.size)}
     if ranks.lead:
         torch.save(results, path)
 
