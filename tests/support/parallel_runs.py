@@ -1,6 +1,6 @@
 """Small runs, each made by one process or by several ranks.
 
-python parallel_runs.py FOLDER NAME[,NAME...]      as one of several ranks (see gathered.py)
+python parallel_runs.py FOLDER COUNT RUNS NAME[,NAME...]      forks COUNT ranks, which make the runs in RUNS
 """
 
 import json
