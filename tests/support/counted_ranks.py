@@ -3,7 +3,8 @@
 python counted_ranks.py FILE MODEL CASES      as one of several ranks, see gathered.py; CASES: name -> settings, as JSON
 
 Every collective of torch.distributed goes through torch's dispatcher, which tells its tensors and its process group.
-Those of the ranks' host group carry objects; the others carry tensors.
+Those of the ranks' host group carry objects and flags, as integers, or floating-point tensors of a CPU. The others
+carry tensors.
 """
 
 import json
@@ -43,10 +44,11 @@ class Counted(TorchDispatchMode):
 
     def _note(self, function, args):
         (group,) = (ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-        if group.group_name == self.host_group:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if group.group_name == self.host_group and not any(map(torch.is_floating_point, tensors)):
             self.host[self.places[-1]] += 1
             return
-        largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        largest = max(tensor.nbytes for tensor in tensors)
         self.sent[self.places[-1]].append([function.__name__.partition(".")[0].strip("_"), largest])
 
     def at(self, owner, method, place):
