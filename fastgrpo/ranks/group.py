@@ -127,7 +127,7 @@ class Ranks:
         outlive_sigterm()
         self.notes.lose()
         late = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
-        missing = self.notes.missing()
+        missing = self.notes.missing(late)
         told = [fate(rank, place, late) for rank, place in (missing or {}).items()]
         if missing is None:
             told = [f"{str(error).splitlines()[0]}; what the ranks noted is gone with the machine that kept it"]

@@ -44,6 +44,7 @@ class Place:
         failed: Its own error in a line; None where it had none.
         lost: Whether it noticed itself that another rank was missing.
         dead: Whether its process is known to have ended, as one of this machine can be.
+        here: Whether it is a rank of this machine.
     """
 
     count: int
@@ -51,6 +52,7 @@ class Place:
     failed: str | None
     lost: bool
     dead: bool
+    here: bool
 
 
 class Notes:
@@ -145,8 +147,11 @@ class Notes:
             except RuntimeError:  # dist.DistNetworkError and its kin are RuntimeErrors
                 self._store = None
 
-    def missing(self) -> dict[int, Place] | None:
+    def missing(self, late: bool = False) -> dict[int, Place] | None:
         """Find the ranks that are to blame where an exchange failed. Waits until they are known, or `PATIENCE` seconds.
+
+        Args:
+            late: Whether the time for the exchange is up, so that a rank may be alive without answering.
 
         Returns:
             The ranks that failed by themselves; where there are none, those that died; where none is known to be dead,
@@ -164,7 +169,9 @@ class Notes:
                 if named:
                     return named, True
             behind = {rank: place for rank, place in silent.items() if place.count < self.count}
-            return behind or silent, len(silent) <= 1
+            # The connections of a process are closed a little before it has ended.
+            ending = not late and any(place.here for place in silent.values())
+            return behind or silent, len(silent) <= 1 and not ending
 
         return self._watch(known)
 
@@ -212,7 +219,8 @@ class Notes:
     def _read(self, rank):
         place, failed, lost = (self._get(f"{name}/{rank}") for name in ("place", "failed", "lost"))
         count, what, host, pid = json.loads(place) if place else (0, "the start", None, 0)
-        return Place(count, what, failed, lost is not None, host == self.process[0] and _has_ended(pid))
+        here = host == self.process[0]
+        return Place(count, what, failed, lost is not None, here and _has_ended(pid), here)
 
     def _get(self, key):
         store = self._store

@@ -130,3 +130,13 @@ def test_a_process_that_ended_without_leaving_ends_the_run():
     third.enter("the gradients")
     assert first.end_of_all({1: pid, 2: pid}) == "rank 2 died; it was last at the gradients"
     assert second.end_of_all({}) == "rank 2 died; it was last at the gradients"  # also on another machine
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(monkeypatch):
+    """Who waits in vain may know of it a moment before the process has ended."""
+    first, second = some(2)
+    second.enter("the rewards")
+    ended = iter([False, False, True])
+    monkeypatch.setattr(notes, "_has_ended", lambda pid: next(ended))
+    assert not first.missing(late=True)[1].dead  # it may be alive
+    assert first.missing()[1].dead

@@ -22,5 +22,5 @@ def test_who_waits_in_c_ends_with_a_line_that_names_the_missing_rank(ended, how,
     assert told[1].count("Traceback") == (how == "fail")
 
 
-def test_a_rank_that_has_finished_ends_no_other(ended):
-    assert ended("leave") == ([0, 0, 0], ["", "", ""])
+def test_a_rank_that_has_finished_ends_no_other_and_rank_0_warns_for_all(ended):
+    assert ended("leave") == ([0, 0, 0], ["a warning\n", "", ""])

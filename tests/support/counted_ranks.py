@@ -1,17 +1,19 @@
 """Small runs on several ranks that count what a step sends; rank 0 writes the counts to a file.
 
-python counted_ranks.py FILE MODEL CASES      as one of several ranks, see gathered.py; CASES: name -> settings, as JSON
+python counted_ranks.py FOLDER MODEL CASES      forks two ranks; CASES: name -> settings, as JSON
 
 Every collective of torch.distributed goes through torch's dispatcher, which tells its tensors and its process group.
 Those of the ranks' host group carry objects and flags, as integers, or floating-point tensors of a CPU. The others
 carry tensors.
 """
 
+import functools
 import json
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+import ranks as support
 import torch
 from runs import PROMPTS
 from torch.distributed import ProcessGroup
@@ -93,7 +95,7 @@ def main(out, model, cases):
         for owner, method, place in places:
             setattr(owner, method, methods[place])
             counted.at(owner, method, place)
-        config = GRPOConfig(output_dir=str(Path(out).parent / name), **SETTINGS, **settings)
+        config = GRPOConfig(output_dir=str(out.parent / name), **SETTINGS, **settings)
         trainer = GRPOTrainer(model, spread, config, PROMPTS)
         counted.host_group = trainer.ranks.group.group_name
         trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
@@ -106,8 +108,10 @@ def main(out, model, cases):
         told["planned"] = {part.name: part.bytes for part in trainer.plan.parts}
         counts[name] = told | {"trained": sum(trained), "units": units}
     if trainer.ranks.lead:
-        Path(out).write_text(json.dumps(counts))
+        out.write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    folder, model, cases = sys.argv[1:]
+    body = functools.partial(main, Path(folder) / "counts.json", model, cases)
+    support.fork({"counted": body}, folder, 2, limit=2 * support.LIMIT)

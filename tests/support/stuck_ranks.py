@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ def end(how):
     ranks = join("cpu", 60)
     watch.watch(ranks)
     ranks.meet("the first")
+    if how == "leave":
+        logging.getLogger("fastgrpo.policy").warning("a warning")
     if ranks.rank == 1:
         if how == "fail":
             raise KeyError("a bug")
