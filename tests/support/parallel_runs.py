@@ -1,6 +1,6 @@
 """Small runs, each made by one process or by several ranks.
 
-python parallel_runs.py FOLDER NAME[,NAME...]      as one of several ranks (see gathered.py)
+python parallel_runs.py FOLDER NAME[,NAME...]      as one of several ranks
 """
 
 import json
