@@ -77,8 +77,12 @@ def _run(main, argv):
 
 
 def several_processes() -> bool:
-    """Tell whether this is one of several processes of a launcher, without an import of torch."""
-    return "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    """Tell whether this is one of several processes of a launcher. Without a launcher, torch is not imported."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    from fastgrpo.ranks import launched
+
+    return launched()
 
 
 def _end_of_rank(error, text, debug):

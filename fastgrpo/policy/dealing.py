@@ -60,6 +60,15 @@ class Dealer:
             loads[rank] += costs[i]
         return [sorted(share) for share in shares]
 
+    def meet(self, what: str) -> None:
+        """Wait on the host until all ranks are there, where their passes wait for each other.
+
+        Args:
+            what: What the passes are for, as `Ranks.waiting` takes it.
+        """
+        if self.lockstep:
+            self.ranks.meet(what)
+
     def passes(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """Split the share of this rank into micro-batches.
 

@@ -224,6 +224,7 @@ class ShardedPolicy(Policy):
         Returns:
             An iterator over names and tensors on the device. A tensor is valid until the next one is taken.
         """
+        self.layout.ranks.meet("whole weights")
         for unit, names in self.units:
             with self.layout.ranks.waiting("whole weights"):
                 unit.unshard()

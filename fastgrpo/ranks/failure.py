@@ -11,7 +11,7 @@ import time
 import traceback
 
 from fastgrpo.ranks.group import RankLost, Ranks
-from fastgrpo.ranks.notes import Notes
+from fastgrpo.ranks.notes import Notes, in_a_line
 
 CONSEQUENCE = 60  # seconds by which torchrun takes an error for later, if it follows from another rank's
 _left = False
@@ -38,9 +38,10 @@ def end(error: BaseException, notes: Notes, text: str) -> None:
         _write_error_file(str(error), str(error), 0 if error.hung else CONSEQUENCE)
         print(error, file=sys.stderr, flush=True)
         return
-    line = f"{type(error).__name__}: {error}".splitlines()[0]
+    line = in_a_line(error)
     _write_error_file(line, text)
     notes.fail(line)
+    notes.end_all(f"rank {notes.rank} failed: {line}")
     if not notes.said_by_lead(line):
         space = "" if text.startswith("\n") else " "
         print(f"error on rank {notes.rank}:{space}{text}", file=sys.stderr, flush=True)

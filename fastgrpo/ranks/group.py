@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastgrpo.ranks.notes import Notes
+from fastgrpo.ranks.notes import Notes, fate, in_a_line
 
 BUCKET = 1 << 28  # bytes that are summed at once, as a copy
 
@@ -90,22 +90,62 @@ class Ranks:
         except RuntimeError as error:
             if not _is_of_a_connection(error):
                 raise
-            raise self._lost(what, error) from error
+            raise self._lost(error) from error
         finally:
             self._inside.pop()
 
-    def _lost(self, what, error):
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Note an exception that leaves the context manager as this rank's failure, before anything else is done.
+
+        Returns:
+            A context manager that yields nothing.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, RankLost):
+                self.notes.fail(in_a_line(error))
+            raise
+
+    def stopped(self, cause: str, hung: bool = False) -> RankLost:
+        """Make the error of a rank that cannot go on without another one.
+
+        Args:
+            cause: What became of the other rank.
+            hung: As for `RankLost`.
+
+        Returns:
+            The error, which says what this rank waits for.
+        """
+        what = " in ".join(reversed(self._inside))
+        waits = f" while it waits for {what}" if what else ""
+        return RankLost(f"rank {self.rank} stops{waits}: {cause}", hung)
+
+    def _lost(self, error):
         """Make the error that says which ranks did not come to an exchange, and why as far as it is known."""
         outlive_sigterm()
         self.notes.lose()
         late = re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
-        missing = self.notes.missing()
-        told = [_told(rank, place, late) for rank, place in (missing or {}).items()]
+        missing = self.notes.missing(late)
+        told = [fate(rank, place, late) for rank, place in (missing or {}).items()]
         if missing is None:
             told = [f"{str(error).splitlines()[0]}; what the ranks noted is gone with the machine that kept it"]
         hung = late and not any(place.failed or place.dead for place in (missing or {}).values())
         cause = "; ".join(told) or str(error).splitlines()[0]
-        return RankLost(f"rank {self.rank} stops while it waits for {what}: {cause}", hung)
+        self.notes.end_all(cause)
+        return self.stopped(cause, hung)
+
+    def meet(self, what: str) -> None:
+        """Wait on the host until all ranks are there. NCCL would wait for a missing one too, but without naming it.
+
+        Args:
+            what: What they meet for, as `waiting` takes it.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
+        """
+        self.any(False, what)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Give every rank the values of all ranks.
@@ -179,16 +219,20 @@ class Ranks:
         """
         if self.group is None:
             return
+        self.meet(what)
         with self.waiting(what):
             for tensor in tensors:
-                dist.broadcast(tensor.detach(), src=0)
+                whole = tensor.detach().contiguous()  # NCCL sends nothing else
+                dist.broadcast(whole, src=0, group=self._group_of(whole))
+                if not tensor.is_contiguous():
+                    tensor.detach().copy_(whole)
 
     def sum(self, tensors: Sequence[torch.Tensor], what: str) -> None:
         """Add up tensors over the ranks, in place. The result is the same on every rank to the last bit.
 
         Args:
             tensors: Tensors of one dtype and on one device, of the same shapes on every rank.
-            what: What they are, as `waiting` takes it.
+            what: What they are, as `waiting` takes it. NCCL names no rank that does not come: `meet` before, or gather.
 
         Raises:
             RankLost: Another rank failed or did not come.
@@ -196,14 +240,18 @@ class Ranks:
         if self.size == 1:
             return
         with self.waiting(what):
-            # Who did not come is named here; NCCL would wait for it, and name nobody.
-            if any(tensor.is_cuda for tensor in tensors[:1]):
-                dist.barrier(group=self.group)
             for bucket in _buckets(tensors):
+                if len(bucket) == 1 and bucket[0].is_contiguous():  # a large one, which is not copied
+                    dist.all_reduce(bucket[0], group=self._group_of(bucket[0]))
+                    continue
                 flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=self._group_of(flat))
                 parts = flat.split([tensor.numel() for tensor in bucket])
                 torch._foreach_copy_(bucket, [p.view_as(t) for p, t in zip(parts, bucket, strict=True)])
+
+    def _group_of(self, tensor):
+        """Return the group that sends a tensor. The default group may have no backend for tensors on the host."""
+        return None if tensor.is_cuda else self.group
 
 
 ALONE = Ranks()
@@ -230,14 +278,6 @@ def _buckets(tensors):
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _told(rank, place, late):
-    """Say what became of a rank that did not come."""
-    if place.failed is not None:
-        return f"rank {rank} failed: {place.failed}"
-    how = "died" if place.dead else "did not come in time" if late else "does not answer"
-    return f"rank {rank} {how}; it was last at {place.what}"
 
 
 # gloo raises RuntimeErrors that begin with the place in its source, torch's NCCL DistBackendErrors, and a store others.

@@ -8,6 +8,7 @@ the ranks of the attempt use keys of their own.
 import atexit
 import functools
 import json
+import logging
 import os
 import time
 import uuid
@@ -16,9 +17,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from fastgrpo.ranks.devices import check_group, claim_gpu, own_gpu
 from fastgrpo.ranks.failure import install, left
 from fastgrpo.ranks.group import ALONE, RankLost, Ranks
 from fastgrpo.ranks.notes import PATIENCE, Notes
+from fastgrpo.ranks.watch import watch
 
 TIMEOUT = 1800  # seconds that a rank waits for the others, unless a setting says otherwise
 _PAUSE = 0.02  # seconds between two looks at the store
@@ -55,7 +58,7 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
         The ranks; `ALONE` where no launcher started this process.
 
     Raises:
-        ValueError: There are more ranks on this machine than GPUs.
+        ValueError: A rank has no GPU of its own, or the script has made a process group that cannot be used.
         RankLost: Other ranks did not start in time.
     """
     global _joined
@@ -63,18 +66,15 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
         return _joined
     if not (dist.is_available() and (dist.is_initialized() or launched())):
         return ALONE
-    on_gpu = device != "cpu" and torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if on_gpu:
-        if local_rank >= torch.cuda.device_count():
-            raise ValueError(
-                f"rank {os.environ['RANK']} is number {local_rank} of its machine, which has "
-                f"{torch.cuda.device_count()} GPU(s); start one process for each GPU (--nproc_per_node)"
-            )
-        torch.cuda.set_device(local_rank)
+    on_gpu = device.partition(":")[0] != "cpu" and torch.cuda.is_available()
     ours = not dist.is_initialized()
     rank = int(os.environ["RANK"]) if ours else dist.get_rank()
     size = int(os.environ["WORLD_SIZE"]) if ours else dist.get_world_size()
+    if not ours:
+        check_group([kind.type for kind in dist.group.WORLD._device_types], "cuda" if on_gpu else "cpu")
+    gpu = own_gpu(device, rank, size) if on_gpu else None
+    if on_gpu:
+        torch.cuda.set_device(gpu)
     early_notes().enter("the start")
     keeps = rank == 0 and not _kept_by_launcher()
     try:
@@ -85,8 +85,11 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
         told = str(error).splitlines()[0]
         raise RankLost(f"rank {rank} stops while it waits for all {size} ranks to start: {told}", True) from error
     attempt = f"fastgrpo/{meet(dist.PrefixStore('fastgrpo', store), rank, size, timeout)}"
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     ranks = Ranks(rank, size, local_rank, store=dist.PrefixStore(attempt, connect(timeout) if ours else store))
     waits = timedelta(seconds=timeout)
+    if on_gpu:
+        claim_gpu(ranks.store, str(torch.cuda.get_device_properties(gpu).uuid), rank)
     with ranks.waiting("all ranks to connect"):
         if ours:
             dist.init_process_group(
@@ -95,11 +98,15 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
                 rank=rank,
                 world_size=size,
                 timeout=waits,
-                device_id=torch.device("cuda", local_rank) if on_gpu else None,
+                device_id=torch.device("cuda", gpu) if on_gpu else None,
             )
-            atexit.register(_leave)
         # What the ranks tell each other lies on the host, whatever the backend of the tensors is.
         ranks.group = dist.new_group(backend="gloo", timeout=waits)
+    atexit.register(_leave, ranks, ours)
+    if size > 1 and on_gpu:
+        watch(ranks)
+    if not ranks.lead:
+        logging.getLogger("fastgrpo").setLevel(logging.ERROR)  # rank 0 warns for all
     install(ranks)
     _joined = ranks
     return ranks
@@ -196,8 +203,10 @@ def _kept_by_launcher():
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _leave():
-    """Leave the process group at the end of the process, as torch asks for."""
+def _leave(ranks, ours):
+    """Leave the others at the end of the process, and the process group, if it is ours, as torch asks for."""
+    if not left():
+        ranks.notes.leave()
     # With NCCL, an end after an error would wait for ranks that do not come.
-    if dist.is_initialized() and not (left() and torch.cuda.is_available()):
+    if ours and dist.is_initialized() and not (left() and torch.cuda.is_available()):
         dist.destroy_process_group()

@@ -22,6 +22,18 @@ _PAUSE = 0.05  # seconds between two looks at the store
 Read = TypeVar("Read")
 
 
+def in_a_line(error: BaseException) -> str:
+    """Return an error as other ranks show it.
+
+    Args:
+        error: The error.
+
+    Returns:
+        Its type and the first line of its text.
+    """
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 @dataclass(frozen=True)
 class Place:
     """What one rank noted.
@@ -32,6 +44,7 @@ class Place:
         failed: Its own error in a line; None where it had none.
         lost: Whether it noticed itself that another rank was missing.
         dead: Whether its process is known to have ended, as one of this machine can be.
+        here: Whether it is a rank of this machine.
     """
 
     count: int
@@ -39,6 +52,7 @@ class Place:
     failed: str | None
     lost: bool
     dead: bool
+    here: bool
 
 
 class Notes:
@@ -53,7 +67,8 @@ class Notes:
     def __init__(self, store: "dist.Store | None", rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
         self.count = 0  # exchanges that this rank has begun
-        self._process = [socket.gethostname(), os.getpid()]
+        self._failed = False  # whether an error is noted
+        self.process = [_machine(), os.getpid()]
 
     def apart(self, name: str) -> "Notes":
         """Return notes of another thread of this rank, which begins exchanges of its own.
@@ -68,13 +83,16 @@ class Notes:
         return Notes(store, self.rank, self.size)
 
     def enter(self, what: str) -> None:
-        """Note that this rank begins an exchange.
+        """Note that this rank begins an exchange. An error that was noted before has not ended this rank, so it goes.
 
         Args:
             what: What the exchange is for.
         """
+        if self._failed:
+            self._failed = False
+            self._change("failed", lambda store, key: store.delete_key(key))
         self.count += 1
-        self._set("place", json.dumps([self.count, what, *self._process]))
+        self._set("place", json.dumps([self.count, what, *self.process]))
 
     def fail(self, text: str) -> None:
         """Note that this rank has failed.
@@ -82,21 +100,58 @@ class Notes:
         Args:
             text: The error in a line.
         """
+        self._failed = True
         self._set("failed", text)
 
     def lose(self) -> None:
         """Note that this rank misses another one."""
         self._set("lost", "1")
 
+    def leave(self) -> None:
+        """Note that this rank ends without an error."""
+        self._set("left", "1")
+
+    def end_all(self, cause: str) -> None:
+        """Note that the run cannot go on. What the first rank noted stays, as the rest follows from it.
+
+        Args:
+            cause: What became of which rank.
+        """
+        self._change("end", lambda store, _: store.compare_set("end", "", cause))
+
+    def end_of_all(self, beside: dict[int, int]) -> str | None:
+        """Tell whether the run cannot go on, by a look at one key of the store and at processes of this machine.
+
+        Args:
+            beside: The ranks of this machine, each with the number of its process.
+
+        Returns:
+            The cause as `end_all` takes it; None where nothing is known.
+
+        Raises:
+            RuntimeError: The store is gone.
+        """
+        for rank, process in beside.items():
+            if _has_ended(process) and self._get(f"left/{rank}") is None:
+                self.end_all(fate(rank, self._read(rank)))
+        return self._get("end")
+
     def _set(self, name, text):
+        self._change(name, lambda store, key: store.set(key, text))
+
+    def _change(self, name, change):
+        """Change the note of this rank that has a name, unless the store is gone."""
         if self._store is not None:
             try:
-                self._store.set(f"{name}/{self.rank}", text)
+                change(self._store, f"{name}/{self.rank}")
             except RuntimeError:  # dist.DistNetworkError and its kin are RuntimeErrors
                 self._store = None
 
-    def missing(self) -> dict[int, Place] | None:
+    def missing(self, late: bool = False) -> dict[int, Place] | None:
         """Find the ranks that are to blame where an exchange failed. Waits until they are known, or `PATIENCE` seconds.
+
+        Args:
+            late: Whether the time for the exchange is up, so that a rank may be alive without answering.
 
         Returns:
             The ranks that failed by themselves; where there are none, those that died; where none is known to be dead,
@@ -114,7 +169,9 @@ class Notes:
                 if named:
                     return named, True
             behind = {rank: place for rank, place in silent.items() if place.count < self.count}
-            return behind or silent, len(silent) <= 1
+            # The connections of a process are closed a little before it has ended.
+            ending = not late and any(place.here for place in silent.values())
+            return behind or silent, len(silent) <= 1 and not ending
 
         return self._watch(known)
 
@@ -162,10 +219,38 @@ class Notes:
     def _read(self, rank):
         place, failed, lost = (self._get(f"{name}/{rank}") for name in ("place", "failed", "lost"))
         count, what, host, pid = json.loads(place) if place else (0, "the start", None, 0)
-        return Place(count, what, failed, lost is not None, host == self._process[0] and _has_ended(pid))
+        here = host == self.process[0]
+        return Place(count, what, failed, lost is not None, here and _has_ended(pid), here)
 
     def _get(self, key):
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        store = self._store
+        if store is None:
+            raise RuntimeError("the store is gone")
+        return store.get(key).decode() if store.check([key]) else None
+
+
+def fate(rank: int, place: Place, late: bool = False) -> str:
+    """Say what became of a rank that did not come to an exchange.
+
+    Args:
+        rank: The rank.
+        place: What it noted.
+        late: Whether the time for the exchange is up.
+
+    Returns:
+        A clause.
+    """
+    if place.failed is not None:
+        return f"rank {rank} failed: {place.failed}"
+    how = "died" if place.dead else "did not come in time" if late else "does not answer"
+    return f"rank {rank} {how}; it was last at {place.what}"
+
+
+def _machine():
+    """Name what the numbers of processes belong to: containers of a machine may have numbers of their own."""
+    with suppress(OSError):  # Linux alone has the file
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def _has_ended(pid):

@@ -162,11 +162,13 @@ class GRPOUpdate:
             with self.updater.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
                 metrics = self.reference.measure(teaching, self.scoring, self.ranks)
                 if not self.objective.full_kl:
+                    self.dealer.meet("the passes")
                     for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):
                         samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
         if any(kept[1:]):
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
             with self.updater.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
+                self.dealer.meet("the passes")
                 scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
             for i, logps in zip(mine, scored, strict=True):
                 samples[i] = dataclasses.replace(samples[i], old_logps=logps)

@@ -97,10 +97,11 @@ class MasterAdamW:
         """
         if ranks.size == 1:
             return loss
-        masters = [] if self.sharded else self.masters
-        mine = [master.grad is not None for master in masters]
-        used = map(any, zip(*ranks.gather(mine, "which weights have gradients"), strict=True))
-        whole = [master for master, has_gradient in zip(masters, used, strict=True) if has_gradient]
+        whole = []
+        if not self.sharded:
+            mine = [master.grad is not None for master in self.masters]
+            used = map(any, zip(*ranks.gather(mine, "which weights have gradients"), strict=True))
+            whole = [master for master, has_gradient in zip(self.masters, used, strict=True) if has_gradient]
         for master in whole:
             if master.grad is None:
                 master.grad = torch.zeros_like(master)

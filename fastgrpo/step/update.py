@@ -89,6 +89,7 @@ class Updater:
         """
         total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
         with self.ranks.waiting("an update"):
+            self.dealer.meet("the passes")
             for indices in self.dealer.passes(samples, self.dealer.shares(samples)):
                 batch = Batch.pack([samples[i] for i in indices], device, share_prompt) if indices else None
                 compute = partial(loss_fn, indices, batch) if indices else idle_fn or self.policy.idle_loss

@@ -241,7 +241,7 @@ class Trainer(ABC):
                 nobody reads the output any more, with 141.
         """
         with StopSignals(self.ranks) as stop, self.log:
-            with self.checkpoints:
+            with self.checkpoints, self.ranks.failing():
                 stopped_after = self._run(stop)
             if stopped_after is None:
                 self.log.close_bar()
@@ -249,7 +249,7 @@ class Trainer(ABC):
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
         self.log.say(f"stopped after step {stopped_after}; continue with {how}")
         # The first rank that leaves makes torchrun end the others, which may be writing still.
-        self.ranks.any(False, "the end of the others")
+        self.ranks.meet("the end of the others")
         stop.leave()
 
     def _run(self, stop):

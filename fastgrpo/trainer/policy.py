@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.config.command import quiet_libraries
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.policy.load import policy_and_tokenizer
 from fastgrpo.policy.lora import add_lora, refuse_adapters
@@ -63,8 +62,6 @@ def make_policy(
     Raises:
         ValueError: The model cannot be used, does not fit the device, or is another one on another rank.
     """
-    if not ranks.lead:
-        quiet_libraries()  # what libraries have to say, rank 0 says
     if args.parallel == "fsdp2" and ranks.group is None:
         raise ValueError(
             "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "

@@ -133,6 +133,16 @@ def test_sigint_is_no_mistake():
     assert command.run_command(raising(KeyboardInterrupt()), []) == 130
 
 
+@pytest.mark.parametrize("lacking, several", [(None, True), ("RANK", False), ("MASTER_ADDR", False)])
+def test_some_variables_of_a_launcher_are_no_launcher(monkeypatch, lacking, several):
+    """Batch systems and shells may leave a WORLD_SIZE behind."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value) if name != lacking else monkeypatch.delenv(name, raising=False)
+    assert command.several_processes() is several
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not command.several_processes()
+
+
 def test_advice_that_nobody_can_act_on_is_silent(tmp_path, monkeypatch):
     tiny.save(tmp_path)
     before, bars = advice.get_verbosity(), advice.is_progress_bar_enabled()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tiny
-from ranks import forked
+from ranks import LIMIT, forked
 
 SMALL = {"max_tokens_per_microbatch": 30}  # each rank has 2 groups of about 26 tokens, so that it makes 2 passes
 CASES = {
@@ -24,7 +24,7 @@ SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
 def counts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counted")
     model = tiny.save(folder / "model")
-    codes, (lead, other) = forked("counted_ranks.py", folder, model, json.dumps(CASES))("ranks")
+    codes, (lead, other) = forked("counted_ranks.py", folder, model, json.dumps(CASES), limit=3 * LIMIT)("counted")
     assert codes == [0, 0], lead + other
     for case in CASES.values():
         assert f"2 processes share the run by {case['parallel']} (as parallel says)" in lead

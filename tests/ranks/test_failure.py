@@ -37,6 +37,7 @@ def test_an_error_of_its_own(error_file, capsys):
     assert capsys.readouterr().err == "error on rank 0: no such model: x\nsecond line\n" and failure.left()
     assert error_file() == ("ValueError: no such model: x", "no such model: x\nsecond line", 1000)
     assert failed.store.get("failed/0") == b"ValueError: no such model: x"
+    assert failed.store.get("end") == b"rank 0 failed: ValueError: no such model: x"
 
 
 @pytest.mark.parametrize("hung, later", [(False, CONSEQUENCE), (True, 0)])

@@ -88,14 +88,56 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize("kind, calls", [(OnGPU, ["barrier", "all_reduce"]), (torch.Tensor, ["all_reduce"])])
-def test_ranks_with_gpus_meet_on_the_host_before_they_add_up(kind, calls, monkeypatch):
-    made = []
-    monkeypatch.setattr(dist, "barrier", lambda group: made.append("barrier"))
-    monkeypatch.setattr(dist, "all_reduce", lambda flat: made.append("all_reduce"))
-    two_ranks().sum([torch.ones(3).as_subclass(kind)], "the gradients")
-    two_ranks().sum([], "nothing")
-    assert made == calls
+@pytest.fixture
+def sent(monkeypatch):
+    """The tensors that collectives are given, with their groups. What is sent is doubled, as by two equal ranks."""
+    given = []
+
+    def collective(tensor, *_, group, **__):
+        given.append((tensor, group))
+        tensor.mul_(2)
+
+    monkeypatch.setattr(dist, "all_reduce", collective)
+    monkeypatch.setattr(dist, "broadcast", collective)
+    return given
+
+
+@pytest.mark.parametrize("kind, group", [(OnGPU, None), (torch.Tensor, "of the host")])
+def test_tensors_on_the_host_go_by_a_group_that_can_send_them(kind, group, sent):
+    """The default group may have been made by a script, for GPUs alone."""
+    ranks = Ranks(0, 2, group="of the host", store=dist.HashStore())
+    ranks.sum([torch.ones(3).as_subclass(kind), torch.ones(2).as_subclass(kind)], "the gradients")
+    ranks.share([torch.ones(3).as_subclass(kind)], "the weights")
+    assert [of for _, of in sent] == [group, "of the host", group]  # before the weights the ranks meet
+    ranks.sum([], "nothing")
+    assert len(sent) == 3
+
+
+def test_small_tensors_are_added_up_as_one_and_a_large_one_without_a_copy(sent, monkeypatch):
+    monkeypatch.setattr("fastgrpo.ranks.group.BUCKET", 16)
+    small, large, strided = [torch.ones(2), torch.ones(1)], torch.ones(9), torch.ones(3, 2).T
+    two_ranks().sum([*small, large, strided], "the gradients")
+    assert [tensor.numel() for tensor, _ in sent] == [3, 9, 6]
+    assert sent[1][0] is large and sent[2][0] is not strided
+    assert all((tensor == 2).all() for tensor in (*small, large, strided))
+
+
+def test_what_is_shared_is_sent_contiguous(sent):
+    weight = torch.arange(6.0).view(2, 3).T
+    Ranks(0, 2, group="of the host", store=dist.HashStore()).share([weight], "the weights")
+    assert sent[-1][0].is_contiguous() and weight.tolist() == [[0, 6], [2, 8], [4, 10]]
+
+
+def test_a_failure_is_noted_at_once_and_a_lost_rank_is_none():
+    ranks = two_ranks()
+    with pytest.raises(RankLost), ranks.failing():
+        raise RankLost("rank 0 stops")
+    assert not ranks.store.check(["failed/0"])
+    with pytest.raises(KeyError), ranks.failing():
+        raise KeyError("a bug")
+    assert ranks.store.get("failed/0") == b"KeyError: 'a bug'" and not ranks.store.check(["end"])
+    with pytest.raises(KeyError), ALONE.failing():
+        raise KeyError("a bug")
 
 
 def test_the_first_sigterm_after_a_loss_passes():

@@ -37,7 +37,7 @@ def test_then_a_rank_whose_process_has_ended(impatient):
     if pid == 0:
         os._exit(0)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked for its exit code
-    third._process[1] = pid
+    third.process[1] = pid
     third.enter("the gradients")
     for _ in range(2):
         assert list(first.missing()) == [2] and first.missing()[2].dead and first.missing()[2].what == "the gradients"
@@ -98,3 +98,45 @@ def test_the_place_is_that_of_the_last_exchange():
     alone.enter("the gradients")
     assert json.loads(store.get("place/0"))[:2] == [2, "the gradients"]
     Notes(None, 0, 1).enter("anything")
+
+
+def test_an_error_that_did_not_end_a_rank_is_forgotten(impatient):
+    first, second = some(2)
+    second.fail("no such model")
+    assert first.missing()[1].failed == "no such model"
+    second.enter("the rewards of another run")
+    assert first.missing()[1].failed is None
+
+
+def test_the_run_ends_for_the_first_cause_that_was_noted():
+    first, second = some(2)
+    assert first.end_of_all({}) is None
+    second.end_all("rank 1 failed: no such model")
+    first.end_all("rank 0 failed: another")
+    assert first.end_of_all({}) == second.end_of_all({}) == "rank 1 failed: no such model"
+    with pytest.raises(RuntimeError, match="the store is gone"):
+        Notes(None, 0, 2).end_of_all({})
+
+
+def test_a_process_that_ended_without_leaving_ends_the_run():
+    first, second, third = some(3)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    second.leave()
+    assert first.end_of_all({1: pid}) is None  # it had nothing left to do
+    third.process[1] = pid
+    third.enter("the gradients")
+    assert first.end_of_all({1: pid, 2: pid}) == "rank 2 died; it was last at the gradients"
+    assert second.end_of_all({}) == "rank 2 died; it was last at the gradients"  # also on another machine
+
+
+def test_a_process_that_is_about_to_end_is_waited_for(monkeypatch):
+    """Who waits in vain may know of it a moment before the process has ended."""
+    first, second = some(2)
+    second.enter("the rewards")
+    ended = iter([False, False, True])
+    monkeypatch.setattr(notes, "_has_ended", lambda pid: next(ended))
+    assert not first.missing(late=True)[1].dead  # it may be alive
+    assert first.missing()[1].dead

@@ -3,17 +3,18 @@
     python counted_ranks.py FOLDER MODEL CASES      forks two ranks; CASES is JSON: the settings of each run by its name
 
 Every collective of torch.distributed goes through torch's dispatcher, which tells its tensors and its process group.
-Those of the ranks' host group carry objects; the others carry tensors.
+Those of the ranks' host group carry objects and flags, as integers, or floating-point tensors of a CPU. The others
+carry tensors.
 """
 
+import functools
 import json
 import sys
 from collections import Counter, defaultdict
-from functools import partial
 from pathlib import Path
 
+import ranks as support
 import torch
-from ranks import fork
 from runs import PROMPTS
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,10 +46,11 @@ class Counted(TorchDispatchMode):
 
     def _note(self, function, args):
         (group,) = (ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-        if group.group_name == self.host_group:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        if group.group_name == self.host_group and not any(map(torch.is_floating_point, tensors)):
             self.host[self.places[-1]] += 1
             return
-        largest = max(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        largest = max(tensor.nbytes for tensor in tensors)
         self.sent[self.places[-1]].append([function.__name__.partition(".")[0].strip("_"), largest])
 
     def at(self, owner, method, place):
@@ -93,7 +95,7 @@ def main(out, model, cases):
         for owner, method, place in places:
             setattr(owner, method, methods[place])
             counted.at(owner, method, place)
-        config = GRPOConfig(output_dir=str(Path(out).parent / name), **SETTINGS, **settings)
+        config = GRPOConfig(output_dir=str(out.parent / name), **SETTINGS, **settings)
         trainer = GRPOTrainer(model, spread, config, PROMPTS)
         counted.host_group = trainer.ranks.group.group_name
         trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
@@ -106,9 +108,10 @@ def main(out, model, cases):
         told["planned"] = {part.name: part.bytes for part in trainer.plan.parts}
         counts[name] = told | {"trained": sum(trained), "units": units}
     if trainer.ranks.lead:
-        Path(out).write_text(json.dumps(counts))
+        out.write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":
     folder, model, cases = sys.argv[1:]
-    fork({"ranks": partial(main, f"{folder}/counts.json", model, cases)}, folder, count=2)
+    body = functools.partial(main, Path(folder) / "counts.json", model, cases)
+    support.fork({"counted": body}, folder, 2, limit=2 * support.LIMIT)
