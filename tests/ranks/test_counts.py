@@ -17,6 +17,7 @@ CASES = {
     "fsdp2-small": {"parallel": "fsdp2", **SMALL},
     "fsdp2-kept": {"parallel": "fsdp2", "fsdp_reshard_after_forward": False, **SMALL},
     "fsdp2-lora": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4},
+    "fsdp2-lora-kl": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4, "beta": 0.1, "kl": "full"},
 }
 FP32 = 4  # bytes of a number
 SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
