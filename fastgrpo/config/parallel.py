@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fastgrpo.config.fields import Interval, When, documented, setting
 
-SHARDED = When("parallel is auto or fsdp2", lambda settings: settings.parallel in ("auto", "fsdp2"))
+SHARDED = When("parallel is fsdp2", lambda settings: settings.parallel == "fsdp2")
 
 
 @documented

@@ -129,6 +129,25 @@ class Sample:
         return len(self.prompt_ids) + len(self.completion_ids)
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one step did.
+
+    Attributes:
+        values: Its metrics by name.
+        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
+        rows: How many rows of the training data it took.
+        tokens: Completion tokens that it drew or learned.
+        all_tokens: Tokens of prompts and completions, those of what was dropped too.
+    """
+
+    values: dict[str, float]
+    norms: list[float]
+    rows: int
+    tokens: int
+    all_tokens: int
+
+
 @dataclass
 class TrainerState:
     """How far a run has come. Reward functions get it as `trainer_state`.

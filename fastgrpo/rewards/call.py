@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -132,7 +132,11 @@ class Rewards:
         self.on_error = on_error
 
     def __call__(
-        self, completions: Sequence[Completion], trainer_state: TrainerState | None = None, allow_none: bool = False
+        self,
+        completions: Sequence[Completion],
+        trainer_state: TrainerState | None = None,
+        allow_none: bool = False,
+        columns: Iterable[str] = (),
     ) -> Judged:
         """Judge completions.
 
@@ -140,6 +144,7 @@ class Rewards:
             completions: S completions.
             trainer_state: How far the run is, which is passed to the functions.
             allow_none: Whether it is allowed that no completion gets any reward.
+            columns: Names of columns that the functions get in any case: None for each completion whose row has none.
 
         Returns:
             The completions with their rewards, and what was counted and logged.
@@ -151,7 +156,7 @@ class Rewards:
         count = len(completions)
         notes = [Notes(count) for _ in self.functions]
         calls = [
-            partial(_call, function, completions, trainer_state, own)
+            partial(_call, function, completions, trainer_state, own, columns)
             for function, own in zip(self.functions, notes, strict=True)
         ]
         results = awaited([attempt(call) for call in calls])
@@ -270,9 +275,9 @@ def _names(functions):
     return names
 
 
-def _call(function, completions, trainer_state, notes):
+def _call(function, completions, trainer_state, notes, columns):
     """Call a function with copies made for it alone."""
-    names = dict.fromkeys(name for completion in completions for name in completion.prompt.columns)
+    names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.prompt.columns)])
     columns = {name: [copied(completion.prompt.columns.get(name)) for completion in completions] for name in names}
     return function(
         **columns

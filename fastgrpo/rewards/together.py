@@ -48,7 +48,8 @@ def judge_together(
     completions = [to_completion(prompts[i], rollout, tokenizer) for i, group in drawn.items() for rollout in group]
     judged = Judged([], Counter(), {})
     if completions:
-        judged = rewards(completions, trainer_state, allow_none=allow_none or ranks.size > 1)
+        columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of the other ranks too
+        judged = rewards(completions, trainer_state, allow_none or ranks.size > 1, columns)
     if ranks.size == 1:
         return judged
     mine = _pack(judged, {i: len(group) for i, group in drawn.items()})

@@ -7,8 +7,29 @@ from typing import Any
 
 import torch
 
+from fastgrpo.ranks import Ranks
+
 BLOCK = 4096  # numbers that are added up before they are hashed
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refuse_differences(ranks: Ranks, **values: Any) -> None:
+    """Refuse a run whose ranks read different things. All ranks call this together.
+
+    Args:
+        ranks: The ranks.
+        values: What must be the same on all ranks, by what the error calls it; an underscore stands for a space.
+
+    Raises:
+        ValueError: A value is another one on another rank; both are named.
+    """
+    for rank, theirs in enumerate(ranks.gather(values, "what each rank reads")):
+        for name, value in values.items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"{name.replace('_', ' ')}: rank {rank} has others than rank {ranks.rank}; let all ranks, on all "
+                    "machines, read the same files and rows in the same order"
+                )
 
 
 def digest_of_rows(rows: Iterable[dict]) -> str:

@@ -30,6 +30,7 @@ from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.step.measure import length_metrics, reward_metrics
 
@@ -170,21 +171,29 @@ class ExperienceMaker:
         prompts = [to_prompt(row, self.tokenizer) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
         seed = self.args.seed * 1_000_003 + state.global_step + batch * BATCH_STRIDE
-        own = {i: prompts[i].ids for i in range(self.ranks.rank, taken, self.ranks.size)}
-        wanted = len(range(self.ranks.rank, count, self.ranks.size))
-        with self.timer.stage("rollout"), self.engine.policy.gather():
-            sampling = dataclasses.replace(self.sampling, seed=seed)
-            groups, lost = first_finished(self.engine, own, self.args.num_generations, sampling, wanted)
-        with self.timer.stage("reward"):
-            judged = judge_together(
-                self.rewards, groups, prompts, self.tokenizer, state, ranks=self.ranks, allow_none=batch > 0
-            )
-        told = self.engine.metrics() if wanted else {}, lost, hash(tuple(tuple(prompt.ids) for prompt in prompts))
-        live, lost, taken_by = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
-        if len({*taken_by}) > 1:
+        # Each batch begins at another rank, so that the few prompts of refills do not all fall to the same one.
+        mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
+        wanted = sum(i < count for i in mine)
+        with self.timer.stage("rollout"):
+            with self.engine.policy.gather():
+                groups, lost = first_finished(
+                    self.engine,
+                    {i: prompts[i].ids for i in mine},
+                    self.args.num_generations,
+                    dataclasses.replace(self.sampling, seed=seed),
+                    wanted,
+                )
+            # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
+            told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows)
+            live, lost, digests = zip(*self.ranks.gather(told, "what the rollouts measured"), strict=True)
+        if len({*digests}) > 1:
             raise ValueError(
                 f"the source of training rows ({type(self.source).__name__}) gave other rows on other ranks; its rows "
                 "must follow from its state and from the settings alone"
+            )
+        with self.timer.stage("reward"):
+            judged = judge_together(
+                self.rewards, groups, prompts, self.tokenizer, state, ranks=self.ranks, allow_none=batch > 0
             )
         completions = self.with_advantages(judged.completions)
         return Draw(completions, judged.errors, judged.logged, _means(list(filter(None, live))), taken, sum(lost))

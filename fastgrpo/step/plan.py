@@ -139,7 +139,7 @@ def _other_ways(config, split, of):
         if not split.reshard:
             ways["--fsdp_reshard_after_forward True"] = of(split._replace(reshard=True))
         if not split.offload:
-            ways["--fsdp_cpu_offload True"] = of(split._replace(offload=True))
+            ways["--parallel fsdp2 --fsdp_cpu_offload True"] = of(split._replace(offload=True))
         if split.graphs:
             ways["--rollout_enforce_eager True"] = of(split._replace(graphs=False))
     elif split.ranks > 1:

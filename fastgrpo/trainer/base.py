@@ -5,14 +5,13 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.data.records import Stateful, TrainerState
+from fastgrpo.data.records import Stateful, Step, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.evaluation.heldout import evaluate, progress_bar
@@ -26,7 +25,7 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.curves import Panel, conclude, table
-from fastgrpo.run.digest import digest_of_rows
+from fastgrpo.run.digest import digest_of_rows, refuse_differences
 from fastgrpo.run.followed import open_log
 from fastgrpo.run.health import Watch
 from fastgrpo.run.host_copies import HostCopies
@@ -40,25 +39,6 @@ from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 from fastgrpo.trainer.policy import make_policy
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did.
-
-    Attributes:
-        values: Its metrics by name.
-        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
-        rows: How many rows of the training data it took.
-        tokens: Completion tokens that it drew or learned.
-        all_tokens: Tokens of prompts and completions, those of what was dropped too.
-    """
-
-    values: dict[str, float]
-    norms: list[float]
-    rows: int
-    tokens: int
-    all_tokens: int
 
 
 class Trainer(ABC):
@@ -110,6 +90,8 @@ class Trainer(ABC):
         self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
+        held_out, rows = digest_of_rows(self.eval_rows or ()), (self.digests["data"], len(self.source))
+        refuse_differences(self.ranks, training_rows=rows, held_out_rows=held_out)
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
         self.sampling = SamplingParams(

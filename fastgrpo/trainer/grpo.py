@@ -8,7 +8,7 @@ from typing import ClassVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Completion, Stateful
+from fastgrpo.data.records import Completion, Stateful, Step
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import ALONE, Ranks
@@ -19,7 +19,7 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
 from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.measure import sample_rows
-from fastgrpo.trainer.base import Step, Trainer
+from fastgrpo.trainer.base import Trainer
 
 
 class GRPOTrainer(Trainer):

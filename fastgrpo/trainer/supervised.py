@@ -8,13 +8,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.examples import is_example, to_examples
+from fastgrpo.data.records import Step
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.run.curves import SUPERVISED_PANELS, Panel
 from fastgrpo.run.log import RunLog
 from fastgrpo.step.supervised import learn, mean_loss
-from fastgrpo.trainer.base import Step, Trainer
+from fastgrpo.trainer.base import Trainer
 
 
 class SFTTrainer(Trainer):

@@ -37,7 +37,7 @@ CONDITIONS = {
     "beta is above 0": ({"beta": 0.1}, {}),
     "sync_ref_model is True": ({"beta": 0.1, "sync_ref_model": True}, {}),
     "rollout_backend is fast": ({}, {"rollout_backend": "hf"}),
-    "parallel is auto or fsdp2": ({"parallel": "fsdp2"}, {"parallel": "ddp"}),
+    "parallel is fsdp2": ({"parallel": "fsdp2"}, {"parallel": "ddp"}),
     "eval_num_generations is above 0": ({"eval_num_generations": 4}, {}),
 }
 

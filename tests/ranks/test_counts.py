@@ -4,10 +4,8 @@ import json
 
 import pytest
 import tiny
-from gathered import run_ranks
-from paths import ROOT
+from ranks import forked
 
-SCRIPT = ROOT / "tests" / "support" / "counted_ranks.py"
 SMALL = {"max_tokens_per_microbatch": 30}  # each rank has 2 groups of about 26 tokens, so that it makes 2 passes
 CASES = {
     "ddp": {"parallel": "ddp"},
@@ -27,8 +25,8 @@ SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
 def counts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counted")
     model = tiny.save(folder / "model")
-    (code, lead), (other_code, other) = run_ranks(SCRIPT, 2, folder / "counts.json", model, json.dumps(CASES))
-    assert code == other_code == 0, lead + other
+    codes, (lead, other) = forked("counted_ranks.py", folder, model, json.dumps(CASES))("ranks")
+    assert codes == [0, 0], lead + other
     for case in CASES.values():
         assert f"2 processes share the run by {case['parallel']} (as parallel says)" in lead
     assert "share the run" not in other

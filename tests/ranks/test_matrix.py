@@ -10,12 +10,7 @@ from ranks import LIMIT, forked
 GRADIENT, METRIC, DRIFT = 1e-6, 1e-6, 1e-7
 
 
-@functools.cache
-def truth(key):
-    """One rank, one micro-batch."""
-    loss_type, beta, samples, knobs = key
-    case = next(c for c in cases("whole") if c.truth == key)
-    return trajectory(type(case)(loss_type, beta, samples, knobs=knobs))
+truth = functools.cache(trajectory)  # of one rank, with one micro-batch an update
 
 
 def compared(results):

@@ -10,7 +10,9 @@ from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.together import judge_together
 
-PROMPTS = [to_prompt({"prompt": text, "answer": text.upper()}, tiny.tokenizer()) for text in ("ab", "c", "hello")]
+ROWS = [{"prompt": text, "answer": text.upper()} for text in ("ab", "c", "hello")]
+ROWS[2]["hint"] = "greet"  # a column of one row alone
+PROMPTS = [to_prompt(row, tiny.tokenizer()) for row in ROWS]
 
 
 class Recorded(Ranks):
@@ -37,7 +39,8 @@ def drawn(indices, filtered):
     }
 
 
-def length(completions, log_metric, log_extra, answer, **_):
+def length(completions, log_metric, log_extra, answer, hint, **_):
+    assert len(hint) == len(completions)
     log_metric("seen", len(completions))
     log_extra("letters", [len(text) for text in completions])
     return [len(text) / 4 + len(a) for text, a in zip(completions, answer, strict=True)]

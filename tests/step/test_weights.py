@@ -112,7 +112,7 @@ def test_the_shards_of_7b_on_8_devices(planned):
     assert held["unsharded gradients"] == 4 * 1_089_998_336  # embedding and head are more than two layers
     by_name = {part.name: part for part in made.parts}
     assert by_name["whole weights"].times == ("draw",) and by_name["head's gradient"].times == ("head", "layers")
-    kept = sizes(planned("7B", 8, beta=0.04, fsdp_reshard_after_forward=False))
+    kept = sizes(planned("7B", 8, parallel="fsdp2", beta=0.04, fsdp_reshard_after_forward=False))
     assert kept["gathered layers"] == 15_231_233_024
     assert {n: s for n, s in kept.items() if s != held[n]}.keys() <= {
         "gathered layers",
@@ -133,7 +133,10 @@ def test_the_full_kl_has_the_reference_beside_the_policy(planned):
 
 
 def test_offloaded_shards_lie_in_host_memory(planned):
-    held, parts = sizes(planned("7B", 8, fsdp_cpu_offload=True)), planned("7B", 8, fsdp_cpu_offload=True).parts
+    held, parts = (
+        sizes(planned("7B", 8, parallel="fsdp2", fsdp_cpu_offload=True)),
+        planned("7B", 8, parallel="fsdp2", fsdp_cpu_offload=True).parts,
+    )
     assert held["policy"] == held["gradients"] == held["optimizer"] == 0 < held["whole weights"]
     assert next(part for part in parts if part.name == "gradients").how.startswith("3,807,808,256 bytes of host memory")
 
@@ -186,9 +189,12 @@ def test_remedies_name_what_helps(planned):
     with pytest.raises(ValueError, match=r"each of 8 processes needs .*: whole weights 61.03 GiB") as error:
         planned("32B", 8).check()
     flags = str(error.value).splitlines()[1]
-    assert "--fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags and "on 64 devices" in flags
+    assert (
+        "--parallel fsdp2 --fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags
+        and "on 64 devices" in flags
+    )
     with pytest.raises(ValueError, match="--fsdp_reshard_after_forward True saves"):
-        planned("7B", 8, room=32 * GIB, fsdp_reshard_after_forward=False).check()
+        planned("7B", 8, room=32 * GIB, parallel="fsdp2", fsdp_reshard_after_forward=False).check()
 
 
 def test_whole_weights_that_no_device_holds(planned):

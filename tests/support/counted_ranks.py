@@ -1,6 +1,6 @@
 """Small runs on several ranks that count what a step sends; rank 0 writes the counts to a file.
 
-python counted_ranks.py FILE MODEL CASES      as one of several ranks, see gathered.py; CASES: name -> settings, as JSON
+    python counted_ranks.py FOLDER MODEL CASES      forks two ranks; CASES is JSON: the settings of each run by its name
 
 Every collective of torch.distributed goes through torch's dispatcher, which tells its tensors and its process group.
 Those of the ranks' host group carry objects; the others carry tensors.
@@ -9,9 +9,11 @@ Those of the ranks' host group carry objects; the others carry tensors.
 import json
 import sys
 from collections import Counter, defaultdict
+from functools import partial
 from pathlib import Path
 
 import torch
+from ranks import fork
 from runs import PROMPTS
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,4 +110,5 @@ def main(out, model, cases):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    folder, model, cases = sys.argv[1:]
+    fork({"ranks": partial(main, f"{folder}/counts.json", model, cases)}, folder, count=2)

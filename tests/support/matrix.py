@@ -1,8 +1,9 @@
 """Trajectories of three updates, each computed by all ranks in one of many ways; rank 0 writes them to a file.
 
-python matrix.py FILE SIZE      as one of several ranks (see gathered.py), SIZE is "small" or "whole"
+python matrix.py FOLDER SIZE COUNT LIMIT      forks COUNT ranks; SIZE is "small" or "whole", LIMIT is in seconds
 """
 
+import dataclasses
 import functools
 import itertools
 import random
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastgrpo.data.records import Sample
 from fastgrpo.loss import Objective
+from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.policy.shard import shard
@@ -41,6 +43,8 @@ class Case:
         parallel: ddp or fsdp2.
         budget: Tokens of a micro-batch.
         knobs: Further knobs of the objective, as pairs.
+        minibatches: How many updates a pass over the samples makes.
+        lora: Whether adapters are trained.
     """
 
     loss_type: str
@@ -49,11 +53,13 @@ class Case:
     parallel: str = "ddp"
     budget: int = WHOLE
     knobs: tuple = ()
+    minibatches: int = 1
+    lora: bool = False
 
     @property
     def truth(self):
-        """What decides the trajectory: everything but how it is computed."""
-        return self.loss_type, self.beta, self.samples, self.knobs
+        """The same trajectory in one pass."""
+        return dataclasses.replace(self, parallel="ddp", budget=WHOLE)
 
 
 def group(rng, prompt, lengths, advantages, **more):
@@ -112,6 +118,8 @@ def cases(size, count=2):
             Case("grpo", 0.0, "ragged", parallel, 60, (("entropy_coef", 0.01),)),
             Case("dapo", 0.1, "ragged", parallel, 60, (("kl", "full"),)),
             Case("grpo", 0.0, "ragged", parallel, 60, (("importance_sampling_level", "sequence"),)),
+            Case("bnpo", 0.04, "ragged", parallel, 60, minibatches=2),
+            Case("dapo", 0.04, "ragged", parallel, 60, lora=True),
         ]
     return every
 
@@ -120,9 +128,11 @@ def trajectory(case, ranks=ALONE):
     """The gradients, the weights and the metrics of three updates on one rollout.
 
     Returns:
-        A dict: `gradients` [3, W], `weights` [3, W], `metrics` a list of dicts.
+        A dict: `gradients` and `weights`, [U, W] for U updates, and `metrics`.
     """
     policy = Policy(tiny.model("llama", tie_word_embeddings=True))
+    if case.lora:
+        add_lora(policy.module, r=4, target_modules=["all-linear"])
     if case.parallel == "fsdp2" and ranks is not ALONE:
         policy = shard(policy, ranks, dtype=torch.float32)
     reference = make_reference(policy, case.beta)
@@ -142,7 +152,8 @@ def trajectory(case, ranks=ALONE):
         return norm
 
     optimizer.step = noted
-    update = GRPOUpdate(policy, reference, updater, objective, temperature=0.9, num_iterations=STEPS)
+    passes = {"updates_per_rollout": case.minibatches, "num_iterations": STEPS}
+    update = GRPOUpdate(policy, reference, updater, objective, temperature=0.9, **passes)
     metrics = update(SAMPLES[case.samples]()).metrics
     return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
 
