@@ -79,6 +79,14 @@ def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
     )
 
 
+def test_the_full_kl_with_adapters_gathers_the_layers_once_more_and_one_for_nothing(counts):
+    """The pass with the adapters off gathers each layer. Torch takes the last of them for the one to go back to."""
+    plain, full = (parts_of(counts[f"fsdp2-lora{kl}"]["sent"]["update"], "allgather_base") for kl in ("", "-kl"))
+    count, layer, root = len(counts["fsdp2-lora"]["units"]) - 1, min(plain), max(plain)
+    assert layer < root and plain == [layer] * 2 * count + [root]
+    assert full == [layer] * (3 * count + 1) + [root]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_hold_twice_what_is_planned_for_one(counts, case):
     """A plan rounds a rank's share up."""
