@@ -80,6 +80,7 @@ class Policy:
     """
 
     lockstep = False  # whether all ranks must make every forward and backward pass together, as shards need it
+    _copy = staticmethod(torch.Tensor.copy_)  # how a weight is copied into the policy's own
 
     def __init__(self, module: PreTrainedModel, own_attention: bool = False, grouped: bool | None = None):
         self.module, self.own_attention, self.grouped = module, own_attention, grouped
@@ -151,17 +152,6 @@ class Policy:
             An iterator over names and tensors.
         """
         return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
-
-    def alike(self, copy: "Policy") -> "Policy":
-        """Hold a copy of this policy as this policy is held: sharded, where this one is.
-
-        Args:
-            copy: The copy, whole; changed in place.
-
-        Returns:
-            The copy, or what holds it.
-        """
-        return copy
 
     def within(self, compute: Callable[[], Result]) -> Result:
         """Run a computation that reads the weights: states, head and loss of one micro-batch.
@@ -361,7 +351,7 @@ class Policy:
         if {name: value.shape for name, value in mine.items()} != {name: value.shape for name, value in state.items()}:
             raise ValueError("the weights are of other modules or shapes than the policy's")
         for name, value in mine.items():
-            value.copy_(state[name])
+            self._copy(value, state[name])
 
     @contextmanager
     def _checkpointing(self):

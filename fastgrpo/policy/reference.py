@@ -101,11 +101,17 @@ def frozen_copy(model: PreTrainedModel, device: str | None = None) -> PreTrained
     Returns:
         The copy.
     """
-    memo = {}
-    for parameter in model.parameters():
-        value = parameter.detach().to(device or parameter.device, copy=True)
-        memo[id(parameter)] = torch.nn.Parameter(value, requires_grad=False)
-    return copy.deepcopy(model, memo).eval()  # deepcopy takes the parameters from the memo
+    return _copy(model, lambda parameter: parameter.detach().to(device or parameter.device, copy=True))
+
+
+def _empty_copy(model):
+    """Copy a model, but not the values of its parameters. Host memory that nobody has written takes no room."""
+    return _copy(model, lambda parameter: torch.empty(parameter.shape, dtype=parameter.dtype))
+
+
+def _copy(model, value_of):
+    parameters = {id(p): torch.nn.Parameter(value_of(p), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, parameters).eval()  # deepcopy takes the parameters from its memo
 
 
 class Reference:
@@ -146,15 +152,17 @@ class Reference:
 
         Returns:
             [M, D], one state for each completion token, and the head, without gradient. Both are on the policy's device
-            and stay there as long as they are held, also the head of a copy in host memory.
+            and stay there as long as they are held, also the head of a copy in host memory. In a pass of the sharded
+            policy whose adapters are off, the head stays until that pass has gone backward.
         """
+        # A sharded head is whole as long as the outermost pass lasts.
+        passes_away = self.policy.lockstep and not self.policy.inside
         with self.ready():
-            return self.policy.within(partial(self._states, batch))
+            return self.policy.within(partial(self._states, batch, passes_away))
 
-    def _states(self, batch):
+    def _states(self, batch, passes_away):
         states, (weight, bias, softcap) = self.policy.completion_states(batch), self.policy.head
-        # A sharded head is whole as long as the pass lasts.
-        held = [t if t is None else t.clone() if self.policy.lockstep else t.detach() for t in (weight, bias)]
+        held = [t if t is None else t.clone() if passes_away else t.detach() for t in (weight, bias)]
         return states, Head(*held, softcap)
 
     @torch.no_grad()
@@ -209,10 +217,12 @@ class FrozenCopy(Reference):
     """
 
     def __init__(self, policy: Policy, moving: bool = False, device: str | None = None):
-        with policy.gather():  # where the policy is sharded, the copy passes through host memory
-            whole = frozen_copy(policy.for_rollouts.module, "cpu" if policy.lockstep else device)
-        copied = Policy(whole, policy.own_attention)
-        super().__init__(policy.alike(copied) if device is None else copied)
+        if policy.lockstep and device is None:
+            copied = policy.alike(Policy(_empty_copy(policy.for_rollouts.module), policy.own_attention))
+        else:
+            with policy.gather():
+                copied = Policy(frozen_copy(policy.for_rollouts.module, device), policy.own_attention)
+        super().__init__(copied)
         self.moving = moving
 
     @torch.no_grad()
@@ -275,11 +285,10 @@ class QuantizedCopy(Reference):
     """
 
     def __init__(self, policy: Policy, quantization: str):
-        with policy.gather():
-            whole = frozen_copy(policy.for_rollouts.module, "cpu")
-        module = quantize(whole, quantization, policy.device)
+        with policy.gather():  # one for both copies
+            module = quantize(frozen_copy(policy.for_rollouts.module, "cpu"), quantization, policy.device)
+            self.exact = StreamedCopy(policy)
         super().__init__(Policy(module, policy.own_attention))
-        self.exact = StreamedCopy(policy)
 
     def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
         """Measure, the first time, how far the copy's log-probs are from the exact ones.

@@ -11,12 +11,13 @@ Adapters are not sharded. Their gradients are added up by the optimizer (`Master
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -24,6 +25,22 @@ from fastgrpo.policy.lora import ADAPTER
 from fastgrpo.policy.model import Policy, Result
 from fastgrpo.policy.whole import Gathered, WholeCopy
 from fastgrpo.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+def check_torch() -> None:
+    """Refuse a version of torch that cannot shard every model.
+
+    Raises:
+        ValueError: It is below 2.13. There an expert that has tokens on some ranks alone would make the ranks wait for
+            each other forever.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ValueError(
+            f"parallel=fsdp2 needs torch 2.13 or newer, and this is {torch.__version__}; upgrade torch, or take "
+            "--parallel ddp"
+        )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,6 +53,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         The part, which shares the tensor's memory; of a tensor that is not sharded the tensor itself.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value into a tensor that may be sharded. Nothing is sent: each rank cuts out its own part.
+
+    Args:
+        tensor: The tensor.
+        value: The whole value, or one that is sharded as the tensor is.
+    """
+    if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    local(tensor).copy_(local(value))
 
 
 @dataclass(frozen=True)
@@ -82,9 +112,8 @@ class Layout:
         # A loss is a sum over the tokens of all ranks: gradients are added up, and not averaged as torch would.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13
-            # An expert that has no token on one rank gets a gradient of zeros there, as the other ranks wait for it.
-            unit.set_reduce_scatter_unused_params(True)
+        # An expert that has no token on one rank gets a gradient of zeros there, as the other ranks wait for it.
+        unit.set_reduce_scatter_unused_params(True)
 
 
 def shard(
@@ -102,7 +131,18 @@ def shard(
 
     Returns:
         The sharded policy, with the same module in it.
+
+    Raises:
+        ValueError: Some weights have another dtype, in which the model wants to compute with them.
     """
+    named = policy.module.named_parameters()
+    others = {name: p.dtype for name, p in named if ADAPTER not in name and p.dtype != dtype}
+    if others:
+        name, kept = next(iter(others.items()))
+        raise ValueError(
+            f"parallel=fsdp2 computes in one dtype, here {dtype}, but {type(policy.module).__name__} keeps "
+            f"{len(others)} weights in another one ({name} in {kept}, ...); take --dtype float32, or --parallel ddp"
+        )
     mesh = init_device_mesh(policy.device.type, (ranks.size,))
     layout = Layout(mesh, policy.device, dtype, reshard_after_forward, cpu_offload, ranks)
     whole = WholeCopy(policy, dtype)
@@ -134,10 +174,12 @@ class ShardedPolicy(Policy):
     """
 
     lockstep = True
+    _copy = staticmethod(fill)
 
     def __init__(self, policy: Policy, layout: Layout, whole: WholeCopy | None = None) -> None:
         super().__init__(policy.module, policy.own_attention, policy.grouped)
         self.layout, self.whole, self.inside, self.root = layout, whole, False, _Root(self.module)
+        self.exported, self.pins = {}, True  # name -> host memory of a whole weight, kept; whether it can be pinned
         self.units = [*_layers(self.module), (self.root, [])]  # each with the names of the parameters that it holds
         adapters = {parameter for name, parameter in self.module.named_parameters() if ADAPTER in name}
         for unit, _ in self.units:
@@ -193,27 +235,25 @@ class ShardedPolicy(Policy):
         finally:
             self.inside = False
         if not torch.is_grad_enabled():  # no backward pass will free what is whole
-            self._rest()
+            self.root.reset_iter_state()  # frees the weights, and what torch notes of each pass
         return result
 
-    def _rest(self):
-        """Free the whole weights, and what torch notes of each pass for a backward pass."""
-        if hasattr(self.root, "reset_iter_state"):  # torch 2.13
-            self.root.reset_iter_state()
-        else:
-            for unit, _ in self.units:
-                unit.reshard()
+    @torch.no_grad()
+    def alike(self, copy: Policy) -> "ShardedPolicy":
+        """Shard a copy of this policy as this policy is sharded, and give it this policy's weights.
 
-    def alike(self, copy: Policy) -> Policy:
-        """Shard a copy of this policy as this policy is sharded. All ranks must call it.
+        Each rank copies its own parts, and nothing is sent.
 
         Args:
-            copy: The copy, whole and on any device; changed in place.
+            copy: The copy, on any device and with any weights; changed in place.
 
         Returns:
             The sharded copy, which draws nothing.
         """
-        return ShardedPolicy(copy, self.layout)
+        sharded = ShardedPolicy(copy, self.layout)
+        for part, mine in zip(sharded.module.parameters(), self.module.parameters(), strict=True):
+            fill(part, mine)
+        return sharded
 
     @torch.no_grad()
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -238,13 +278,16 @@ class ShardedPolicy(Policy):
         """Collect what `state_dict` of the whole policy would return, layer by layer. All ranks must call it.
 
         Returns:
-            On rank 0 the weights in host memory, in the dtype that passes compute in; on the others nothing.
+            On rank 0 the weights in host memory, in the dtype that passes compute in; on the others nothing. The next
+            call writes into the same memory.
         """
         lead, mine, whole = self.layout.ranks.lead, self.state_dict(), {}
         if any(isinstance(value, DTensor) for value in mine.values()):
             for name, value in self.whole_parameters():
                 if lead:
-                    whole[name] = value.to("cpu", copy=True)
+                    whole[name] = self._export(name, value)
+            if lead and self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # the copies are complete
         if not lead:
             return {}
         first = {}  # a tied weight has several names and is gathered under the first one
@@ -252,24 +295,22 @@ class ShardedPolicy(Policy):
             whole.setdefault(name, whole.get(first.setdefault(id(parameter), name)))
         return {n: whole[n] if isinstance(value, DTensor) else value.to("cpu", copy=True) for n, value in mine.items()}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy weights into the parts. Every rank must have them.
+    def _export(self, name, value):
+        """Start to copy a whole weight into its host memory. The GPU frees it after that, as it works in order."""
+        if name not in self.exported:
+            self.exported[name] = self._host_memory(value)
+        return self.exported[name].copy_(value, non_blocking=True)
 
-        Args:
-            state: The whole weights, or parts as `state_dict` returned them, under its names.
-
-        Raises:
-            ValueError: The names or shapes are not those of the policy's weights.
-        """
-        mine = self.state_dict()
-        super().load_state_dict({name: _part(value, mine.get(name)) for name, value in state.items()})
-
-
-def _part(value, mine):
-    """Take this rank's part of a whole tensor, if the policy's own tensor is sharded and of the same shape."""
-    if not isinstance(mine, DTensor) or isinstance(value, DTensor) or value.shape != mine.shape:
-        return value
-    return distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
+    def _host_memory(self, like):
+        """Allocate host memory for a copy: pinned as long as that works, to which a GPU copies much faster."""
+        if like.is_cuda and self.pins:
+            try:
+                return torch.empty_like(like, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self.pins = False
+                reason = str(error).partition("\n")[0]
+                logger.warning("no memory can be pinned for exported weights: GPUs wait longer for a save (%s)", reason)
+        return torch.empty_like(like, device="cpu")
 
 
 def _layers(module):

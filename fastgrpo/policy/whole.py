@@ -13,7 +13,11 @@ from fastgrpo.policy.model import Policy
 
 
 class Gathered:
-    """Holds the weights of a whole copy while it is open. One that is dropped while it is open does nothing.
+    """Holds the weights of a whole copy while it is open.
+
+    It is no generator, which Python would close whenever it finds that nobody needs it any more, as when an engine is
+    dropped with requests in flight. Ranks find that at different moments. They would disagree then on whether the next
+    phase must gather the weights.
 
     Args:
         whole: The whole copy.

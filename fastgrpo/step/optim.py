@@ -9,11 +9,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from fastgrpo.policy.shard import local
+from fastgrpo.policy.shard import fill, local
 from fastgrpo.ranks import Ranks
 
 PARTS = ("master", "exp_avg", "exp_avg_sq", "step")  # what there is of each parameter
@@ -198,11 +198,11 @@ class MasterAdamW:
         if len(owners) != len(state["masters"]) or sum(len(group["params"]) for group in groups) != len(of_groups):
             raise ValueError("the state of the optimizer is of other parameters than the policy's")
         for master, saved in zip(owners, state["masters"], strict=True):
-            _fill(master, saved)
+            fill(master, saved)
         for index, saved in moments.items():
             mine = self._moments(of_groups[index])
             for name, tensor in mine.items():
-                _fill(tensor, saved[name])
+                fill(tensor, saved[name])
         self._take_over(groups)
 
     def named_state(self) -> dict[str, Any]:
@@ -263,15 +263,6 @@ class MasterAdamW:
         """Copy the masters into the module, where it holds weights below fp32."""
         if self.pairs:
             torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
-
-
-def _fill(tensor, whole):
-    """Copy a whole tensor into one that may be sharded, of which each rank has a part."""
-    if isinstance(tensor, DTensor):
-        # Without a source rank nothing is sent: each rank cuts its own part.
-        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor, whole = tensor.to_local(), part.to_local()
-    tensor.copy_(whole)
 
 
 def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, total_steps: int) -> LRScheduler:

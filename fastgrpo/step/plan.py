@@ -54,7 +54,8 @@ def plan_run(
         room = math.inf
     elif room is None:
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
-        room = memory_left(device) + sum(p.nbytes for p in parameters if p.device.type == device.type)
+        here = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
     room = min(ranks.gather(room, "the free memory of each device"))
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):

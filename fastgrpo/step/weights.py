@@ -12,6 +12,8 @@ With fsdp2, each of K devices holds of N trained weights
     gathered unit              b x the largest layer, or what belongs to no layer, while they are gathered
     gathered layers            b (2 layers + what belongs to no layer), or b N with fsdp_reshard_after_forward False
     unsharded gradients        4 max(2 layers, what belongs to no layer), before they are added up over the devices
+    reference's unit           b x what belongs to no layer; both with the full KL and a sharded reference, which
+    reference's head           b x the head; a copy         runs while the policy's own are whole
 
 Weights below adapters are frozen, and are sharded in the compute dtype. The adapters themselves are whole on each
 device. A frozen reference is sharded as well, if it is neither streamed nor quantized. With fsdp_cpu_offload the first
@@ -140,7 +142,7 @@ def weight_parts(config: TrainingConfig, model: PreTrainedModel, dtype: torch.dt
     same = "the same as for the policy"
     names = "value model", "its gradients", "its optimizer"
     ppo = [Part(name, part.bytes, same, ppo=True) for name, part in zip(names, ours, strict=True)]
-    return ours + (_gathered(config, count, dtype, split) if split.sharded else []) + ppo
+    return ours + (_gathered(config, model, count, dtype, split) if split.sharded else []) + ppo
 
 
 def _whole(model, count, dtype):
@@ -179,7 +181,7 @@ def _shards(count, dtype, split):
     )  # fmt: skip
 
 
-def _gathered(config, count, dtype, split):
+def _gathered(config, model, count, dtype, split):
     """Compute the parts of weights and gradients that are whole for a while."""
     b, rest = dtype.itemsize, "embedding and head"
     drawn = Part(
@@ -193,6 +195,13 @@ def _gathered(config, count, dtype, split):
     what = f"two layers, {rest}" if split.reshard else "all layers, as fsdp_reshard_after_forward is False"
     gradients = max(count.two_layers, count.rest) if count.trained else 0
     passing = "reference", "head", "layers"
+    beside = []
+    if _full_kl_of_a_copy(config):  # which is sharded too, and runs inside of the policy's pass
+        head, theirs = model.get_output_embeddings().weight.numel() * b, f"{rest} of the reference beside the policy's"
+        beside = [
+            Part("reference's unit", count.rest * b, f"{theirs}: {count.rest:,} x {b} bytes", times=("reference",)),
+            Part("reference's head", head, "a copy, until the loss has read it", times=("reference", "head")),
+        ]
     return [
         drawn,
         Part("gathered unit", unit * b, f"the largest layer, or {rest}: {unit:,} x {b} bytes", times=("draw",)),
@@ -202,7 +211,15 @@ def _gathered(config, count, dtype, split):
             f"two layers, or {rest}: {gradients:,} x 4 bytes" if gradients else "none: the shards are frozen",
             times=("layers",), saved_by={"--use_peft True": gradients * FP32} if gradients else {},
         ),
+        *beside,
     ]  # fmt: skip
+
+
+def _full_kl_of_a_copy(config):
+    """Tell whether the loss reads the states of a reference that is a plain frozen copy."""
+    if not isinstance(config, GRPOConfig) or not config.objective.full_kl:
+        return False
+    return not config.use_peft and config.ref_device is None and config.ref_quantization is None
 
 
 def reference_part(config: TrainingConfig, model: PreTrainedModel, split: Split) -> Part:

@@ -13,7 +13,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.policy.load import policy_and_tokenizer
 from fastgrpo.policy.lora import add_lora, refuse_adapters
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.shard import shard
+from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.run.digest import digest_of_weights
 from fastgrpo.step.budget import Plan
@@ -71,6 +71,8 @@ def make_policy(
     if plan:
         plan.check()
     parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)
+    if parallel == "fsdp2":
+        check_torch()
     checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
     chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
     policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)

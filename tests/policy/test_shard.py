@@ -2,6 +2,12 @@
 
 import pytest
 import ranked
+import tiny
+import torch
+
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.shard import shard
+from fastgrpo.ranks import ALONE
 
 
 @pytest.mark.parametrize("size", (1, 2))
@@ -21,3 +27,12 @@ def test_four_ranks(module):
 @pytest.mark.parametrize("name", ranked.names("sharded_updates", rare=True))
 def test_rarer_shards(name):
     ranked.passes(name, 2, rare=True)
+
+
+def test_a_model_that_keeps_weights_in_another_dtype_is_refused():
+    """transformers keeps some weights of a bf16 model in fp32, such as the routers of ERNIE 4.5."""
+    model = tiny.model().to(torch.bfloat16)
+    model.model.layers[1].mlp.up_proj.float()
+    kept = r"keeps 1 weights in another one \(model.layers.1.mlp.up_proj.weight in torch.float32, ...\); take --dtype"
+    with pytest.raises(ValueError, match=kept):
+        shard(Policy(model), ALONE, dtype=torch.bfloat16)

@@ -15,6 +15,7 @@ CASES = {
     "fsdp2-small": {"parallel": "fsdp2", **SMALL},
     "fsdp2-kept": {"parallel": "fsdp2", "fsdp_reshard_after_forward": False, **SMALL},
     "fsdp2-lora": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4},
+    "fsdp2-lora-kl": {"parallel": "fsdp2", "use_peft": True, "lora_r": 4, "beta": 0.1, "kl": "full"},
 }
 FP32 = 4  # bytes of a number
 SCALARS = [["allreduce", FP32]] * 2  # the loss and the norm of the gradients
@@ -76,6 +77,14 @@ def test_adapters_of_a_sharded_base_are_added_up_as_ddp_does(counts):
         <= sum(parts_of(sent, "allreduce"))
         <= FP32 * (counts["fsdp2-lora"]["trained"] + 2)
     )
+
+
+def test_the_full_kl_with_adapters_gathers_the_layers_once_more_and_one_for_nothing(counts):
+    """The pass with the adapters off gathers each layer. Torch takes the last of them for the one to go back to."""
+    plain, full = (parts_of(counts[f"fsdp2-lora{kl}"]["sent"]["update"], "allgather_base") for kl in ("", "-kl"))
+    count, layer, root = len(counts["fsdp2-lora"]["units"]) - 1, min(plain), max(plain)
+    assert layer < root and plain == [layer] * 2 * count + [root]
+    assert full == [layer] * (3 * count + 1) + [root]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,6 +1,7 @@
 """The planned memory against tensors that exist."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -11,6 +12,7 @@ from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
+from fastgrpo.ranks import Ranks
 from fastgrpo.rollout import providers
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -244,6 +246,26 @@ def test_what_has_no_attention_layers_is_not_planned():
     assert plan_run(GRPOConfig(device="cpu"), mamba, room=GIB) is None
     assert plan_run(GRPOConfig(device="cpu"), tiny.model().base_model, room=GIB) is None
     assert plan_run(GRPOConfig(device="cpu"), 7, room=GIB) is None  # loading says what may be given
+
+
+def test_a_model_on_another_gpu_takes_no_room_of_this_one(monkeypatch):
+    class Asked(Exception):
+        """Ends the plan where its room is known."""
+
+    class Two(Ranks):
+        def gather(self, value, what):
+            raise Asked(value)
+
+    model = tiny.model()
+    sizes = {0: 100, 1: 10}
+    parameters = [SimpleNamespace(device=torch.device("cuda", index), nbytes=size) for index, size in sizes.items()]
+    monkeypatch.setattr(model, "parameters", lambda: parameters)
+    monkeypatch.setattr("fastgrpo.step.plan.choose_device", torch.device)
+    monkeypatch.setattr("fastgrpo.step.plan.memory_left", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device, room in (("cuda", 1010), ("cuda:1", 1010), ("cuda:0", 1100)):
+        with pytest.raises(Asked, match=str(room)):
+            plan_run(GRPOConfig(device=device), model, ranks=Two())
 
 
 def test_on_a_gpu_the_head_holds_a_chunk_of_16_bit_exponentials(tmp_path, monkeypatch):

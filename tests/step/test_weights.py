@@ -121,6 +121,17 @@ def test_the_shards_of_7b_on_8_devices(planned):
     }
 
 
+def test_the_full_kl_has_the_reference_beside_the_policy(planned):
+    """A sharded copy runs while embedding and head of the policy are whole, and its head stays for the loss."""
+    made = planned("7B", 8, beta=0.04, kl="full")
+    parts = {part.name: part for part in made.parts}
+    unit, head = parts["reference's unit"], parts["reference's head"]
+    assert (unit.bytes, unit.times) == (2 * 1_089_998_336, ("reference",))
+    assert (head.bytes, head.times) == (2 * 152_064 * 3584, ("reference", "head"))
+    for how in ({"kl": "k3"}, {"ref_device": "cpu"}, {"ref_quantization": "int8"}, {"parallel": "ddp"}, PEFT):
+        assert unit.name not in sizes(planned("7B", 8, **{"beta": 0.04, "kl": "full", "parallel": "fsdp2", **how}))
+
+
 def test_offloaded_shards_lie_in_host_memory(planned):
     held, parts = (
         sizes(planned("7B", 8, parallel="fsdp2", fsdp_cpu_offload=True)),

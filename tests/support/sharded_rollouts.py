@@ -167,14 +167,26 @@ def scores_with_idle_passes(ranks):
     assert distance([parameter.grad for parameter in trained(sharded)], expected) < 1e-6
 
 
+def gathers_of(policy):
+    """A list that grows whenever the whole weights of a sharded policy are gathered."""
+    gathers, inner = [], policy.whole_parameters
+    policy.whole_parameters = lambda: gathers.append(1) or inner()
+    return gathers
+
+
 @check
 def references(ranks):
-    """A copy is sharded as the policy is, and stays what it was; a moving one follows by each rank's own shards."""
+    """A copy is sharded as the policy is, and stays what it was; a moving one follows by each rank's own shards.
+
+    Also to make it nothing is gathered.
+    """
     for device, kind in ((None, FrozenCopy), ("cpu", StreamedCopy)):
         for how in ({}, {"cpu_offload": True}):
             plain, sharded = policies(ranks, tie_word_embeddings=True, how=how)
+            gathers = gathers_of(sharded)
             truth, reference = (make_reference(p, 0.1, device=device, moving=True) for p in (plain, sharded))
             assert type(reference) is kind and reference.policy.lockstep == (device is None)
+            assert len(gathers) == (device is not None)
             expected = truth.score(SAMPLES, SCORING)
             update(sharded, ranks)
             same_scores(reference.score(SAMPLES[ranks.rank :], SCORING, passes=7), expected[ranks.rank :])
@@ -201,14 +213,18 @@ def adapters_off_as_the_reference(ranks):
 
 @check
 def states_of_references_inside_of_a_pass(ranks):
-    """As the KL of the full distributions takes them: what they return outlives the reference's own pass."""
+    """As the KL of the full distributions takes them: what they return outlives the reference's own pass.
+
+    The head of the policy itself, with its adapters off, is whole anyway and is not copied.
+    """
     for kind in ({}, {"lora": True}):
         plain, sharded = policies(ranks, gradient_checkpointing=True, **kind)
         truth, reference = make_reference(plain, 0.1), make_reference(sharded, 0.1)
         batch = Batch.pack(SAMPLES, "cpu")
 
-        def loss(policy, of_reference, batch=batch):
+        def loss(policy, of_reference, batch=batch, shared=bool(kind)):
             states, head = of_reference.states(batch)
+            assert (head.weight.data_ptr() == policy.head.weight.data_ptr()) == shared
             return (policy.completion_states(batch) @ policy.head.weight.T * (states @ head.weight.T)).mean()
 
         expected = loss(plain, truth)
@@ -226,16 +242,17 @@ def states_of_references_inside_of_a_pass(ranks):
 
 @check
 def whole_weights(ranks):
-    """By their own names, on rank 0 alone; what is loaded into the shards comes out again."""
+    """By their own names, on rank 0 alone, in memory that is kept; what is loaded into the shards comes out again."""
     for kind in ({"tie_word_embeddings": True}, {"dtype": torch.bfloat16}, {"lora": True}):
         plain, sharded = policies(ranks, **kind)
         expected, got = plain.state_dict(), sharded.full_state_dict()
         assert list(sharded.state_dict()) == list(expected)
         assert list(got) == (list(expected) if ranks.rank == 0 else [])
         assert all(torch.equal(got[name], expected[name]) and got[name].dtype == plain.dtype for name in got)
-        other = {name: value + 1 for name, value in expected.items()}
+        other, before = {name: value + 1 for name, value in expected.items()}, got
         sharded.load_state_dict(other)
         got = sharded.full_state_dict()
+        assert "lora" in kind or all(got[name].data_ptr() == before[name].data_ptr() for name in got)
         assert all(torch.equal(got[name], other[name]) for name in got)
         update(sharded, ranks)  # it still computes
         for broken in ({}, {**other, next(iter(other)): torch.zeros(3)}):
@@ -265,8 +282,9 @@ def quantized_references(ranks):
     if importlib.util.find_spec("torchao") is None:
         return  # the test skips
     plain, sharded = policies(ranks, hidden_size=64)
+    gathers = gathers_of(sharded)
     truth, reference = (make_reference(policy, 0.1, quantization="int8") for policy in (plain, sharded))
-    assert type(reference) is QuantizedCopy
+    assert type(reference) is QuantizedCopy and len(gathers) == 1
     got, expected = (copied.measure(SAMPLES, SCORING)["ref/kl_error"] for copied in (reference, truth))
     assert got == expected
     same_scores(reference.score(SAMPLES[ranks.rank :], SCORING, passes=7), truth.score(SAMPLES[ranks.rank :], SCORING))
