@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from ranks import fork
+from ranks import LIMIT, fork
 from runs import PROMPTS
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +88,7 @@ def _is_group(value):
 def main(out, model, cases):
     counts, places = {}, ((RolloutEngine, "step", "decode"), (Updater, "step", "update"))
     methods = {place: getattr(owner, method) for owner, method, place in places}
-    for name, settings in json.loads(cases).items():
+    for name, settings in cases.items():
         counted = Counted()
         for owner, method, place in places:
             setattr(owner, method, methods[place])
@@ -110,5 +110,6 @@ def main(out, model, cases):
 
 
 if __name__ == "__main__":
-    folder, model, cases = sys.argv[1:]
-    fork({"ranks": partial(main, f"{folder}/counts.json", model, cases)}, folder, count=2)
+    folder, model, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    body = partial(main, f"{folder}/counts.json", model, cases)
+    fork({"ranks": body}, folder, count=2, limit=len(cases) * LIMIT)
