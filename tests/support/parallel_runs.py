@@ -14,6 +14,7 @@ from ranks import LIMIT, fork
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
+from fastgrpo.run.digest import digest_of_weights
 from fastgrpo.trainer import SFTTrainer
 
 EVAL_ROWS = [{"prompt": text} for text in ("x", "yz", "1+2=")]
@@ -74,6 +75,9 @@ def train(folder, name, **settings):
         args = GRPOConfig(**{**defaults, "prompts_per_step": 5, "num_generations": 4, **SETTINGS[name], **settings})
         trainer = GRPOTrainer(model, judged, args, rows(), EVAL_ROWS)
     trainer.train()
+    if not trainer.policy.lockstep:  # after all updates the copies of the ranks are the same to the last bit
+        digest = digest_of_weights(trainer.policy.state_dict())
+        assert trainer.ranks.gather(digest, "the last weights") == [digest] * trainer.ranks.size
     return Path(folder) / label
 
 
