@@ -5,17 +5,18 @@
 prints the table of docs/scale.md; --help lists what is assumed. Each GPU has one GPU's work, so that K GPUs train on K
 times the prompts. With N parameters, R of them in embedding and head, K ranks and M micro-batches, a rank sends
 
-    ddp      2 (K - 1) / K 4 N                                 one all-reduce of the gradients in fp32
+    ddp      2 (K - 1) / K 4 N                                 an all-reduce of the gradients in fp32
     fsdp2    (K - 1) / K (M (4 (N - R) + 2 R + 4 N) + 2 N)     of each micro-batch two all-gathers of the layers and one
                                                                of embedding and head in bf16, and one reduce-scatter of
                                                                the gradients in fp32; and one gather of the whole
                                                                weights for the rollouts
 
-and with fsdp_reshard_after_forward False ("kept whole") one all-gather of the layers less of each micro-batch.
+and with fsdp_reshard_after_forward False ("kept whole") one all-gather of the layers less of each micro-batch. There is
+no reference (beta is 0), and no evaluation or save.
 
 The bytes of a collective are those of a ring (nccl-tests, doc/PERFORMANCE.md), and tests/ranks/test_counts.py counts
-the collectives. Nothing is hidden behind computation here, while FSDP2 gathers a layer as another one computes: the
-share of a step is what is sent at most. Latency and waiting for the slowest rank are left out.
+the collectives. The shares of a step are no bounds. They are those of links at their peak, without latency and without
+waiting for the slowest rank; but nothing is sent while something computes here, as FSDP2 gathers a layer ahead.
 
 A step computes for
 
@@ -55,6 +56,7 @@ MODES = {
     OFFLOADED: {"parallel": "fsdp2", "fsdp_cpu_offload": True},
 }
 BF16, FP32 = 2, 4  # bytes of a number
+DEFAULTS = GRPOConfig()
 
 
 class Row(NamedTuple):
@@ -186,14 +188,14 @@ def assumptions(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("--nvlink", type=float, default=450, help="GB/s that a GPU sends by NVLink")
     parser.add_argument("--network", type=float, default=50, help="GB/s that a GPU sends through the network")
-    parser.add_argument("--room", type=float, default=80, help="GiB of a GPU that a run may take")
+    parser.add_argument("--room", type=float, default=78, help="GiB that are free on a GPU, here one of 80 GB")
     parser.add_argument("--tflops", type=float, default=989, help="peak of a GPU in bf16, in TFLOP/s")
     parser.add_argument("--utilization", type=float, default=0.4, help="share of the peak that an update reaches")
     parser.add_argument("--memory_bandwidth", type=float, default=3350, help="GB/s of a GPU's memory")
     parser.add_argument("--memory_utilization", type=float, default=0.6, help="share of it that decoding reaches")
-    parser.add_argument("--prompts", type=int, default=8, help="prompts a step on each GPU")
-    parser.add_argument("--generations", type=int, default=16, help="completions of each prompt")
-    parser.add_argument("--length", type=int, default=512, help="tokens of each completion")
+    parser.add_argument("--prompts", type=int, default=DEFAULTS.prompts_per_step, help="prompts a step on each GPU")
+    parser.add_argument("--generations", type=int, default=DEFAULTS.num_generations, help="completions of each prompt")
+    parser.add_argument("--length", type=int, default=DEFAULTS.max_completion_length, help="tokens of each completion")
     return parser.parse_args(argv)
 
 

@@ -30,7 +30,7 @@ def compared(results):
 
 
 def results_of(count, size, folder, limit=LIMIT):
-    codes, outputs = forked("matrix.py", folder, size, count, limit, limit=limit + 60)("ranks")
+    codes, outputs = forked("matrix.py", folder, size, count, limit)("ranks")
     assert codes == [0] * count, "\n".join(outputs)
     return torch.load(folder / "results.pt", weights_only=False)
 

@@ -11,10 +11,9 @@ import functools
 import json
 import sys
 from collections import Counter, defaultdict
-from pathlib import Path
 
-import ranks as support
 import torch
+from ranks import LIMIT, fork
 from runs import PROMPTS
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -90,7 +89,7 @@ def _is_group(value):
 def main(out, model, cases):
     counts, places = {}, ((RolloutEngine, "step", "decode"), (Updater, "step", "update"))
     methods = {place: getattr(owner, method) for owner, method, place in places}
-    for name, settings in json.loads(cases).items():
+    for name, settings in cases.items():
         counted = Counted()
         for owner, method, place in places:
             setattr(owner, method, methods[place])
@@ -112,6 +111,6 @@ def main(out, model, cases):
 
 
 if __name__ == "__main__":
-    folder, model, cases = sys.argv[1:]
-    body = functools.partial(main, Path(folder) / "counts.json", model, cases)
-    support.fork({"counted": body}, folder, 2, limit=2 * support.LIMIT)
+    folder, model, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    body = functools.partial(main, f"{folder}/counts.json", model, cases)
+    fork({"counted": body}, folder, count=2, limit=len(cases) * LIMIT)

@@ -101,5 +101,5 @@ def train_all(folder, names):
 
 
 if __name__ == "__main__":
-    folder, count, runs, names = sys.argv[1:]
-    fork({"ranks": partial(train_all, runs, names.split(","))}, folder, int(count), limit=2 * LIMIT)
+    folder, count, runs, names = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4].split(",")
+    fork({"ranks": partial(train_all, runs, names)}, folder, count, limit=2 * len(names) * LIMIT)

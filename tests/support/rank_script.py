@@ -1,7 +1,8 @@
 """A script as a library's user has it, for torchrun and accelerate: trains one run after another.
 
 Arguments: a folder, which holds a model, and the names of runs in it. A run named `killed` loses rank 1 once by
-kill -9. A run named `long` does not end by itself.
+kill -9. A run named `long` does not end by itself. Nor does a step of a run named `asleep`: its ranks write a file
+`asleep-RANK` when they begin it, and `noted-RANK` when a first signal has reached them.
 """
 
 import os
@@ -25,6 +26,11 @@ def main(folder, name):
                 time.sleep(0.05)
             (folder / "once").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        if name == "asleep":
+            while signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # as it is after the first signal
+                time.sleep(0.05)
+            (folder / f"noted-{rank}").touch()
+            time.sleep(10**6)
         return [text.count("a") / max(len(text), 1) for text in completions]
 
     config = GRPOConfig(

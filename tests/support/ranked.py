@@ -79,4 +79,5 @@ if __name__ == "__main__":
     folder, size, rare = sys.argv[1:]
     for module in MODULES:
         importlib.import_module(module)
-    fork({"checks": functools.partial(ranked.make, folder, bool(int(rare)))}, folder, int(size))
+    body = functools.partial(ranked.make, folder, bool(int(rare)))
+    fork({"checks": body}, folder, int(size), limit=len(ranked.CHECKS) * LIMIT)

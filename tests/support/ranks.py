@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paths import ROOT
 
-LIMIT = 60.0  # seconds
+LIMIT = 60.0  # seconds that a case may take
+START = 120.0  # seconds that processes may take to import what they need, on a busy machine
 STANDALONE = ("--standalone",)  # torchrun finds a free port by itself
 # Variables of a launcher that runs the tests themselves must not reach the ranks.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -22,25 +24,28 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 class Job:
     """What a launcher started, and what its ranks said.
 
+    Every process of a job inherits a variable of its environment, and is known by it: torchrun gives each rank a
+    session of its own, and a rank whose parent has ended is a child of another process.
+
     Attributes:
         process: The launcher, which leads a session of its own.
         folder: Holds the output of each rank.
     """
 
     def __init__(self, command, folder, environment):
-        self.folder = Path(folder)
+        self.folder, self.mark = Path(folder), f"JOB_{uuid.uuid4().hex}"
         with open(self.folder / "launcher", "w", encoding="utf-8") as out:
             self.process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=environment,
+                env=environment | {self.mark: "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def wait(self, limit=LIMIT):
+    def wait(self, limit=START + LIMIT):
         """Wait for the launcher's end, and return its exit code."""
         try:
             return self.process.wait(limit)
@@ -63,28 +68,22 @@ class Job:
             parts.append(f"--- {path.relative_to(self.folder)}\n{path.read_text(encoding='utf-8')}")
         return "\n".join(parts)
 
-    def descendants(self):
-        """The processes that the launcher started and that are alive: torchrun gives each a session of its own."""
-        parents = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                after = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            if after[0] != "Z":
-                parents[int(stat.parent.name)] = int(after[1])
-        found, new = set(), {self.process.pid}
-        while new:
-            found |= new
-            new = {child for child, parent in parents.items() if parent in new} - found
-        return found - {self.process.pid}
+    def alive(self):
+        """The processes of this job that live, the launcher among them."""
+        found, mark = set(), f"{self.mark}=1".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):  # it has ended meanwhile, or belongs to someone else
+                if mark in path.read_bytes().split(b"\0"):
+                    found.add(int(path.parent.name))
+        return found
 
     def kill(self):
-        """End the launcher and all that it started."""
-        started = self.descendants()  # while their parent is there
-        for pid in {self.process.pid, *started}:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """End the launcher and all that it started, also where the launcher has ended before."""
+        while living := self.alive():
+            for pid in living:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         self.process.wait()
 
 
@@ -140,7 +139,7 @@ def fork(cases, folder, count=3, at_once=4, limit=LIMIT):
             that had to be killed.
         count: How many ranks a case has.
         at_once: How many cases run at the same time.
-        limit: Seconds that they may take, after which their ranks are killed.
+        limit: Seconds that a case may take, after which its ranks are killed.
     """
     keeper, ports = _keep_stores(len(cases))
     codes = {case: {} for case in cases}
@@ -158,26 +157,28 @@ def fork(cases, folder, count=3, at_once=4, limit=LIMIT):
 def _fork_some(cases, folder, count, codes, limit):
     """Run some cases at once, and note the exit codes of their ranks."""
     running = {}
-    for (case, body), port in cases:
-        (folder / case).mkdir()
-        for rank in range(count):
-            pid = os.fork()
-            if pid == 0:
-                _be_rank(body, folder / case / str(rank), rank, count, port)
-            running[pid] = case, rank
-    end = time.monotonic() + limit
-    while running:
-        for pid in list(running):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                case, rank = running.pop(pid)
-                codes[case][rank] = os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end or all(rank in HANGING.get(case, ()) for case, rank in running.values()):
-            for pid in running:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            return
-        time.sleep(0.02)
+    try:
+        for (case, body), port in cases:
+            (folder / case).mkdir()
+            for rank in range(count):
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(body, folder / case / str(rank), rank, count, port)
+                running[pid] = case, rank
+        end = time.monotonic() + limit
+        while running and time.monotonic() < end:
+            for pid in list(running):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    case, rank = running.pop(pid)
+                    codes[case][rank] = os.waitstatus_to_exitcode(status)
+            if all(rank in HANGING.get(case, ()) for case, rank in running.values()):
+                break
+            time.sleep(0.02)
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 HANGING = {}  # the ranks of a case that never end
@@ -200,31 +201,34 @@ def _keep_stores(count):
 
 
 def _be_rank(body, path, rank, count, port):
-    """Run one rank of a case, as a launcher would start it, and end the process."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    out = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(out, 1), os.dup2(out, 2)
+    """Run one rank of a case, as a launcher would start it, and end the process: it never returns."""
     code = 1
     try:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        out = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(out, 1), os.dup2(out, 2)
         code = body() or 0
     except SystemExit as stop:
-        code = stop.code
+        code = int(stop.code or 0)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    sys.stdout.flush(), sys.stderr.flush()
-    atexit._run_exitfuncs()
-    os._exit(code)
+    finally:
+        try:
+            sys.stdout.flush(), sys.stderr.flush()
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(code)
 
 
-def forked(script, folder, *argv, limit=2 * LIMIT):
+def forked(script, folder, *argv, limit=30 * LIMIT):
     """Run a script of cases, which calls `fork` with the folder that it is given.
 
     Args:
         script: Its name in tests/support.
         folder: An empty folder.
         argv: Further arguments of the script.
-        limit: Seconds that all cases together may take.
+        limit: Seconds after which the script itself is thought to hang. `fork` ends each of its cases much earlier.
 
     Returns:
         A function that returns the exit codes and the outputs of the ranks of a case, by its name.

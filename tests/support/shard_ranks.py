@@ -169,4 +169,5 @@ def all_ranks(top):
 
 
 if __name__ == "__main__":
-    support.fork({"all": functools.partial(all_ranks, Path(sys.argv[1]) / "runs")}, sys.argv[1], count=4)
+    body = functools.partial(all_ranks, Path(sys.argv[1]) / "runs")
+    support.fork({"all": body}, sys.argv[1], count=4, limit=5 * support.LIMIT)

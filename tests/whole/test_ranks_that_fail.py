@@ -39,7 +39,10 @@ def test_the_rank_that_fails_says_why_and_the_other_one_says_so_in_a_line(ended,
 
 @pytest.mark.parametrize(
     "case, waited, last",
-    [("killed", SECOND, "step 2"), ("sharded", "an update in step 2", "the passes in an update in step 2")],
+    [
+        ("killed", SECOND, "what the rollouts measured in step 2"),
+        ("sharded", "an update in step 2", "the passes in an update in step 2"),
+    ],
 )
 def test_a_rank_that_is_killed_is_named(ended, case, waited, last):
     codes, told = ended(case)
