@@ -57,6 +57,8 @@ def install(ranks: Ranks) -> None:
     def hook(kind, error, trace):
         if isinstance(error, Exception):
             end(error, ranks.notes, "\n" + "".join(traceback.format_exception(kind, error, trace)).rstrip())
+            if before is not sys.__excepthook__:  # somebody's own, which may report errors elsewhere
+                before(kind, error, trace)
         elif ranks.lead:  # of a KeyboardInterrupt, which all ranks have
             before(kind, error, trace)
 
