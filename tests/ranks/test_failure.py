@@ -77,9 +77,18 @@ def test_a_hook_of_somebody_elses_hears_of_the_error_too(error_file, capsys, mon
     error = KeyError("a bug")
     sys.excepthook(KeyError, error, None)
     assert heard == [(KeyError, error, None)] and capsys.readouterr().err.count("KeyError: 'a bug'") == 1
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # which would say the same once more
-    install(ranks())
-    sys.excepthook(KeyError, error, None)
+
+
+def test_hooks_that_would_say_the_same_once_more_are_not_called(error_file, capsys, monkeypatch):
+    """That of Python, and that of torch's process groups, which calls it."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert sys.excepthook is not sys.__excepthook__
+        install(ranks())
+        sys.excepthook(KeyError, KeyError("a bug"), None)
+    finally:
+        dist.destroy_process_group()
     assert capsys.readouterr().err.count("KeyError: 'a bug'") == 1
 
 
