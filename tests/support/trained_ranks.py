@@ -50,7 +50,7 @@ crashing.__name__ = "share_of_a"
 
 
 def train(top, name, mode, **more):
-    return make_trainer(top, name, parallel=mode, **{**STEPS, **more}).train()
+    make_trainer(top, name, parallel=mode, **{**STEPS, **more}).train()
 
 
 def crashed(top, name, mode, reward):
