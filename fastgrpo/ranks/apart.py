@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from fastgrpo.ranks.group import Ranks
+from fastgrpo.ranks.group import RankLost, Ranks
 
 Result = TypeVar("Result")
 
@@ -23,10 +23,14 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
 
     Returns:
         The ranks; themselves where there is one process alone.
+
+    Raises:
+        RankLost: Another rank failed or did not come.
     """
     if ranks.size == 1:
         return ranks
-    group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
+    with ranks.waiting(f"the group for the {name}"):
+        group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
     other = Ranks(ranks.rank, ranks.size, ranks.local_rank, group)
     other.notes = ranks.notes.apart(name)
     return other
@@ -44,20 +48,30 @@ def together(ranks: Ranks, do: Callable[[], Result], what: str) -> list[Result]:
         What each rank's part returned, in the order of the ranks.
 
     Raises:
-        ValueError: At least one part failed. The error, the same on all ranks, says why each of them did. Where there
-            is one process alone, its own error is raised instead.
-        RankLost: Another rank did not come.
+        ValueError: At least one part failed, by a ValueError or an OSError. The error, the same on all ranks, says why
+            each of them did. Where there is one process alone, its own error is raised instead.
+        Exception: The part of this rank failed by another error, which is a mistake in the program. It is raised as it
+            is, with all that led to it.
+        RankLost: The part of another rank failed by such an error, or that rank did not come.
     """
     if ranks.size == 1:
         return [do()]
-    result = failure = None
+    result = failure = mine = None
     try:
         result = do()
+    except (ValueError, OSError) as error:
+        mine, failure = error, (f"{error}", False)
     except Exception as error:
-        failure = f"{error}" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+        mine, failure = error, (f"{type(error).__name__}: {error}", True)
     told = ranks.gather((result, failure), what)
-    failed = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(told) if failure is not None]
-    if failed:
-        alike = len(failed) == ranks.size and len({failure for _, failure in told}) == 1
-        raise ValueError(told[0][1] if alike else "; ".join(failed))
+    failures = {rank: failure for rank, (_, failure) in enumerate(told) if failure is not None}
+    if any(mistaken for _, mistaken in failures.values()):
+        if mine is not None:
+            raise mine
+        named = "; ".join(f"rank {rank} failed: {text}" for rank, (text, _) in failures.items())
+        raise RankLost(f"rank {ranks.rank} stops after {what}: {named}")
+    if failures:
+        alike = len(failures) == ranks.size and len(set(failures.values())) == 1
+        texts = [f"rank {rank}: {text}" for rank, (text, _) in failures.items()]
+        raise ValueError(failures[0][0] if alike else "; ".join(texts)) from mine
     return [result for result, _ in told]

@@ -4,6 +4,7 @@ torchrun shows a table of the ranks that failed, with the earliest first, as the
 to the file that TORCHELASTIC_ERROR_FILE names, and dates a rank without such a file by the end of its process.
 """
 
+import inspect
 import json
 import os
 import sys
@@ -58,11 +59,20 @@ def install(ranks: Ranks) -> None:
     def hook(kind, error, trace):
         if isinstance(error, Exception):
             end(error, ranks.notes, "\n" + "".join(traceback.format_exception(kind, error, trace)).rstrip())
+            if _beneath_torch(before) is not sys.__excepthook__:  # somebody's own, which may report errors elsewhere
+                before(kind, error, trace)
         elif ranks.lead:  # of a KeyboardInterrupt, which all ranks have
             before(kind, error, trace)
 
     if ranks.size > 1:
         sys.excepthook = hook
+
+
+def _beneath_torch(hook):
+    """Return the hook to which that of a process group hands on what it gets, with the rank's number in each line."""
+    while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_hook", sys.__excepthook__)
+    return hook
 
 
 def _write_error_file(line, text, later=0):

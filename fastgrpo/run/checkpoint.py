@@ -14,6 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ SHARDS = "shards"  # the folder of what several ranks wrote; a checkpoint of one
 NEEDED = (STATE, "optimizer.pt", "rng.pt")  # files that every checkpoint of one process has
 NEEDED_OF_RANKS = (STATE, f"{SHARDS}/.metadata", f"{SHARDS}/values.pt", f"{SHARDS}/rng-0.pt")  # and of several ranks
 _OF_RANK = re.compile(rf"{SHARDS}/(?:__|rng-)(\d+)[_.].*")  # the files of one rank; all others are of rank 0
+VERIFYING = 8  # files that are read at once: one alone would take hours for the state of a large model
 CHUNK = 1 << 24  # bytes hashed at a time; chunks are large because each one has to acquire the interpreter's lock again
 
 
@@ -201,14 +203,16 @@ def verify(path: Path, of_run: bool = False) -> None:
         raise ValueError(f"{path / MANIFEST} is missing or cannot be read: the checkpoint is not complete") from None
     if of_run:
         _check_complete(path, expected)
-    for name, (size, digest) in expected.items():
+    for name in expected:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside the checkpoint")
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing from the checkpoint")
-        if _entry(file) != {"bytes": size, "sha256": digest}:
-            raise ValueError(f"{file} is damaged: its size or SHA-256 differs from the one in {MANIFEST}")
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name} is missing from the checkpoint")
+    with ThreadPoolExecutor(VERIFYING) as threads:  # hashing and reading both let the other threads run
+        found = threads.map(_entry, [path / name for name in expected])
+        for (name, (size, digest)), entry in zip(expected.items(), found, strict=True):
+            if entry != {"bytes": size, "sha256": digest}:
+                raise ValueError(f"{path / name} is damaged: its size or SHA-256 differs from the one in {MANIFEST}")
 
 
 def _check_complete(path, listed):

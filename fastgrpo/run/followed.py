@@ -7,6 +7,7 @@ from typing import Any
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.run.folder import RunFolder
 from fastgrpo.run.log import RunLog
 
 
@@ -15,15 +16,15 @@ class FollowedFolder:
 
     Args:
         path: The folder.
+
+    Attributes:
+        held: Whether rank 0 holds the folder still: it releases it when its log is closed, as all ranks close theirs.
     """
 
-    held = True
+    check = RunFolder.check
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def check(self) -> None:
-        """Do nothing: rank 0 checks that it holds the folder, and all ranks end with it."""
+        self.path, self.held = path, True
 
     def claim(self, name: str) -> Path:
         """Return the path of something that rank 0 makes in the folder.
@@ -37,7 +38,8 @@ class FollowedFolder:
         return self.path / name
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Note that rank 0 releases the folder."""
+        self.held = False
 
 
 class FollowedLog(RunLog):
@@ -95,7 +97,8 @@ class FollowedLog(RunLog):
         """
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Note that the run has ended, so that this rank refuses to go on as rank 0 does."""
+        self.folder.close()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to where the log stood at a checkpoint.

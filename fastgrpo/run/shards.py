@@ -16,14 +16,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fastgrpo.ranks import Ranks
 
-# All that the list of tensors is made of: it is a pickle, which could name any function to call.
+# All that the list of tensors is made of: it is a pickle, which could name any function to call. Of torch's module of
+# these classes none but they may be named, since it imports others that run what they are given.
 _LISTED = re.compile(
-    r"torch\.distributed\.checkpoint\.metadata \w+|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
+    r"torch\.distributed\.checkpoint\.metadata (?:Metadata|MetadataIndex|TensorStorageMetadata|ChunkStorageMetadata"
+    r"|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
     r"|torch\.serialization _get_layout|torch (?:Size|b?float\d+|u?int\d+|bool)|pathlib(?:\._local)? PosixPath"
 )
 
@@ -70,7 +72,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks)
             dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
     except dcp.api.CheckpointException as error:
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items())]
-        raise ValueError("; ".join(failures)) from None
+        raise ValueError("; ".join(failures)) from error
 
 
 def tensors_in(path: Path) -> set[str]:
@@ -98,7 +100,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         ValueError: A tensor is not there or has another shape, or a file is missing or cannot be read.
     """
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    planner = _Planner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is exchanged, which is intended
         try:
@@ -135,6 +137,13 @@ class _Writer(dcp.FileSystemWriter):
             raise kept from None
 
 
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads tensors alone. All else torch would unpickle, which calls whatever a forged file names."""
+
+    def load_bytes(self, read_item, value):
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+
 class _Reader(dcp.FileSystemReader):
     """Reads the list of tensors without calling what a forged one names."""
 
@@ -143,6 +152,9 @@ class _Reader(dcp.FileSystemReader):
         try:
             with open(file, "rb") as stream:
                 metadata = _Unpickler(stream).load()
+            for name, listed in metadata.state_dict_metadata.items():
+                if type(listed) is not TensorStorageMetadata:
+                    raise ValueError(f"{name} is no tensor")
             metadata.storage_meta = StorageMeta(load_id=self.load_id)
             return metadata
         except Exception as error:  # what a damaged file makes of the unpickler is of any type

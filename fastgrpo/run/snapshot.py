@@ -20,6 +20,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.shards import full_disk, read_tensors, share_of, tensors_in, write_tensors
 
-# The generators come last, because nothing may draw from them after they are restored.
+# The generators come after these, because nothing may draw from them after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
 VALUES = f"{SHARDS}/values.pt"
+LOG = "log"  # the part that changes files when it gets its state
 PROGRESS = "progress"  # the part whose entries stand at the top of trainer_state.json, as transformers has them
 
 
@@ -160,7 +162,9 @@ def restore(
     say: Callable[[str], None],
     ranks: Ranks = ALONE,
 ) -> None:
-    """Restore the parts of a run from a checkpoint, the random generators last.
+    """Restore the parts of a run from a checkpoint, the random generators after all that could draw from them.
+
+    The log comes last: it cuts off what was written after the checkpoint. That stays where a rank cannot go on.
 
     Args:
         parts: The parts of the run by name, as for `Snapshot`.
@@ -174,18 +178,27 @@ def restore(
             max_steps, or it has not the state that the parts need; on all ranks where one of them fails.
         RankLost: Another rank did not come.
     """
-    together(ranks, lambda: _restore(parts, path, about, say, ranks), f"the state in {path}")
 
-
-def _restore(parts, path, about, say, ranks):
-    state = read_state(path)
-    try:
+    def compare(state):
         _compare(state, path, about, say)
         _compare_division(state, _division(parts["policy"], ranks), path, say)
         max_steps = parts[PROGRESS].state_dict()["max_steps"]
         if state["global_step"] > max_steps:
             raise ValueError(f"{path} is past max_steps={max_steps}; raise max_steps")
-        _load(parts, path, state, ranks)
+
+    def go_back(state):
+        if LOG in parts:
+            parts[LOG].load_state_dict(state[LOG])
+
+    load = partial(_load, parts, path, ranks)
+    for do, what in ((compare, "what is compared with"), (load, "the state in"), (go_back, "the log's return to")):
+        together(ranks, partial(_with_state, path, do), f"{what} {path}")
+
+
+def _with_state(path, do):
+    """Do something with the state in trainer_state.json."""
+    try:
+        do(read_state(path))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(
             f"{path} does not hold the state that this run needs ({type(error).__name__}: {error!s:.100}); resume "
@@ -233,10 +246,10 @@ def _compare_division(before, now, path, say):
         )
 
 
-def _load(parts, path, state, ranks):
-    """Hand each part its state."""
+def _load(parts, path, ranks, state):
+    """Hand each part but the log its state."""
     parts[PROGRESS].load_state_dict(state)
-    apart = {"policy", PROGRESS}.union(*FILES.values())
+    apart = {"policy", PROGRESS, LOG}.union(*FILES.values())
     for name, part in parts.items():
         if name not in apart:
             part.load_state_dict(state[name])

@@ -71,6 +71,28 @@ def test_an_exception_that_nobody_catches_ends_a_rank_alike(error_file, capsys, 
     assert told.startswith("error on rank 0:\nTraceback (most recent call last):\n") and "KeyError: 'a bug'" in told
 
 
+def test_a_hook_of_somebody_elses_hears_of_the_error_too(error_file, capsys, monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: heard.append(args))
+    install(ranks())
+    error = KeyError("a bug")
+    sys.excepthook(KeyError, error, None)
+    assert heard == [(KeyError, error, None)] and capsys.readouterr().err.count("KeyError: 'a bug'") == 1
+
+
+def test_hooks_that_would_say_the_same_once_more_are_not_called(error_file, capsys, monkeypatch):
+    """That of Python, and that of torch's process groups, which calls it."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert sys.excepthook is not sys.__excepthook__
+        install(ranks())
+        sys.excepthook(KeyError, KeyError("a bug"), None)
+    finally:
+        dist.destroy_process_group()
+    assert capsys.readouterr().err.count("KeyError: 'a bug'") == 1
+
+
 def test_without_torchrun_there_is_no_file(monkeypatch, capsys):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     end(ValueError("it"), ranks().notes, "it")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 import tiny
@@ -27,6 +28,18 @@ def test_a_checkpoint_is_what_was_written(tmp_path):
     verify(path)
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == {"weights", "sub/state"}
     (path / "notes.txt").write_text("a file of one's own is no damage")
+
+
+def test_files_are_verified_side_by_side(tmp_path, monkeypatch):
+    """Each of the two waits until the other one is begun."""
+    path, together, entry = write_checkpoint(RunFolder(tmp_path), 3, two_files), threading.Barrier(2), checkpoint._entry
+
+    def begun(file):
+        together.wait(60)
+        return entry(file)
+
+    monkeypatch.setattr(checkpoint, "_entry", begun)
+    verify(path)
 
 
 def of_names(*names):

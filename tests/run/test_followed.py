@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.followed import FollowedLog, open_log
@@ -45,3 +47,19 @@ def test_the_other_ranks_write_nothing_and_remember_the_metrics(tmp_path, capfd)
         assert log.folder.claim("merged") == Path(tmp_path / "merged") and log.folder.held
         log.close_bar()
     assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
+
+
+def test_all_ranks_refuse_to_go_on_once_the_run_has_ended(tmp_path):
+    config, lead = GRPOConfig(output_dir=str(tmp_path / "run")), Told(0)
+    logs = [open_log(config, ranks=lead)]
+    logs.append(open_log(config, ranks=Told(1, lead.said)))
+    said = []
+    for log in logs:
+        with log:
+            log.folder.check()
+        assert not log.folder.held
+        for go_on in (log.folder.check, log.__enter__):
+            with pytest.raises(ValueError, match="no longer holds output_dir") as refused:
+                go_on()
+            said.append(str(refused.value))
+    assert len(set(said)) == 1

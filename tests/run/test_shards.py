@@ -5,19 +5,25 @@ Four processes are started once, and `shard_ranks.py` says what each of them doe
 
 import json
 import pickle
+import re
 import shutil
 
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import forked
 from resumed import write_manifest
 from safetensors.torch import load_file
 from shard_ranks import DTYPES
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
 from transformers import set_seed
 
-from fastgrpo.ranks import Ranks
+from fastgrpo.ranks import RankLost, Ranks
+from fastgrpo.ranks.apart import apart
+from fastgrpo.run import shards
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.followed import open_log
 from fastgrpo.run.host_copies import HostCopies
@@ -49,11 +55,24 @@ def ranks(tmp_path_factory):
 
 
 def test_ranks_do_their_parts_together_in_a_thread_of_their_own(ranks):
-    """What fails on some is the same error on all; one that all ranks have is said once."""
-    for lines in ranks[1]:
+    """What fails on some is the same error on all; one that all have is said once; a mistake keeps its traceback."""
+    for rank, lines in enumerate(ranks[1]):
         (parts,) = [line["parts"] for line in lines if "parts" in line]
-        some = "rank 1: KeyError: 'no'; rank 3: KeyError: 'no'"
-        assert parts == ["rank 1: no", some, "no", [0, 1, 2, 3]]
+        first = f"ValueError: rank 1: no, from {'ValueError' if rank == 1 else 'NoneType'}"
+        lost = f"RankLost: rank {rank} stops after a part: rank 1 failed: KeyError: 'no'; rank 3 failed: KeyError: 'no'"
+        mistake = "KeyError: 'no'" if rank in (1, 3) else lost
+        assert parts == [first, mistake, "ValueError: no, from ValueError", [0, 1, 2, 3]]
+
+
+def test_a_rank_that_is_lost_while_the_threads_find_each_other_is_named(monkeypatch):
+    def broken(**_):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr(dist, "new_group", broken)
+    one = Ranks(0, 2, store=dist.HashStore())
+    one.store.set("failed/1", "KeyError: 'a bug'")
+    with pytest.raises(RankLost, match="waits for the group for the checkpoint: rank 1 failed: KeyError: 'a bug'"):
+        apart(one, "checkpoint", 60)
 
 
 def readings(told):
@@ -192,12 +211,52 @@ class Forged:
         return print, ("this was called",)
 
 
-@pytest.mark.parametrize("content", [b"", b"rubbish", pickle.dumps(Forged())])
-def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, capsys):
+NAMING = b"ctorch.distributed.checkpoint.metadata\n%s\n."
+
+
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (b"", "EOFError"),
+        (b"rubbish", "UnpicklingError"),
+        (pickle.dumps(Forged()), "it names builtins.print, which no list of tensors does"),
+        (NAMING % b"dataclass", r"it names torch\.\S*\.dataclass"),  # which runs the names of fields as source
+        (NAMING % b"os", r"it names torch\.\S*\.os"),
+        (NAMING % b"BytesStorageMetadata", r"it names torch\.\S*\.BytesStorageMetadata"),
+        (pickle.dumps(Metadata({"weights": StorageMeta()})), "weights is no tensor"),
+        (pickle.dumps(Metadata(None)), "AttributeError"),
+    ],
+)
+def test_a_list_of_tensors_that_is_none_is_refused(tmp_path, content, why, capsys):
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+    with pytest.raises(ValueError, match=rf"\.metadata cannot be read: .*{why}"):
         tensors_in(tmp_path)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tmp_path, listed, capsys, monkeypatch):
+    """Neither where the list says so, nor where the list were believed: torch's own planner would call it."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save({"weights": Forged()}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
+    if listed:
+        monkeypatch.setattr(shards._Reader, "read_metadata", dcp.FileSystemReader.read_metadata)
+    with pytest.raises(ValueError, match="weights is no tensor" if listed else "it names .*BytesStorageMetadata"):
+        read_tensors(tmp_path, {"weights": torch.zeros(1)})
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "refused, why",
+    [("data", "rank 2: .*on 4 rows, the data now has 5"), ("shards", r"rank 2: \[Errno 5"), (None, None)],
+)
+def test_the_log_goes_back_only_where_every_rank_goes_on(ranks, refused, why):
+    """Rank 2 has other data, or a shard that it cannot read; then nothing is wrong."""
+    for lines in ranks[1]:
+        (line,) = [line for line in lines if line.get("refused", "") == refused]
+        assert (line["error"] is None) if why is None else re.search(why, line["error"])
+        assert line["steps"] == ([1] if why is None else [1, 2])
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so(ranks):

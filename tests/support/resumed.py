@@ -11,7 +11,8 @@ import torch
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.run.checkpoint import MANIFEST, checkpoints
+from fastgrpo.run.checkpoint import MANIFEST, SHARDS, checkpoints
+from fastgrpo.run.shards import _Reader, read_tensors
 
 
 def noisy(completions, log_metric, **columns):
@@ -90,11 +91,39 @@ def assert_same_run(run, whole):
     for name in ("model.safetensors", "adapter_model.safetensors", "reference.pt", "../merged/model.safetensors"):
         assert (mine / name).exists() == (theirs / name).exists(), name
         assert not (mine / name).exists() or (mine / name).read_bytes() == (theirs / name).read_bytes(), name
+    if (mine / SHARDS).exists():
+        assert_same_shards(mine / SHARDS, theirs / SHARDS)
     files = {path.name for path in mine.iterdir()}
     assert files == {path.name for path in theirs.iterdir()} and len(files & WEIGHTS) == 1
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, whole)]
     assert all(summary.pop("wall_seconds") > 0 for summary in summaries)
     assert summaries[0] == summaries[1]
+
+
+def assert_same_shards(mine, theirs):
+    """What several ranks wrote is the same: masters, moments, a reference's weights, the schedule, all generators."""
+    states = []
+    for path in (mine, theirs):
+        listed = _Reader(path).read_metadata().state_dict_metadata
+        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in listed.items()}
+        read_tensors(path, tensors)
+        files = {file.name: torch.load(file, weights_only=True) for file in path.glob("*.pt")}
+        states.append(tensors | files)
+    assert states[0].keys() == states[1].keys() > {"values.pt", "rng-0.pt", "rng-1.pt"}
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in states[0])
+    different = [name for name, value in states[0].items() if not same(value, states[1][name])]
+    assert not different, different
+
+
+def same(mine, theirs):
+    """Whether two values, which may hold tensors, are the same to the last bit."""
+    if isinstance(mine, torch.Tensor):
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+    if isinstance(mine, dict):
+        return mine.keys() == theirs.keys() and all(same(value, theirs[name]) for name, value in mine.items())
+    if isinstance(mine, (list, tuple)):
+        return len(mine) == len(theirs) and all(map(same, mine, theirs))
+    return mine == theirs
 
 
 ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}

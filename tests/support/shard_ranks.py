@@ -22,7 +22,7 @@ from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, join
 from fastgrpo.ranks.apart import apart, together
-from fastgrpo.run import checkpoint, snapshot
+from fastgrpo.run import checkpoint, shards, snapshot
 from fastgrpo.run.checkpoint import checkpoints, write_checkpoint
 from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.followed import open_log
@@ -62,14 +62,15 @@ def parts_of_work(ranks):
     for part in (refuse(1), refuse(1, 3, error=KeyError), refuse(*range(ranks.size)), refuse()):
         try:
             errors.append(together(other, functools.partial(part, other.rank), "a part"))
-        except ValueError as error:
-            errors.append(str(error))
+        except Exception as error:
+            cause = f", from {type(error.__cause__).__name__}" if isinstance(error, ValueError) else ""
+            errors.append(f"{type(error).__name__}: {error}{cause}")
     tell(parts=errors)
 
 
 def write(folder, name, ranks, mesh):
     dtype = DTYPES[name]
-    parts = make_parts(dtype, mesh)
+    parts = make_parts(dtype, mesh, ranks)
     set_seed(100 + ranks.rank)
     log = open_log(settings(folder), None, ranks)
     with log:
@@ -82,7 +83,7 @@ def write(folder, name, ranks, mesh):
 
 def read(folder, path, name, ranks, mesh):
     dtype, said = DTYPES[name], []
-    parts = make_parts(dtype, mesh, seed=1, trained=False)
+    parts = make_parts(dtype, mesh, ranks, seed=1, trained=False)
     before = addresses(parts)
     restore(parts, path, about(dtype), said.append, ranks)
     drawn = draws()
@@ -90,6 +91,35 @@ def read(folder, path, name, ranks, mesh):
         read=str(path.relative_to(folder)), by=f"{'ddp' if mesh is None else 'fsdp2'}-{ranks.size}",
         different=differences(parts, trained_parts(dtype)), moved=addresses(parts) != before, said=said, drawn=drawn,
     )  # fmt: skip
+
+
+def go_on_or_not(folder, ranks, mesh):
+    """After a save and a line of the log that it does not know: rank 2 refuses to go on, cannot, and then goes on."""
+    dtype = DTYPES["fp32"]
+    log = open_log(settings(folder), None, ranks)
+    parts = make_parts(dtype, mesh, ranks) | {"log": log}
+    with log:
+        log.write(1, {"reward": 1.0})
+        taken = Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks)
+        path = write_checkpoint(log.folder, 1, taken.write, ranks)
+        log.write(2, {"reward": 1.0})
+        for refused in ("data", "shards", None):
+            mine, what = about(dtype), refused if ranks.rank == 2 else None
+            mine["rows"] += what == "data"
+            snapshot.read_tensors = unreadable if what == "shards" else shards.read_tensors
+            try:
+                restore(parts, path, mine, lambda line: None, ranks)
+                error = None
+            except ValueError as failure:
+                error = str(failure)
+            ranks.any(False, "the end of what rank 0 writes")
+            lines = (log.dir / "metrics.jsonl").read_text().splitlines()
+            ranks.any(False, "what was read")
+            tell(refused=refused, error=error, steps=[json.loads(line)["step"] for line in lines])
+
+
+def unreadable(*arguments):
+    raise OSError(5, "Input/output error")
 
 
 def limited(function):
@@ -116,7 +146,7 @@ def killed(function):
 def fail(folder, ranks, mesh):
     """After a good save: a rank that does not see the folder, a full disk, a rank that is killed while it writes."""
     dtype = DTYPES["fp32"]
-    parts = make_parts(dtype, mesh)
+    parts = make_parts(dtype, mesh, ranks)
     log = open_log(settings(folder), None, ranks)
     written = snapshot.write_tensors
     with log:
@@ -165,6 +195,7 @@ def all_ranks(top):
                 read(top, path, name, ranks, None)
                 read(top, path, name, ranks, mesh)
     four.any(False, "all readings")
+    go_on_or_not(top / "refusing", *runs[4])
     fail(top / "failing", *runs[4])
 
 

@@ -5,52 +5,17 @@ import random
 
 import tiny
 import torch
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastgrpo import GRPOConfig
 from fastgrpo.data.records import TrainerState
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.shard import Layout, ShardedPolicy, _part, local
+from fastgrpo.ranks import ALONE
 from fastgrpo.run.snapshot import GlobalRNG
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 
 STEPS = 3
 NEVER = "model.norm.weight"  # this parameter never gets a gradient, so AdamW has no state of it
-
-
-def part_of(whole, like):
-    """A whole tensor, or this rank's part of it, as another tensor is sharded."""
-    if isinstance(like, DTensor):
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-    return whole
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class Sharded(Policy):
-    """A policy whose fp32 parts are sharded over a mesh, and that computes in a dtype of its own."""
-
-    lockstep = True
-
-    def __init__(self, policy, mesh):
-        self.computes_in = policy.dtype
-        super().__init__(policy.module.float())
-        for layer in self.module.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.module, mesh=mesh)
-
-    @property
-    def dtype(self):
-        return self.computes_in
-
-    def full_state_dict(self):
-        return {name: value.full_tensor().to(self.dtype) for name, value in self.module.state_dict().items()}
-
-    def load_state_dict(self, state):
-        for name, value in self.module.state_dict().items():
-            local(value).copy_(local(part_of(state[name], value)))
 
 
 class Follower:
@@ -61,7 +26,7 @@ class Follower:
         generator = torch.Generator().manual_seed(seed)
         for value in self.weights.values():
             noise = torch.randn(value.shape, generator=generator).bfloat16()  # the same in either dtype
-            local(value).copy_(local(part_of(noise, value)))
+            local(value).copy_(local(_part(noise, value)))
         self.measured = seed == 0
 
     def state_dict(self):
@@ -70,7 +35,7 @@ class Follower:
     def load_state_dict(self, state):
         self.measured = state["measured"]
         for name in self.weights.keys() & state.keys():
-            local(self.weights[name]).copy_(local(part_of(state[name], self.weights[name])))
+            local(self.weights[name]).copy_(local(_part(state[name], self.weights[name])))
 
 
 class Nothing:
@@ -86,16 +51,19 @@ def gradient(name, step, shape):
     return torch.randn(shape, generator=generator)
 
 
-def make_parts(dtype, mesh=None, seed=0, trained=True):
-    """The parts of a toy run: with a mesh sharded over it, else whole. With another seed all of it is different."""
+def make_parts(dtype, mesh=None, ranks=ALONE, seed=0, trained=True):
+    """The parts of a toy run: with a mesh sharded over its ranks, else whole. With another seed all is different."""
     model = tiny.model(seed=seed, tie_word_embeddings=dtype == torch.float32).to(dtype)
-    policy = Policy(model) if mesh is None else Sharded(Policy(model), mesh)
+    policy = Policy(model)
+    if mesh is not None:
+        layout = Layout(mesh, policy.device, dtype, reshard_after_forward=True, cpu_offload=False, ranks=ranks)
+        policy = ShardedPolicy(policy, layout)
     optimizer = MasterAdamW(policy.module, learning_rate=1e-2, weight_decay=0.1)
     schedule = make_schedule(optimizer, "cosine", warmup_steps=2, total_steps=10)
     for step in range(1, STEPS + 1 if trained else 1):
         for name, master in zip(optimizer.names, optimizer.masters, strict=True):
             if name != NEVER:
-                master.grad = part_of(gradient(name, step, master.shape), master)
+                master.grad = _part(gradient(name, step, master.shape), master)
         optimizer.adamw.step()
         optimizer.adamw.zero_grad(set_to_none=True)
         optimizer.to_module()
@@ -104,7 +72,7 @@ def make_parts(dtype, mesh=None, seed=0, trained=True):
         whole = trained_parts(dtype)["optimizer"].named_state()
         for name, value in optimizer.named_state().items():
             if isinstance(value, torch.Tensor):
-                local(value).copy_(local(part_of(whole[name], value)))
+                local(value).copy_(local(_part(whole[name], value)))
     return {
         "policy": policy, "optimizer": optimizer, "schedule": schedule, "progress": TrainerState(STEPS, 10, 0.3, 6),
         "source": Nothing(), "reference": Follower(policy, seed), "rng": GlobalRNG(),
@@ -149,7 +117,7 @@ def differences(mine, expected):
         if isinstance(whole, torch.Tensor):
             if not name.startswith("optimizer"):
                 value = value.to(whole.dtype)  # the parts of a policy are in fp32, as its masters are
-            same = torch.equal(local(value), local(part_of(whole, value)))
+            same = torch.equal(local(value), local(_part(whole, value)))
         else:
             same = value == whole
         if not same:

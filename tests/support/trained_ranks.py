@@ -1,8 +1,8 @@
-"""What two ranks do in tests/whole/test_resume_ranks.py; their arguments are a folder, and for a killed run its moment.
+"""What ranks do in tests/whole/test_resume_ranks.py; the arguments are a folder, that of the runs, and a size.
 
-FOLDER                          runs that crash and go on, and runs that do not
-FOLDER RUN MODE RANKS MOMENT    one run, in which the named ranks kill themselves: as they begin an exchange of this
-                                name, or the exchange of this number
+small          runs that crash and go on, and runs that do not, on two ranks
+kills          runs whose two ranks are killed again and again
+crashed-COUNT  runs that crash on so many ranks, and on-COUNT those that go on on so many
 """
 
 import os
@@ -10,6 +10,8 @@ import random
 import shutil
 import signal
 import sys
+import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +29,10 @@ STEPS = {
     "sync_ref_model": True,
     "ref_model_sync_steps": 2,
 }
-
-
 KILLS = 10
+CHANGES = ((1, 2), (1, 4), (2, 4), (4, 2))  # numbers of processes that begin a run, and that go on
+DOINGS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}  # as Python names them to hooks
+CASE = 2 * support.LIMIT  # seconds that one case may take, some runs on a busy machine
 
 
 def share_of_a(completions, **_):
@@ -47,7 +50,7 @@ crashing.__name__ = "share_of_a"
 
 
 def train(top, name, mode, **more):
-    return make_trainer(top, name, parallel=mode, **{**STEPS, **more}).train()
+    make_trainer(top, name, parallel=mode, **{**STEPS, **more}).train()
 
 
 def crashed(top, name, mode, reward):
@@ -71,41 +74,93 @@ def same_ranks(top, mode):
     go_on(top, mode, mode)
 
 
-def killed(top, run, mode, which, moment):
-    """Go on with a run, but end some of its ranks by SIGKILL as they begin an exchange: one of a name, or a number."""
-    enter, begun, there = Notes.enter, [], top / run
+def killed(top, run, mode, which, kind, moment):
+    """Go on with a run, but end some of its ranks by SIGKILL at a moment, whichever thread comes to it.
+
+    Args:
+        top: The folder of the runs.
+        run: The name of the run.
+        mode: How the ranks hold the policy.
+        which: The numbers of the ranks that are killed.
+        kind: "exchange", as a rank begins one; or "file", as it does something to the files of the run.
+        moment: The name of it, of a file with what is done; or its number, which is passed where the run ends before.
+    """
+    there, lock, begun = top / run, threading.Lock(), Counter()
     print(
         f"begins with {sorted(path.name for path in there.glob('*checkpoint-*')) if there.exists() else []}", flush=True
     )
+    mine = int(os.environ["RANK"]) in which
+
+    def reached(of_kind, what):
+        with lock:
+            begun[of_kind] += 1
+            now = moment == what if isinstance(moment, str) else begun[of_kind] >= moment
+            if mine and kind == of_kind and now:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    enter, fsync = Notes.enter, os.fsync
 
     def entered(notes, what):
-        begun.append(what)
-        if notes.rank in which and moment in (len(begun), what):
-            os.kill(os.getpid(), signal.SIGKILL)
+        reached("exchange", what)
         enter(notes, what)
 
-    Notes.enter = entered
+    def synced(descriptor):
+        reached("file", "os.fsync")
+        fsync(descriptor)
+
+    def audited(event, arguments):
+        if event in DOINGS and isinstance(arguments[0], (str, Path)) and there in Path(arguments[0]).parents:
+            reached("file", f"{event} {Path(arguments[0]).name}")
+
+    if which:
+        Notes.enter, os.fsync = entered, synced
+        sys.addaudithook(audited)
     go_on(top, run, mode)
 
 
-def cases(top, size):
+def small(top):
     """What two ranks do, in this order."""
     runs = {mode: partial(same_ranks, top, mode) for mode in ("ddp", "fsdp2")}
-    if size == "small":
-        runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
-        runs["from-fsdp2"] = partial(go_on, top, "from-fsdp2", "ddp")
-        runs["two-to-one"] = partial(crashed, top, "two-to-one", "fsdp2", crashing)
-        kills = [((1,), "the shards of checkpoint-4"), ((0, 1), "the digests of checkpoint-4"), ((), None)]
-        return runs | {f"kill-{i}": partial(killed, top, "killed", "fsdp2", *kill) for i, kill in enumerate(kills)}
-    rng = random.Random(0)
+    runs["from-ddp"] = partial(go_on, top, "from-ddp", "fsdp2")
+    runs["from-fsdp2"] = partial(go_on, top, "from-fsdp2", "ddp")
+    runs["two-to-one"] = partial(crashed, top, "two-to-one", "fsdp2", crashing)
+    kills = [
+        ((1,), "exchange", "the shards of checkpoint-4"),
+        ((0,), "file", "os.rename .tmp-checkpoint-4"),
+        ((), None, None),
+    ]
+    return runs | {f"kill-{i}": partial(killed, top, "killed", "fsdp2", *kill) for i, kill in enumerate(kills)}
+
+
+def kills(top):
+    """Runs of either kind, each of which is killed at numbers of exchanges and of doings with files, in turns."""
+    rng, runs = random.Random(0), {}
     for mode in ("ddp", "fsdp2"):
+        runs[f"{mode}-whole"] = partial(train, top, f"{mode}-whole", mode)
         for kill in range(KILLS):
-            which = (0, 1) if kill % 2 else (rng.randrange(2),)
-            runs[f"{mode}-kill-{kill}"] = partial(killed, top, f"killed-{mode}", mode, which, rng.randrange(1, 60))
-        runs[f"{mode}-end"] = partial(killed, top, f"killed-{mode}", mode, (), None)
+            kind, most = (("file", 200), ("exchange", 60))[kill % 2]
+            which = (0, 1) if kill % 4 < 2 else (rng.randrange(2) if kind == "exchange" else 0,)
+            moment = rng.randrange(1, most)
+            runs[f"{mode}-kill-{kill}"] = partial(killed, top, f"killed-{mode}", mode, which, kind, moment)
+        runs[f"{mode}-end"] = partial(killed, top, f"killed-{mode}", mode, (), None, None)
     return runs
 
 
+def changed(top, size):
+    """The runs that crash on a number of ranks, or that go on on one."""
+    what, _, count = size.partition("-")
+    runs = [(f"{before}-{after}-{mode}", mode, before, after) for before, after in CHANGES for mode in ("ddp", "fsdp2")]
+    if what == "crashed":
+        return {name: partial(crashed, top, name, mode, crashing) for name, mode, n, _ in runs if n == int(count)}
+    return {name: partial(go_on, top, name, mode, reward=share_of_a) for name, mode, _, n in runs if n == int(count)}
+
+
+def cases(top, size):
+    """What the ranks do, by the name of the case."""
+    return {"small": small, "kills": kills}[size](top) if size in ("small", "kills") else changed(top, size)
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    support.fork(cases(folder / "runs", (folder / "size").read_text()), folder, count=2, at_once=1)
+    folder, top, size = sys.argv[1:]
+    count = int(size.partition("-")[2] or 2)
+    support.fork(cases(Path(top), size), folder, count=count, at_once=1, limit=CASE)

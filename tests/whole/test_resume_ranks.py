@@ -1,21 +1,25 @@
 """Runs of several ranks that end early, by an error or by SIGKILL, and go on: on the same ranks to the last bit."""
 
+import re
+
 import pytest
 import tiny
 import torch
 from ranks import forked
-from resumed import assert_same_run, make_trainer, untimed
+from resumed import Crash, assert_same_run, make_trainer, untimed
 from safetensors.torch import load_file
-from trained_ranks import KILLS, STEPS, share_of_a
+from trained_ranks import CASE, CHANGES, KILLS, STEPS, cases, crashing, share_of_a
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 def started(folder, size):
-    """Let two ranks run all cases of a size. Return the folder of their runs, and what tells of the end of a case."""
-    tiny.save(folder / "runs" / "model")
-    (folder / "size").write_text(size)
-    return folder / "runs", forked("trained_ranks.py", folder)
+    """Let ranks run all cases of a size. Return the folder of their runs, and what tells of the end of a case."""
+    top = folder / "runs"
+    if not top.exists():
+        tiny.save(top / "model")
+    (folder / size).mkdir()
+    return top, forked("trained_ranks.py", folder / size, top, size, limit=CASE * (1 + len(cases(top, size))))
 
 
 @pytest.fixture(scope="module")
@@ -65,23 +69,53 @@ def test_one_process_goes_on_from_two_and_comes_to_where_it_would_alone(two, tmp
 
 
 def test_kills_inside_of_saves_cost_nothing_that_was_saved(two):
-    """One rank while both write checkpoint-4; then both before it gets its name; then the run goes on to its end."""
+    """Rank 1 while both write checkpoint-4; then rank 0 as it gets its name; then the run goes on to its end."""
     top, ended = two
-    assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, -9], [0, 0]]
+    assert [ended(f"kill-{kill}")[0] for kill in range(3)] == [[1, -9], [-9, 1], [0, 0]]
     for kill in (1, 2):
         assert ended(f"kill-{kill}")[1][0].startswith("begins with ['.tmp-checkpoint-4', 'checkpoint-2']\n")
     lost = ended("kill-0")[1][0].strip().splitlines()[-1]
-    assert lost.startswith("rank 0 stops while it waits for ") and "rank 1 died" in lost
+    # Which exchange notices it depends on the threads, and a process may be there for a moment after its connections.
+    assert re.match("rank 0 stops while it waits for .*: rank 1 (died|does not answer)", lost), lost
     assert not list((top / "killed").glob(".tmp-*"))
     assert_same_run(top / "killed", top / "fsdp2-whole")
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(tmp_path):
-    """Ten kills of one rank or of both, each as they begin some exchange of theirs, whichever thread does."""
-    top, ended = started(tmp_path, "large")
-    for mode in ("ddp", "fsdp2"):
-        codes = [ended(f"{mode}-kill-{kill}")[0] for kill in range(KILLS)]
-        assert all(-9 in of_kill and None not in of_kill for of_kill in codes), codes
-        assert ended(f"{mode}-end")[0] == [0, 0], ended(f"{mode}-end")[1]
-        assert_same_run(top / f"killed-{mode}", top / f"{mode}-whole")
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_kills_at_random_moments_change_nothing(killed, mode):
+    """Ten kills of one rank or of both, as they begin some exchange, or as they write, hash, rename or delete a file.
+
+    A kill may hit no rank, where the run ends before; the first one hits, since the whole run is ahead of it.
+    """
+    top, ended = killed
+    codes = [ended(f"{mode}-kill-{kill}")[0] for kill in range(KILLS)]
+    assert -9 in codes[0] and all(-9 in of_kill or of_kill == [0, 0] for of_kill in codes), codes
+    assert not any(None in of_kill for of_kill in codes), codes
+    assert ended(f"{mode}-end")[0] == [0, 0], ended(f"{mode}-end")[1]
+    assert_same_run(top / f"killed-{mode}", top / f"{mode}-whole")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    return started(tmp_path_factory.mktemp("killed"), "kills")
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks_come_to_where_one_process_would(tmp_path):
+    top, said = tmp_path / "runs", {}
+    make_trainer(top, "one-whole", share_of_a, **STEPS).train()
+    for after, mode in ((after, mode) for before, after in CHANGES if before == 1 for mode in ("ddp", "fsdp2")):
+        with pytest.raises(Crash):
+            make_trainer(top, f"1-{after}-{mode}", crashing, **STEPS).train()
+    for size in ("crashed-2", "crashed-4", "on-2", "on-4"):
+        _, ended = started(tmp_path, size)
+        for case in cases(top, size):
+            codes, said[case] = ended(case)
+            assert set(codes) == {0}, "\n".join(said[case])
+    for before, after in CHANGES:
+        for mode in ("ddp", "fsdp2"):
+            written = "one process" if before == 1 else f"{before} processes with {mode}"
+            told = f"warning: checkpoint-4 was written by {written}, and goes on with {after} processes with {mode}: "
+            assert told in said[f"{before}-{after}-{mode}"][0]
+            assert_close(top / f"{before}-{after}-{mode}", top / "one-whole")
