@@ -240,7 +240,7 @@ def test_a_model_object_is_trained_in_place(tmp_path):
 def test_minibatches_are_balanced_and_as_many_as_asked_for():
     update = make_update(Objective(), updates_per_rollout=4)
     sizes, step = [], update.updater.step
-    update.updater.step = lambda samples, loss: sizes.append(len(samples)) or step(samples, loss)
+    update.updater.step = lambda samples, *losses: sizes.append(len(samples)) or step(samples, *losses)
     update.teaches = lambda sample: True
     update([[sample] for sample in samples_of(5)])
     assert sizes == [1, 1, 1, 2]

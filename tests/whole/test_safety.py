@@ -18,6 +18,8 @@ BUILTINS = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "pty", "commands"}
 OS = {"system", "popen", "execl", "execle", "execlp", "execv", "execve", "execvp", "spawnl", "spawnv"}
 YAML = {"load", "load_all", "unsafe_load", "full_load"}
+# Its unpickler takes classes of a list alone; tests/run/test_shards.py forges what it must not run.
+ALLOWED = {"fastgrpo/run/shards.py": ["import pickle"]}
 
 
 def dangers(text):
@@ -43,7 +45,7 @@ def dangers(text):
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_source_runs_what_it_reads(path):
-    assert list(dangers(path.read_text())) == []
+    assert [what for _, what in dangers(path.read_text())] == ALLOWED.get(str(path.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(
