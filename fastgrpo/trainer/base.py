@@ -307,6 +307,8 @@ class Trainer(ABC):
         for warning in self.watch.observe(done.values, done.norms):
             self.log.say(f"step {step}: {warning}")
         values = done.values | self.timer.stop() | {"num_tokens": state.num_tokens}
+        if "memory/peak_gib" in values:
+            values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
         values |= rates(done.tokens, values["time/rollout"], time.perf_counter() - started)
         self.profiler.step(values, left=state.max_steps - step)
         return values
