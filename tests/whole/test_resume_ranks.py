@@ -43,6 +43,8 @@ def assert_close(run, whole, steps=2):
     assert len(rows[0]) >= steps
     for mine, theirs in zip(*rows, strict=True):
         for name, value in theirs.items():
+            if name.startswith("rollout/live"):  # how many sequences a rank draws at once, of those dealt to it
+                continue
             assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
     weights = [load_file(folder / "checkpoint-6" / "model.safetensors") for folder in (run, whole)]
     for name, value in weights[1].items():
