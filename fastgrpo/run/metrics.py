@@ -75,8 +75,8 @@ METRICS = {
     "time/other": "seconds of the step that are in no other time/ metric",
     "mfu": "model FLOPs utilization: the update's FLOPs, divided by its seconds (forward to optimizer) and by the peak "
     "FLOP/s of the GPU in 16 bits; absent where the peak is not known",
-    "memory/peak_gib": "largest GPU memory that torch had allocated during the step, on the GPU with the most, GiB; CUDA "
-    "only",
+    "memory/peak_gib": "largest GPU memory that torch had allocated during the step, on the GPU with the most, GiB; on "
+    "GPUs alone",
     "tokens/s": "completion tokens, drawn or learned, per second of the whole step",
     "custom/{name}": "mean of the values that reward functions passed to log_metric under this name",
     "eval/loss": "mean negative log-likelihood of a token of held-out completions, nats; of supervised training",
