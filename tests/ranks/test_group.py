@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import forked
 
-from fastgrpo.ranks import ALONE, RankLost, Ranks, group
+from fastgrpo.ranks import ALONE, RankLost, Ranks
 from fastgrpo.ranks.group import outlive_sigterm
 
 CLOSED = "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8395"
@@ -138,17 +138,6 @@ def test_a_failure_is_noted_at_once_and_a_lost_rank_is_none():
     assert ranks.store.get("failed/0") == b"KeyError: 'a bug'" and not ranks.store.check(["end"])
     with pytest.raises(KeyError), ALONE.failing():
         raise KeyError("a bug")
-
-
-def test_sums_are_sent_in_pieces(monkeypatch):
-    """Of 20 bytes here; a tensor that is larger is a piece of its own."""
-    sent = []
-    monkeypatch.setattr(group, "BUCKET", 20)
-    monkeypatch.setattr(dist, "all_reduce", lambda flat: sent.append(flat.nbytes) or flat.mul_(2))
-    tensors = [torch.arange(float(count)).view(-1, 1) for count in (3, 2, 9, 4, 2)]
-    two_ranks().sum(tensors, "the gradients")
-    assert sent == [20, 36, 16, 8]
-    assert [tensor.flatten().tolist() for tensor in tensors] == [[2.0 * i for i in range(n)] for n in (3, 2, 9, 4, 2)]
 
 
 def test_the_first_sigterm_after_a_loss_passes():
