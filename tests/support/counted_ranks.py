@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import torch
 from ranks import LIMIT, fork
@@ -112,5 +113,5 @@ def main(out, model, cases):
 
 if __name__ == "__main__":
     folder, model, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-    body = functools.partial(main, f"{folder}/counts.json", model, cases)
+    body = functools.partial(main, Path(folder) / "counts.json", model, cases)
     fork({"counted": body}, folder, count=2, limit=len(cases) * LIMIT)

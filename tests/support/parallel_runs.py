@@ -12,6 +12,7 @@ import tiny
 from ranks import LIMIT, fork
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.config.command import quiet_libraries
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.run.digest import digest_of_weights
@@ -94,7 +95,8 @@ def metrics(path):
 
 
 def train_all(folder, names):
-    """Make runs as one rank."""
+    """Make runs as one rank, which is as silent as a rank of a command."""
+    quiet_libraries()
     for name in names:
         for parallel in ("ddp", "fsdp2"):
             train(folder, name, parallel=parallel)
