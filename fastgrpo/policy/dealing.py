@@ -81,10 +81,21 @@ class Dealer:
             with the most of them makes.
         """
 
-        def of(share):
-            parts = micro_batches([samples[i] for i in share], self.max_tokens, self.share_prompt)
-            return [[share[i] for i in part] for part in parts]
+        mine = shares[self.ranks.rank]
+        parts = [[mine[i] for i in part] for part in self._split(samples, mine)]
+        return parts + [[]] * ((self.agreed(samples, shares) or 0) - len(parts))
 
-        mine = of(shares[self.ranks.rank])
-        most = max(map(len, map(of, shares))) if self.lockstep else 0
-        return mine + [[]] * (most - len(mine))
+    def agreed(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> int | None:
+        """Count the passes that each rank makes in lockstep.
+
+        Args:
+            samples: The samples.
+            shares: The indices of each rank's samples.
+
+        Returns:
+            As many as the rank with the most micro-batches makes. None where each rank makes its own number.
+        """
+        return max(len(self._split(samples, share)) for share in shares) if self.lockstep else None
+
+    def _split(self, samples, share):
+        return micro_batches([samples[i] for i in share], self.max_tokens, self.share_prompt)

@@ -31,7 +31,7 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
         return ranks
     with ranks.waiting(f"the group for the {name}"):
         group = dist.new_group(timeout=timedelta(seconds=timeout), backend="gloo")
-    other = Ranks(ranks.rank, ranks.size, ranks.local_rank, group)
+    other = Ranks(ranks.rank, ranks.size, group)
     other.notes = ranks.notes.apart(name)
     return other
 

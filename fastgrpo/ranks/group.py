@@ -41,7 +41,6 @@ class Ranks:
     Args:
         rank: The number of this rank, from 0.
         size: How many ranks there are.
-        local_rank: The number of this rank among those of its machine.
         group: The process group for what lies on the host (gloo); None where there is one process alone.
         store: Where ranks note what they are about to do; None where there is one process alone.
     """
@@ -50,11 +49,10 @@ class Ranks:
         self,
         rank: int = 0,
         size: int = 1,
-        local_rank: int = 0,
         group: "dist.ProcessGroup | None" = None,
         store: "dist.Store | None" = None,
     ) -> None:
-        self.rank, self.size, self.local_rank, self.group = rank, size, local_rank, group
+        self.rank, self.size, self.group = rank, size, group
         self.store, self.notes = store, Notes(store, rank, size)
         self._inside = []  # what the open contexts wait for
 

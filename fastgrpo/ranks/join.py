@@ -85,8 +85,7 @@ def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
         told = str(error).splitlines()[0]
         raise RankLost(f"rank {rank} stops while it waits for all {size} ranks to start: {told}", True) from error
     attempt = f"fastgrpo/{meet(dist.PrefixStore('fastgrpo', store), rank, size, timeout)}"
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    ranks = Ranks(rank, size, local_rank, store=dist.PrefixStore(attempt, connect(timeout) if ours else store))
+    ranks = Ranks(rank, size, store=dist.PrefixStore(attempt, connect(timeout) if ours else store))
     waits = timedelta(seconds=timeout)
     if on_gpu:
         claim_gpu(ranks.store, str(torch.cuda.get_device_properties(gpu).uuid), rank)

@@ -18,7 +18,8 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
 
     Args:
         ranks: The ranks.
-        values: What must be the same on all ranks, by what the error calls it; an underscore stands for a space.
+        values: What must be the same on all ranks, such as a digest, by what the error calls it in the plural; an
+            underscore stands for a space.
 
     Raises:
         ValueError: A value is another one on another rank; both are named.
@@ -27,8 +28,8 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
         for name, value in values.items():
             if theirs[name] != value:
                 raise ValueError(
-                    f"{name.replace('_', ' ')}: rank {rank} has others than rank {ranks.rank}; let all ranks, on all "
-                    "machines, read the same files and rows in the same order"
+                    f"the {name.replace('_', ' ')} are others on rank {rank} than on rank {ranks.rank}; let all "
+                    "machines read the same files and rows in the same order"
                 )
 
 

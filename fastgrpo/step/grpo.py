@@ -175,8 +175,8 @@ class GRPOUpdate:
         return metrics
 
     def _of_rank(self, samples, shares):
-        """Return the indices of this rank's samples, and how many passes over its samples a rank makes at most."""
-        return shares[self.ranks.rank], len(self.dealer.passes(samples, shares))
+        """Return the indices of this rank's samples, and how many passes all ranks make in lockstep."""
+        return shares[self.ranks.rank], self.dealer.agreed(samples, shares)
 
     def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
         """Compute the loss of a micro-batch, a sum over its tokens.

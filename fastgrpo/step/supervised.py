@@ -78,7 +78,7 @@ def mean_loss(policy: Policy, examples: Sequence[Example], dealer: Dealer) -> fl
     """
     samples = _samples(examples)
     shares = dealer.shares(samples)
-    mine, passes = [samples[i] for i in shares[dealer.ranks.rank]], len(dealer.passes(samples, shares))
+    mine, passes = [samples[i] for i in shares[dealer.ranks.rank]], dealer.agreed(samples, shares)
     dealer.meet("the passes of the held-out loss")
     logps = score(policy, mine, Scoring(1.0, dealer.max_tokens, dealer.share_prompt), passes)
     own = torch.cat(logps).double().sum().item() if logps else 0.0

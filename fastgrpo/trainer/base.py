@@ -90,8 +90,9 @@ class Trainer(ABC):
         self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
-        held_out, rows = digest_of_rows(self.eval_rows or ()), (self.digests["data"], len(self.source))
-        refuse_differences(self.ranks, training_rows=rows, held_out_rows=held_out)
+        if self.ranks.size > 1:
+            rows = self.digests["data"], len(self.source)
+            refuse_differences(self.ranks, training_rows=rows, held_out_rows=digest_of_rows(self.eval_rows or ()))
         self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
         self.sampling = SamplingParams(

@@ -15,7 +15,7 @@ from fastgrpo.policy.lora import add_lora, refuse_adapters
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
-from fastgrpo.run.digest import digest_of_weights
+from fastgrpo.run.digest import digest_of_weights, refuse_differences
 from fastgrpo.step.budget import Plan
 from fastgrpo.step.plan import choose_parallel, plan_run
 
@@ -81,12 +81,7 @@ def make_policy(
     # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
     needed = args.keeps_first_weights or ranks.size > 1
     digest = digest_of_weights(policy.state_dict()) if needed else None
-    for rank, theirs in enumerate(ranks.gather(digest, "the digest of the model")):
-        if theirs != digest:
-            raise ValueError(
-                f"the weights of the model are others on rank {rank} than on rank {ranks.rank}; let all machines read "
-                "the same model"
-            )
+    refuse_differences(ranks, weights_of_the_model=digest)
     refuse_adapters(policy.module)
     if args.use_peft:
         add_lora(

@@ -6,7 +6,8 @@ import numpy
 import pytest
 import torch
 
-from fastgrpo.run.digest import digest_of_rows, digest_of_weights
+from fastgrpo.ranks import Ranks
+from fastgrpo.run.digest import digest_of_rows, digest_of_weights, refuse_differences
 
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": 2}]
 
@@ -75,3 +76,19 @@ def test_one_bit_of_one_weight_changes_the_digest(dtype):
     assert digest_of_weights({**weights, "c": weights["b"]}) != first
     assert digest_of_weights({"a": weights["a"].view(-1), "b": weights["b"]}) != first
     assert digest_of_weights({"a": weights["a"].T, "b": weights["b"]}) != first
+
+
+class Two(Ranks):
+    """Rank 1 of two; rank 0 read other held-out rows."""
+
+    def gather(self, value, what):
+        return [value | {"held_out_rows": "others"}, value]
+
+
+def test_ranks_that_read_different_things_are_refused():
+    refuse_differences(Ranks(), training_rows=("a", 3), held_out_rows="b")
+    refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="others")
+    with pytest.raises(
+        ValueError, match="the held out rows are others on rank 0 than on rank 1; let all"
+    ):
+        refuse_differences(Two(1, 2), training_rows=("a", 3), held_out_rows="b")

@@ -180,7 +180,7 @@ def fail(folder, ranks, mesh):
 
 def all_ranks(top):
     four = join("cpu", 60)
-    two = Ranks(four.rank, 2, four.local_rank, dist.new_group([0, 1], backend="gloo"))
+    two = Ranks(four.rank, 2, dist.new_group([0, 1], backend="gloo"))
     runs = {4: (four, DeviceMesh("cpu", list(range(4)))), 2: (two, DeviceMesh("cpu", [0, 1]))}
     taking_part = [(count, *run) for count, run in runs.items() if four.rank < count]
     parts_of_work(four)
