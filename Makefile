@@ -90,11 +90,11 @@ lint: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations]'
 	touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,bench]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,bench]'
 	touch $@
 
 clean:

@@ -41,6 +41,11 @@ setup(
         "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2", "transformers>=5.17,<6"],
         "lora": ["peft>=0.19,<1"],
         "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
+        "integrations": [
+            "trl>=1.16,<2",
+            "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",
+            "lightning>=2.6,<3",
+        ],
         "bench": [
             "pytest>=8,<10",
             "pytest-benchmark>=5,<6",

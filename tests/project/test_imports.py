@@ -15,7 +15,7 @@ KERNELS = sorted((ROOT / "kernels").glob("*.py"))
 FLOORS = (
     {"kernels"},
     {"loss", "ranks"},
-    {"config", "data"},
+    {"config", "data", "integrations"},
     {"policy"},
     {"run"},
     {"rollout", "rewards"},
