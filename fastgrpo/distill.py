@@ -14,7 +14,7 @@ from fastgrpo.config.command import quiet_libraries, run_command, whole_file
 from fastgrpo.config.distillation import DistillConfig, parse
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import Rows, as_rows
-from fastgrpo.evaluation.heldout import progress_bar
+from fastgrpo.evaluation.heldout import complete, progress_bar
 from fastgrpo.evaluation.selection import REASONS, select
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
@@ -68,15 +68,11 @@ def distill(argv: list[str]) -> None:
                 stop_token_ids=stop_token_ids(policy, tokenizer),
                 seed=config.seed + start,
             )
-            own, share = range(ranks.rank, len(chunk), ranks.size), len(chunk) / len(prompts)
-            rollouts = engine.generate(
-                [chunk[i].ids for i in own],
-                config.num_generations,
-                sampling,
-                lambda done, share=share: bar.update(done * share),
-                own,
-            )
-            groups = {i: rollouts[at * config.num_generations :][: config.num_generations] for at, i in enumerate(own)}
+            share = len(chunk) / len(prompts)
+            groups = complete(
+                engine, chunk, sampling, config.num_generations,
+                lambda done, share=share: bar.update(done * share), ranks,
+            )  # fmt: skip
             judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks, allow_none=True)
             selected, left_out = select(judged.completions, rewards, config)
             for completion, reward in selected:

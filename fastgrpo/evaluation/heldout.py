@@ -131,7 +131,8 @@ def evaluate(
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:
         share = draws / (1 + num_generations)
         told = None if progress is None else lambda done: progress(done * share)
-        drawn = _complete(engine, prompts, sampling, draws, told, ranks)
+        with engine.policy.gather():
+            drawn = complete(engine, prompts, sampling, draws, told, ranks)
         result = judge_together(rewards, drawn, prompts, tokenizer, trainer_state, ranks=ranks)
         _measure(result, rewards, draws, prefix, means)
         return result.completions
@@ -194,11 +195,29 @@ class _Means:
             self.intervals[name] = wilson(sum(given), len(given)) if counted else bootstrap(given)
 
 
-def _complete(engine, prompts: list[Prompt], sampling, draws, progress, ranks) -> dict[int, list[Rollout]]:
-    """Draw `draws` completions of each prompt of this rank. Returns them by the index of the prompt."""
+def complete(
+    engine: RolloutBackend,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    draws: int,
+    progress: Callable[[float], object] | None = None,
+    ranks: Ranks = ALONE,
+) -> dict[int, list[Rollout]]:
+    """Draw completions of this rank's share of the prompts, which are dealt to the ranks one by one.
+
+    Args:
+        engine: An idle rollout backend.
+        prompts: The prompts of all ranks.
+        sampling: How to draw.
+        draws: How many completions each prompt gets.
+        progress: A function that is called with the share of this rank's work that was just done, or None.
+        ranks: The ranks.
+
+    Returns:
+        The completions of this rank's prompts, by the index of the prompt.
+    """
     own = range(ranks.rank, len(prompts), ranks.size)
-    with engine.policy.gather():
-        rollouts = engine.generate([prompts[i].ids for i in own], draws, sampling, progress, own)
+    rollouts = engine.generate([prompts[i].ids for i in own], draws, sampling, progress, own)
     return {i: rollouts[at * draws : (at + 1) * draws] for at, i in enumerate(own)}
 
 

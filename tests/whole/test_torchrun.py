@@ -94,6 +94,7 @@ def test_a_job_leaves_nothing_behind_whatever_became_of_its_launcher(tmp_path):
     assert not job.alive()
 
 
+@pytest.mark.slow
 def test_two_agents_run_one_training(folder, restarted):
     """As two machines do, each with an agent of its own."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
