@@ -20,11 +20,10 @@ def call(folder, inputs):
     rank, given = dist.get_rank(), torch.load(inputs)
     hidden = given["hidden"].requires_grad_()
     shard = given["weight"].split(given["shards"])[rank].clone().requires_grad_()
-    logps, entropy = linear_cross_entropy(hidden, shard, given["labels"], given["temperature"], "none", dist.group.WORLD)
+    head = hidden, shard, given["labels"], given["temperature"]
+    logps, entropy = linear_cross_entropy(*head, "none", dist.group.WORLD)
     torch.autograd.backward((logps, entropy), (given["logps_grad"], given["entropy_grad"]))
-    total, entropy_again = linear_cross_entropy(
-        hidden, shard, given["labels"], given["temperature"], "sum", dist.group.WORLD
-    )
+    total, entropy_again = linear_cross_entropy(*head, "sum", dist.group.WORLD)
     found = {"logps": logps, "entropy": entropy, "total": total, "entropy_again": entropy_again}
     found = {name: value.detach() for name, value in found.items()}
     torch.save(found | {"hidden": hidden.grad, "weight": shard.grad}, folder / f"rank-{rank}.pt")
