@@ -43,11 +43,10 @@ class GRPO(L.LightningModule):
     @torch.no_grad()
     def draw(self, rows):
         inputs, tokens, rewards = self.complete([row for row in rows for _ in range(GROUP)], **SAMPLING)
-        old = linear_logprob(*self.head(self.model, inputs, tokens), tokens["targets"])
-        ref = linear_logprob(*self.head(self.reference, inputs, tokens), tokens["targets"])
-        advantages = group_advantages(rewards.sum(0), GROUP)
+        for name, model in {"old_logps": self.model, "ref_logps": self.reference}.items():
+            tokens[name] = linear_logprob(*self.head(model, inputs, tokens), tokens["targets"])
         self.log("reward", rewards.sum(0).mean(), prog_bar=True)
-        return inputs, tokens | {"advantages": advantages, "old_logps": old, "ref_logps": ref}
+        return inputs, tokens | {"advantages": group_advantages(rewards.sum(0), GROUP)}
 
     def training_step(self, rows, index):
         if index % MU == 0:  # the same rows come MU times: completed once, and learned from MU times
@@ -55,7 +54,8 @@ class GRPO(L.LightningModule):
         return linear_grpo_loss(*self.head(self.model, self.inputs, self.tokens), **self.tokens, **LOSS).loss
 
     def validation_step(self, rows, index):
-        self.log("accuracy", self.complete(rows, do_sample=False)[2][0].mean(), batch_size=len(rows))
+        *_, (right, _) = self.complete(rows, do_sample=False)
+        self.log("accuracy", right.mean(), batch_size=len(rows), prog_bar=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.hparams.learning_rate)
@@ -69,10 +69,10 @@ def main(name, updates=200, prompts=16, seed=0, **options):
     batches = [random.sample(sums, prompts) for _ in range(updates // MU)]
     repeated = DataLoader([rows for rows in batches for _ in range(MU)], batch_size=None)
     tests = DataLoader([held_out], batch_size=None)
-    module, trainer = GRPO(name), L.Trainer(max_steps=updates, gradient_clip_val=1.0, **options)
+    trainer = L.Trainer(max_steps=updates, val_check_interval=updates // 4, gradient_clip_val=1.0, **options)
+    module = GRPO(name)
     trainer.validate(module, tests)
-    trainer.fit(module, repeated)
-    trainer.validate(module, tests)
+    trainer.fit(module, repeated, tests)
 
 
 if __name__ == "__main__":
