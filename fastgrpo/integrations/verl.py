@@ -1,7 +1,7 @@
 """The function of verl's fused head under its own name, for code that is written to verl.
 
-verl (github.com/volcengine/verl) computes log-probs and entropy in `verl/utils/kernel/linear_cross_entropy.py`, when
-`use_fused_kernels` is on. Nothing of verl is imported here.
+verl (github.com/volcengine/verl) computes log-probs and entropy in `verl/utils/kernel/linear_cross_entropy.py` where
+its settings ask for fused kernels. Nothing of verl is imported here.
 """
 
 from typing import TYPE_CHECKING

@@ -2,6 +2,7 @@
 
 import tiny
 import torch
+from paths import ROOT
 
 from docs.examples import plain_loop
 from fastgrpo.policy.characters import character_model
@@ -12,6 +13,12 @@ def test_the_loop_teaches_vowels(capsys):
     history = plain_loop.main()
     assert history[0] < 0.25 and sum(history[-5:]) / 5 > 0.8
     assert capsys.readouterr().out.count("reward") == len(history)
+
+
+def test_the_examples_can_be_read_at_a_glance():
+    lengths = {path.name: path.read_text().count("\n") for path in (ROOT / "docs" / "examples").glob("*.py")}
+    assert {"plain_loop.py", "lightning_grpo.py"} <= lengths.keys()
+    assert max(lengths.values()) < 80, lengths
 
 
 def test_a_model_is_taken_by_its_name(tmp_path, monkeypatch, capsys):
