@@ -81,7 +81,7 @@ def _logits(hidden, weight, bias, temperature, softcap):
 class _Gradients:
     """Sums dH [N, D], dW [V, D] and dbias [V] over chunks, for the inputs that want a gradient: products 2 and 3.
 
-    The sums are fp32, or fp64 for fp64 inputs. With a sharded vocabulary dH is summed over the ranks too.
+    The sums are fp32, or fp64 for fp64 inputs. dH is summed over the ranks of the vocabulary's group too.
     """
 
     def __init__(self, hidden, weight, bias, needs, vocabulary):
@@ -162,7 +162,8 @@ class LinearLogprob(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary, softcap):
+    def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary, softcap,
+                sum_hidden_grad):  # fmt: skip
         with no_autocast(hidden):
             logps, entropy = linear_logprob_fwd(
                 hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy
@@ -170,7 +171,7 @@ class LinearLogprob(torch.autograd.Function):
         per_row = isinstance(temperature, torch.Tensor)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, temperature if per_row else None)
         ctx.temperature, ctx.size, ctx.vocabulary = None if per_row else temperature, size, vocabulary
-        ctx.softcap = softcap
+        ctx.softcap, ctx.sum_hidden_grad = softcap, sum_hidden_grad
         ctx.set_materialize_grads(False)
         return logps, entropy
 
@@ -179,7 +180,8 @@ class LinearLogprob(torch.autograd.Function):
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, bias, targets, entropy, temperature = ctx.saved_tensors
         temperature = ctx.temperature if temperature is None else temperature
-        grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], ctx.vocabulary)
+        summed = ctx.vocabulary if ctx.sum_hidden_grad else ctx.vocabulary._replace(group=None)
+        grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], summed)
         if grad_logps is None:
             grad_logps = torch.zeros(len(targets), dtype=grads.dtype, device=hidden.device)
         with no_autocast(hidden):
@@ -194,7 +196,7 @@ class LinearLogprob(torch.autograd.Function):
                     dz *= bend
                 grads.add(dz, h, part)
                 del z, bend, dz
-        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 6
+        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 7
 
 
 class LinearGRPO(torch.autograd.Function):

@@ -283,7 +283,7 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
-                chunk_rows, group):  # fmt: skip
+                chunk_rows, group, sum_hidden_grad):  # fmt: skip
         ctx.set_materialize_grads(False)
         # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
         keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
@@ -291,7 +291,7 @@ class LinearLogprob(torch.autograd.Function):
                                         keep, return_entropy, chunk_rows, group)  # fmt: skip
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
-        ctx.options = (temperature, softcap, needs, chunk_rows, group, keep)
+        ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep)
         return rows[0].clone(), rows[1].clone()
 
     @staticmethod
@@ -308,7 +308,7 @@ class LinearLogprob(torch.autograd.Function):
         else:
             gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
                                            h, list(needs), grad_dtype(weight), chunk_rows, group)  # fmt: skip
-        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 9
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 10
 
 
 def linear_logprob(
@@ -321,6 +321,7 @@ def linear_logprob(
     softcap: float | None = None,
     return_entropy: bool = False,
     group: str | None = None,
+    sum_hidden_grad: bool = True,
     path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor | None]:
@@ -336,6 +337,8 @@ def linear_logprob(
         softcap: Cap of the logits, or None.
         return_entropy: Whether the entropy is computed.
         group: Name of the process group of a sharded weight, or None.
+        sum_hidden_grad: Whether the gradient of hidden is summed over the group. Otherwise each rank gets its shard's
+            part.
         path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most rows of hidden whose exponentials are held at once.
 
@@ -347,5 +350,6 @@ def linear_logprob(
     logps, entropy = LinearLogprob.apply(
         hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
         softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows, group,
+        sum_hidden_grad,
     )  # fmt: skip
     return logps, entropy if return_entropy else None

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def linear_logprob(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: torch.Tensor | None = None,
     logit_softcap: float | None = None, temperature: float | torch.Tensor = 1.0, return_entropy: bool = False,
-    process_group: "ProcessGroup | None" = None, backend: str = "auto",
+    process_group: "ProcessGroup | None" = None, sum_hidden_grad: bool = True, backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the log-probs of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
 
@@ -47,6 +47,9 @@ def linear_logprob(
             Targets stay ids of the whole vocabulary. All arguments but weight and bias are the same on every rank, and
             so are the results. The gradient of hidden comes back whole on every rank, those of weight and bias for the
             shard. Every rank must make the call, and run its backward.
+        sum_hidden_grad: Whether the gradient of hidden is summed over the ranks of process_group. False leaves on each
+            rank the part that comes from its shard, for callers that sum the parts themselves, as
+            integrations/verl.py does. Without process_group there is one part.
         backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
 
     Returns:
@@ -73,13 +76,13 @@ def linear_logprob(
         located, group = vocabulary.located(flat[part], len(weight))
         return triton_logprob.linear_logprob(
             states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
-            return_entropy=return_entropy, group=group,
+            return_entropy=return_entropy, group=group, sum_hidden_grad=sum_hidden_grad,
         )  # fmt: skip
 
     def plain(states, weight, bias, part=slice(None)):
         return chunked.LinearLogprob.apply(
             states, weight, bias, flat[part], cut(temperature, part), chunked.chunk_rows(vocabulary.largest),
-            return_entropy, vocabulary, logit_softcap,
+            return_entropy, vocabulary, logit_softcap, sum_hidden_grad,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.

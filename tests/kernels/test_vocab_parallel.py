@@ -55,13 +55,18 @@ def results(head, targets, advantages, rest, ref, group):
             (1.5 * out.loss).backward()
             found[name, size] = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
             found[name, size] |= {key: leaf.grad for key, leaf in leaves.items()}
-        leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-        logps, entropy = linear_logprob(
-            **leaves, targets=targets, temperature=0.8, return_entropy=True, process_group=group
-        )
-        (logps * advantages + entropy).sum().backward()
-        found["linear_logprob", size] = {"logps": logps.detach(), "entropy": entropy.detach()}
-        found["linear_logprob", size] |= {key: leaf.grad for key, leaf in leaves.items()}
+        for summed in (True, False):
+            leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
+            logps, entropy = linear_logprob(
+                **leaves, targets=targets, temperature=0.8, return_entropy=True, process_group=group,
+                sum_hidden_grad=summed,
+            )  # fmt: skip
+            (logps * advantages + entropy).sum().backward()
+            if group is not None and not summed:
+                dist.all_reduce(leaves["hidden"].grad, group=group)
+            case = "linear_logprob", summed, size
+            found[case] = {"logps": logps.detach(), "entropy": entropy.detach()}
+            found[case] |= {key: leaf.grad for key, leaf in leaves.items()}
     return found
 
 

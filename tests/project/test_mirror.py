@@ -73,6 +73,7 @@ TOGETHER = {
         "the settings are declared over several files and used as one record",
         [f"fastgrpo/config/{name}.py" for name in ("objective", "parallel", "sections", "training")],
     ),
+    "tests/integrations/test_example_*.py": ("executes the programs of docs/examples", []),
     "tests/project/test_settings_page.py": ("the page is compared with the settings", ["fastgrpo/config/page.py"]),
     "tests/run/test_shards.py": (
         "ranks write together, in threads that exchange things apart from the main ones",

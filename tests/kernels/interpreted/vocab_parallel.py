@@ -66,14 +66,17 @@ def results(head, rest, ref, group):
                 outputs = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
                 found[path, chunk_rows, name] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
         linear_grpo.linear_grpo_loss = whole
-        leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-        logps, entropy = linear_logprob(
-            **leaves, targets=rest["targets"], temperature=0.8, return_entropy=True, process_group=group,
-            backend="triton",
-        )  # fmt: skip
-        (logps * rest["advantages"] + entropy).sum().backward()
-        outputs = {"logps": logps.detach(), "entropy": entropy.detach()}
-        found[path, "linear_logprob"] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
+        for summed in (True, False):
+            leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
+            logps, entropy = linear_logprob(
+                **leaves, targets=rest["targets"], temperature=0.8, return_entropy=True, process_group=group,
+                sum_hidden_grad=summed, backend="triton",
+            )  # fmt: skip
+            (logps * rest["advantages"] + entropy).sum().backward()
+            if group is not None and not summed:
+                dist.all_reduce(leaves["hidden"].grad)
+            outputs = {"logps": logps.detach(), "entropy": entropy.detach()}
+            found[path, "linear_logprob", summed] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
     return found
 
 

@@ -1,0 +1,135 @@
+"""The function of verl's fused head, against plain PyTorch in fp64: results, gradients, and a sharded vocabulary."""
+
+import pytest
+import torch
+from ranks import forked
+
+from fastgrpo.integrations.verl import linear_cross_entropy
+
+N, D, V = 12, 6, 23
+SHARDS = [9, 14]
+TEMPERATURE = 0.7
+
+
+def problem():
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[:4] = torch.tensor([0, V - 1, SHARDS[0] - 1, SHARDS[0]])  # the first and the last id, the shards' border
+    return {
+        "hidden": noise(N, D), "weight": noise(V, D), "labels": labels, "temperature": TEMPERATURE, "shards": SHARDS,
+        "logps_grad": noise(N), "entropy_grad": noise(N),
+    }  # fmt: skip
+
+
+def plain(hidden, weight, labels):
+    """The logits [N, V] at the temperature, the log-probs [N] and the entropies [N], by autograd."""
+    logits = hidden @ weight.T / TEMPERATURE
+    logits.retain_grad()
+    distribution = torch.distributions.Categorical(logits=logits)
+    return logits, distribution.log_prob(labels), distribution.entropy()
+
+
+def leaves(given, dtype=torch.float64):
+    return [given[name].to(dtype).clone().requires_grad_() for name in ("hidden", "weight")]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_results_and_gradients_are_those_of_autograd(dtype, tolerance):
+    """Both results are differentiated; gradients have the dtype of what they belong to. bf16 rounds them at the end."""
+    given = problem()
+    ours = leaves(given, dtype)
+    logps, entropy = linear_cross_entropy(*ours, given["labels"], TEMPERATURE)
+    assert logps.dtype == entropy.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    theirs = [value.detach().double().requires_grad_() for value in ours]
+    _, *expected = plain(*theirs, given["labels"])
+    assert (expected[0] < 0).all()  # log-probs, not the cross-entropy
+    gradients = given["logps_grad"], given["entropy_grad"]
+    torch.autograd.backward((logps, entropy), [gradient.to(logps.dtype) for gradient in gradients])
+    torch.autograd.backward(expected, gradients)
+    found = [logps.detach(), entropy.detach(), *(leaf.grad for leaf in ours)]
+    truth = [*(value.detach() for value in expected), *(leaf.grad for leaf in theirs)]
+    assert [leaf.grad.dtype for leaf in ours] == [dtype, dtype]
+    for value, true in zip(found, truth, strict=True):
+        assert (value - true).abs().max() <= tolerance * true.abs().max()
+
+
+@pytest.mark.parametrize("result", ["logps", "entropy"])
+def test_either_result_is_differentiated_alone(result):
+    given, index = problem(), ("logps", "entropy").index(result)
+    ours, theirs = leaves(given), leaves(given)
+    linear_cross_entropy(*ours, given["labels"], TEMPERATURE)[index].sum().backward()
+    plain(*theirs, given["labels"])[1 + index].sum().backward()
+    torch.testing.assert_close([leaf.grad for leaf in ours], [leaf.grad for leaf in theirs])
+
+
+@pytest.mark.parametrize("reduction, reduced", [("sum", torch.sum), ("Mean", torch.mean), (None, torch.clone)])
+def test_log_probs_are_reduced_and_entropies_are_not(reduction, reduced):
+    given = problem()
+    ours, theirs = leaves(given), leaves(given)
+    logps, entropy = linear_cross_entropy(*ours, given["labels"], TEMPERATURE, reduction)
+    _, true_logps, true_entropy = plain(*theirs, given["labels"])
+    torch.testing.assert_close(logps, reduced(true_logps))
+    torch.testing.assert_close(entropy, true_entropy)
+    (logps.sum() + entropy @ given["entropy_grad"]).backward()
+    (reduced(true_logps).sum() + true_entropy @ given["entropy_grad"]).backward()
+    torch.testing.assert_close([leaf.grad for leaf in ours], [leaf.grad for leaf in theirs])
+
+
+def test_any_shape_of_tokens_gives_flat_results():
+    """Megatron's hidden states are [T, B, D] beside labels [B, T] of one packed row."""
+    given = problem()
+    flat = linear_cross_entropy(given["hidden"], given["weight"], given["labels"], None)
+    hidden = given["hidden"].view(N, 1, D).requires_grad_()
+    shaped = linear_cross_entropy(hidden, given["weight"], given["labels"].view(1, N), 1.0)
+    torch.testing.assert_close(shaped, flat)
+    shaped[0].sum().backward()
+    assert shaped[0].shape == (N,) and hidden.grad.shape == (N, 1, D)
+
+
+def test_an_unknown_reduction_is_named():
+    given = problem()
+    with pytest.raises(ValueError, match="reduction must be one of none, sum, mean, got 'batchmean'"):
+        linear_cross_entropy(given["hidden"], given["weight"], given["labels"], 1.0, "batchmean")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two ranks got from its shard of the head."""
+    folder = tmp_path_factory.mktemp("ranks")
+    inputs = tmp_path_factory.mktemp("inputs") / "inputs.pt"
+    torch.save(problem(), inputs)
+    codes, outputs = forked("sharded_head.py", folder, inputs)("call")
+    assert codes == [0, 0], "\n".join(outputs)
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Results and gradients of the whole head, and the gradient of its logits."""
+    given = problem()
+    hidden, weight = leaves(given)
+    logits, logps, entropy = plain(hidden, weight, given["labels"])
+    torch.autograd.backward((logps, entropy), (given["logps_grad"], given["entropy_grad"]))
+    return {"logps": logps.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad,
+            "parts": [d @ w for d, w in zip((logits.grad / TEMPERATURE).split(SHARDS, 1),
+                                            given["weight"].split(SHARDS), strict=True)]}  # fmt: skip
+
+
+def test_ranks_with_shards_of_the_head_get_the_results_of_the_whole(found, truth):
+    for rank in found:
+        for name in ("logps", "entropy"):
+            torch.testing.assert_close(rank[name], truth[name])
+        torch.testing.assert_close(rank["total"], truth["logps"].sum())
+        assert torch.equal(rank["entropy"], rank["entropy_again"])
+
+
+def test_ranks_get_the_gradients_of_their_shards_and_the_parts_of_hidden_that_verl_sums(found, truth):
+    for rank, weight, part in zip(found, truth["weight"].split(SHARDS), truth["parts"], strict=True):
+        torch.testing.assert_close(rank["weight"], weight)
+        torch.testing.assert_close(rank["hidden"], part)
+    torch.testing.assert_close(found[0]["hidden"] + found[1]["hidden"], truth["hidden"])
+    assert not torch.allclose(found[0]["hidden"], truth["hidden"])
