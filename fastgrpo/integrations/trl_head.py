@@ -4,7 +4,7 @@ TRL calls a model with `fused_lm_head=True` and labels, and gets log-probs and e
 forward of that kind in the place of TRL's. It computes the states of the labels and hands them, with the head, to a
 function of the caller, or scores them by `linear_logprob`. Neither holds the logits [N, V] in memory.
 
-Shapes: B completions, L their length with prompts, less 1, of which T is the longest completion; V vocabulary, D hidden.
+Shapes: B completions, L their length with prompts, less 1, T that of the longest completion; V vocabulary, D hidden.
 """
 
 import functools

@@ -197,7 +197,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(path, tmp_path):
         def _compute_loss(self, model, inputs):
             return 0
 
-    with pytest.raises(ValueError, match="must leave _compute_loss as TRL has it, and Theirs has its own"):
+    with pytest.raises(ValueError, match="must leave _compute_loss to TRL, and Theirs has its own"):
         patch(trainer(Theirs, path, tmp_path))
     with pytest.raises(ValueError, match=r"must be a trl.GRPOTrainer, got str"):
         patch("trainer")
@@ -209,7 +209,7 @@ def test_a_trainer_with_a_loss_of_its_own_is_refused(path, tmp_path):
         ({"torch_compile": True}, "torch_compile=True"),
         ({"loss_type": "ppo"}, "loss_type='ppo'"),
         ({"loss_type": "cispo", "epsilon_high": -0.5}, "epsilon_high=-0.5"),
-        ({"loss_type": "vespo", "beta": 0.1, **SEQUENCE}, "importance_sampling_level='sequence' with loss_type='vespo'"),
+        ({"loss_type": "vespo", "beta": 0.1, **SEQUENCE}, "importance_sampling_level='sequence' for vespo"),
         ({"epsilon": 1.5}, "epsilon must be"),
         ({"delta": -1.0}, "delta must be"),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be"),
