@@ -28,7 +28,9 @@ TOLERANCE = 1e-3  # of the first loss, against TRL's own code: a version of TRL 
 class FusedGRPOTrainer(GRPOTrainer):
     """TRL's GRPOTrainer, whose head and loss never hold the logits [N, V].
 
-    The arguments are those of trl.GRPOTrainer.
+    Args:
+        args: Those of trl.GRPOTrainer.
+        kwargs: Those of trl.GRPOTrainer.
 
     Raises:
         ValueError: A setting or the model cannot be served; the text names it.

@@ -32,7 +32,7 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
 KL = {"beta": 0.3, "use_bias_correction_kl": False}
 CORRECTED = {"beta": 0.3}  # by default TRL multiplies the KL by the ratio
 MASKS = {
-    "entropy": {"top_entropy_quantile": 0.4},
+    "entropy": {"top_entropy_quantile": 0.7},
     "off-policy": {"off_policy_mask_threshold": 0.05},
     "both-masks": {"top_entropy_quantile": 0.6, "off_policy_mask_threshold": 0.05},
 }
