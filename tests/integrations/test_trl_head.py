@@ -3,7 +3,10 @@
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trl.trainer.utils import add_fused_lm_head
 from trl_pairs import gradients, make_inputs, pair
 
@@ -112,3 +115,22 @@ def test_logits_are_never_made(tmp_path, monkeypatch):
         assert made.ours._get_per_token_logps_and_entropies(model, ids, ones, 4)[0].shape == (6, 4)
     with pytest.raises(AssertionError, match="of others"):
         gradients(made.theirs, inputs)
+
+
+@pytest.fixture
+def mesh():
+    """A device mesh of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_sharded_head_is_gathered(mesh):
+    """FSDP2 leaves the weight as a DTensor where the head is no part of the outermost shard."""
+    model = make_model("plain")
+    _, whole, inputs, labels = both(model)
+    model.lm_head.weight = torch.nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+    sharded = model(**inputs, labels=labels, fused_lm_head=True)
+    assert torch.equal(sharded.log_probs, whole.log_probs)
+    sharded.log_probs.sum().backward()
+    assert isinstance(model.lm_head.weight.grad, DTensor) and model.lm_head.weight.grad.to_local().any()
