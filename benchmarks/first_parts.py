@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import bench_head, bench_rollout, bench_step, variants
+from benchmarks import bench_head, bench_rollout, bench_step, bench_trl, variants
 from benchmarks.batches import make_batch
 from benchmarks.compare import compare, rows_of, versions
 from benchmarks.contestants import Contest, Contestant, contest, taking_part
@@ -198,6 +198,12 @@ def time_step() -> None:
         tell_contest(contestants, missing, judge, 2 if SMALL else 1)
 
 
+def time_trl() -> None:
+    """Time TRL's trainer with its own head and with ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        tell_contest(bench_trl.contestants_of(Path(folder)), {}, bench_trl.judged)
+
+
 def compare_choices() -> None:
     """Compare what was chosen without a GPU: `flatten` on and off, and the Triton path in fp32 with the one without."""
     from fastgrpo.kernels import launch, linear_exp
@@ -245,6 +251,7 @@ PARTS = {
     "head": time_head,
     "rollout": time_rollout,
     "step": time_step,
+    "trl": time_trl,
     "choices": compare_choices,
     "times": time_kernels,
 }

@@ -92,7 +92,7 @@ def linear_grpo_loss(
         temperature: A float, or per token: the one that the tokens were drawn at. At least 1e-30.
         bias: [V] or None.
         logit_softcap: As in `linear_logprob`.
-        return_entropy: Whether to add the mean `entropy` over active rows, in nats, to the metrics.
+        return_entropy: Whether to return `entropies` in nats, and their mean over active rows as the metric `entropy`.
         ref_hidden: [B, T, R] or [N, R], the reference's hidden states at the same tokens; R may differ from D. Where
             beta is not 0 and kl is "full", it takes the place of ref_logps, with ref_weight.
         ref_weight: [V, R], the reference's head. Its logits have the temperature and the soft-cap of the policy's.
@@ -206,7 +206,7 @@ def logits_grpo_loss(
         token_weights: [B, T] or [N], or None.
         num_items_in_batch: Tokens of the whole step, or None.
         temperature: A float, or per token.
-        return_entropy: Whether to add the mean `entropy` to the metrics.
+        return_entropy: Whether to return `entropies` and the metric `entropy`.
         inplace: Whether the gradient is written over the logits, so that there is no second [N, V] tensor. The backward
             does so, or (triton, where no token's loss looks at its sequence) already the forward, in one read and one
             write. The values of the logits are gone then: nothing else may need them, and autograd raises an error on a

@@ -28,12 +28,14 @@ class GRPOLossOutput:
         logps: Log-probs of the targets in the targets' shape, 0 where not active.
         active: Bool in the targets' shape: the rows that were computed.
         metrics: Scalar tensors by name.
+        entropies: Entropies in nats in the targets' shape, 0 where not active; None where the loss computed none.
     """
 
     loss: torch.Tensor
     logps: torch.Tensor
     active: torch.Tensor
     metrics: dict[str, torch.Tensor]
+    entropies: torch.Tensor | None = None
 
 
 def loss_output(
@@ -58,12 +60,15 @@ def loss_output(
         outputs = {name: torch.where(kept.active, values, 0) for name, values in outputs.items()}
         logps = torch.where(kept.active, logps, 0)
         count = kept.active.sum()
+    entropies = outputs.get("entropy")
     if index is not None:
         active = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
         active = (
             active.index_fill_(0, index, True) if kept.active is None else active.index_copy_(0, index, kept.active)
         )
         logps = logps.new_zeros(like.numel()).index_copy_(0, index, logps)
+        if entropies is not None:
+            entropies = entropies.new_zeros(like.numel()).index_copy_(0, index, entropies)
     divisor = max(count, 1) if isinstance(count, int) else count.clamp(min=1)
     mean = {name: values.to(logps.dtype).sum() / divisor for name, values in outputs.items()}
     metrics = {
@@ -79,7 +84,8 @@ def loss_output(
         metrics["entropy"] = mean["entropy"]
     if "importance" in outputs:
         metrics |= _sampler_metrics(outputs["importance"], outputs["sampler_gap"], kept.active, divisor)
-    return GRPOLossOutput(loss, logps.view(like.shape), active.view(like.shape), metrics)
+    entropies = None if entropies is None else entropies.view(like.shape)
+    return GRPOLossOutput(loss, logps.view(like.shape), active.view(like.shape), metrics, entropies)
 
 
 def _sampler_metrics(importance, gap, active, count):

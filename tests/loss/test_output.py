@@ -16,6 +16,8 @@ def test_entropy_metric_is_the_mean_over_active_rows():
         case.hidden, case.weight, case.targets, temperature=case.temperature, return_entropy=True
     )
     assert output.metrics["entropy"].item() == pytest.approx(entropy[case.mask].mean().item())
+    assert_close(output.entropies, entropy.where(case.mask, 0), 1e-5)
+    assert oracle.run(case, linear_grpo_loss)[0].entropies is None
 
 
 def test_only_the_loss_carries_gradient():

@@ -173,6 +173,16 @@ def test_bench_loss(small):
     assert peaks["fastgrpo", "40% of the rows"] < 0.5 * peaks["fastgrpo", "all rows"]
 
 
+def test_bench_trl(small):
+    """Both trainers have the same gradients, which the benchmark asserts, and each case is measured with both."""
+    (info,) = infos_of(small, "bench_trl")
+    rows = {(row["variant"], row["case"]): row for row in info["rows"]}
+    assert {variant for variant, _ in rows} == {"fastgrpo", "trl"} and len(rows) == 4 == len(info["bars"])
+    assert all(row["ms_p50"] > 0 and row["peak_mib"] > 0 and row["n"] == 256 for row in rows.values())
+    if not torch.cuda.is_available():
+        assert all(bar["met"] for name, bar in info["bars"].items() if name.startswith("peak memory"))
+
+
 def test_bench_head(small):
     """Every variant computes the same gradients, or is named as missing; the errors are against fp64."""
     infos = infos_of(small, "bench_head")

@@ -65,6 +65,10 @@ TOGETHER = {
         "the reference and the losses against the formulas of TRL and of Liger",
         ["kernels/reference.py", "fastgrpo/loss/losses.py"],
     ),
+    "tests/integrations/test_trl.py": (
+        "whole trainers of TRL beside ours: the loss is compared inside of them",
+        ["fastgrpo/integrations/trl_loss.py"],
+    ),
     "tests/trainer/test_*.py": (
         "each trainer is tested with the loop that all of them share",
         ["fastgrpo/trainer/base.py"],
