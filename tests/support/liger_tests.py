@@ -1,14 +1,16 @@
 """Runs Liger-Kernel's own tests of its GRPO losses with ours in their place: `make liger-tests`.
 
-    python tests/support/liger_tests.py [arguments of pytest, such as -k luspo]
+    python tests/support/liger_tests.py [--all-sizes] [arguments of pytest, such as -k luspo]
 
 The tests come with Liger's source distribution (BSD-2), which pip downloads into a temporary folder; nothing of it is
 kept. This file is also the plugin that pytest loads there: it swaps the two names before the tests import them, leaves
-out the cases of `LEFT_OUT`, and says at the end how many it left out and why.
+out the cases of `LEFT_OUT`, and says at the end how many it left out and why. Without a GPU it leaves out the larger
+sizes too, which would take hours there; `--all-sizes` runs them.
 """
 
 import collections
 import functools
+import math
 import os
 import shlex
 import subprocess
@@ -19,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VERSION = "0.8.5"
@@ -26,12 +29,19 @@ FILES = ("test/chunked_loss/test_grpo_loss.py", "test/transformers/test_grpo_los
 
 INNER = "tests a function inside of Liger, and neither of the two names"
 SEQUENCE = "asks for an error; ours computes cispo and sapo with the ratio of a sequence"
+LARGE = "a large batch, without a GPU; --all-sizes runs it"
 PADDED_LUSPO = "luspo with a KL: Liger averages over the padded width, padding included"
 PADDED_VESPO = "vespo with weights per token: Liger multiplies those of the padding into W"
 
 
 def _padded_luspo(case):
     return case["loss_type"] == "luspo" and case["beta"] != 0 and case["use_ref_model"]
+
+
+def _logits(item):
+    """How many logits a case has: B T V, where these are its parameters."""
+    case = item.callspec.params if hasattr(item, "callspec") else {}
+    return math.prod(case.get(name, 1) for name in "BTV") if "V" in case else 0
 
 
 # Name of a test -> (whether a case of it, given its parameters, is left out; and why).
@@ -61,6 +71,11 @@ def counted(function):
     return call
 
 
+def pytest_addoption(parser):
+    """Let the caller ask for the sizes that take hours on a CPU."""
+    parser.addoption("--all-sizes", action="store_true", default=torch.cuda.is_available())
+
+
 def pytest_configure():
     """Put ours in the place of Liger's, wherever a test imports the names from."""
     import liger_kernel.chunked_loss.grpo_loss
@@ -87,6 +102,10 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"LEFT_OUT[{name!r}] leaves out no case")
         left_out[reason] += len(cases)
         gone += cases
+    if not config.option.all_sizes:
+        large = [item for item in items if item not in set(gone) and _logits(item) >= 2**22]
+        left_out[LARGE] = len(large)
+        gone += large
     config.hook.pytest_deselected(items=gone)
     items[:] = [item for item in items if item not in set(gone)]
 
@@ -118,7 +137,16 @@ def main(arguments):
     if installed != VERSION:
         raise SystemExit(f"these are the tests of liger-kernel {VERSION}, and {installed} is installed")
     with tempfile.TemporaryDirectory() as folder:
-        download = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            ":all:",
+        ]
         download += [*shlex.split(os.environ.get("PIP_ARGS", "")), f"liger-kernel=={VERSION}", "--dest", folder]
         subprocess.run(download, check=True)
         (archive,) = Path(folder).glob("*.tar.gz")
