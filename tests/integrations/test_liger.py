@@ -8,7 +8,7 @@ import sys
 import liger_cases
 import pytest
 import torch
-from liger_cases import CASES, CLOSE, FULL, RAGGED, TEMPERATURE, batch, gap, run_class, truth
+from liger_cases import CASES, CLOSE, FULL, RAGGED, TEMPERATURE, batch, gap, is_right, run_class, truth
 from paths import ROOT
 
 from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
@@ -36,16 +36,6 @@ def test_every_loss_is_the_truth(name):
     knobs, options = CASES[name]
     p = batch(**options)
     assert gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), truth(p, knobs)) <= CLOSE
-
-
-def is_right(name, lengths):
-    """Whether Liger computes the case, and as the papers say: docs/integrations.md has the others."""
-    knobs, options = CASES[name]
-    loss_type = knobs.get("loss_type", "dapo")
-    if loss_type in ("cispo", "sapo") and knobs.get("importance_sampling_level") == "sequence":
-        return False
-    padded = lengths == RAGGED and (loss_type == "luspo" or (loss_type == "vespo" and options.get("ratio") == "token"))
-    return not padded
 
 
 @pytest.mark.parametrize(
@@ -206,12 +196,21 @@ def test_both_names_are_imported_from_one_place():
     assert triton_grpo_loss is liger_triton.triton_grpo_loss
 
 
-def test_the_page_s_table_of_differences(liger):
-    """Liger's Triton function runs in the interpreter, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, liger_cases.__file__], capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}, check=False,
-    )  # fmt: skip
+def run_cases(*arguments):
+    """What the cases print in a process of their own, where Liger's Triton function runs in the interpreter."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, liger_cases.__file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 2 + len(liger_cases.DIFFERENCES)
-    assert done.stdout in (ROOT / "docs" / "integrations.md").read_text()
+    return done.stdout
+
+
+def test_the_page_s_table_of_differences(liger):
+    lines = run_cases()
+    assert lines.count("\n") == 2 + len(liger_cases.DIFFERENCES)
+    assert lines in (ROOT / "docs" / "integrations.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_table_misses_nothing(liger):
+    assert run_cases("--search") == f"{2 * len(CASES)} batches, nothing beside the table\n"

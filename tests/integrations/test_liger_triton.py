@@ -1,4 +1,4 @@
-"""Our triton_grpo_loss: Liger's signature, the truth per token and reduced, and logits that are whole until the backward.
+"""Our triton_grpo_loss: Liger's signature, the truth per token and reduced, and logits whole until the backward.
 
 Liger's own function runs on GPUs or in Triton's interpreter alone: the table of docs/integrations.md compares with it.
 """

@@ -1,14 +1,15 @@
 """Batches in Liger-Kernel's terms, their truth in fp64, and the table in docs/integrations.md of Liger's differences.
 
-    TRITON_INTERPRET=1 python tests/support/liger_cases.py
+    TRITON_INTERPRET=1 python tests/support/liger_cases.py [--search]
 
-prints the table. The truth is kernels/reference.py over the tokens of the mask, differentiated by autograd. Liger's
-class runs on the CPU as it is, and its Triton function under the interpreter. Without the variable the functions here
-serve tests that need no Triton.
+prints the table, or what it misses of Liger's differences over `CASES`. The truth is kernels/reference.py over the
+tokens of the mask, differentiated by autograd. Liger's class runs on the CPU as it is, and its Triton function under
+the interpreter. Without the variable the functions here serve tests that need no Triton.
 
 Shapes: B sequences, T tokens of each (padded), V vocabulary, D hidden.
 """
 
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -52,6 +53,16 @@ FORMS = {
 }
 # Every loss in every form: name -> (settings, what the batch has).
 CASES = {f"{kind}-{form}": (KINDS[kind] | FORMS[form][0], FORMS[form][1]) for kind in KINDS for form in FORMS}
+
+
+def is_right(name, lengths):
+    """Whether Liger computes the case, and as the papers say: docs/integrations.md has the others."""
+    knobs, options = CASES[name]
+    loss_type = knobs.get("loss_type", "dapo")
+    if loss_type in ("cispo", "sapo") and knobs.get("importance_sampling_level") == "sequence":
+        return False
+    padded = lengths == RAGGED and (loss_type == "luspo" or (loss_type == "vespo" and options.get("ratio") == "token"))
+    return not padded
 
 
 def batch(lengths=RAGGED, *, old=True, ratio=None, stray=None, seed=0):
@@ -190,7 +201,7 @@ DIFFERENCES = {
     "luspo, beta 0.3": ({"loss_type": "luspo", **SEQUENCE, "beta": 0.3}, {}),
     "luspo, `vllm_is_ratio` [B, T]": ({"loss_type": "luspo", **SEQUENCE}, {"ratio": "token"}),
     "luspo, token-level ratio": ({"loss_type": "luspo"}, {}),
-    "the same without padding": ({"loss_type": "luspo"}, {"lengths": FULL}),
+    "luspo, token-level ratio, no padding": ({"loss_type": "luspo"}, {"lengths": FULL}),
     "vespo, `vllm_is_ratio` [B, T]": ({"loss_type": "vespo"}, {"ratio": "token"}),
     "cispo, sequence-level ratio": ({"loss_type": "cispo", **SEQUENCE, "epsilon_high": 1.1}, {}),
     "sapo, sequence-level ratio": ({"loss_type": "sapo", **SEQUENCE}, {}),
@@ -199,7 +210,7 @@ DIFFERENCES = {
     "dapo, infinite states in the padding": ({}, {"stray": "hidden"}),
 }
 # Liger's backward takes a [B, 1] tensor for [B, T] there: what it reads behind the end is another number in each run.
-BEYOND = ("luspo, token-level ratio", "the same without padding")
+BEYOND = ("luspo, token-level ratio", "luspo, token-level ratio, no padding")
 HEADER = "| case | fp64 truth | Liger's class | Liger's function | class and function here |\n|---|---|---|---|---|\n"
 
 
@@ -237,7 +248,25 @@ def table():
     return HEADER + "".join(lines)
 
 
+def search():
+    """Run Liger's class and function over all CASES, with padding and without, and name what the table misses."""
+    from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    found = []
+    for name, (knobs, options) in CASES.items():
+        for lengths in (FULL, RAGGED):
+            p = batch(lengths, **options)
+            true, right = truth(p, knobs), is_right(name, lengths)
+            if right and gap(run_class(LigerFusedLinearGRPOLoss, p, knobs), true) > CLOSE:
+                found.append(f"class: {name} {lengths}")
+            right = right and "delta" not in knobs and knobs.get("loss_type") != "luspo"
+            if right and gap(run_function(triton_grpo_loss, p, knobs), true) > CLOSE:
+                found.append(f"function: {name} {lengths}")
+    return f"{2 * len(CASES)} batches, {', '.join(found) or 'nothing beside the table'}\n"
+
+
 if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy under the interpreter
-        print(table(), end="")
+        print(search() if "--search" in sys.argv else table(), end="")
