@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs launches test-slow machine-code soak bench bench-gpu bench-gpu-engine \
-  first-gpu lint clean
+.PHONY: train stages test real real-gsm8k docs launches test-slow machine-code liger-tests soak bench bench-gpu \
+  bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -53,6 +53,11 @@ test-slow: $(VENV)/.installed
 # The table of what every kernel costs in machine code on five kinds of GPU; tests compare with it.
 machine-code: $(VENV)/.installed
 	FASTGRPO_WRITE_MACHINE_CODE=1 $(BIN)/python -m pytest -m "" tests/kernels/test_aot.py $(ARGS)
+
+# Liger's own tests of its GRPO losses, with ours in their place: two minutes on a CPU. ARGS=--all-sizes adds the large
+# batches, which run where there is a GPU and take hours elsewhere.
+liger-tests: $(VENV)/.installed
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python tests/support/liger_tests.py -q $(ARGS)
 
 # 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
 soak: $(VENV)/.installed

@@ -7,11 +7,14 @@ Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 
 import math
 
+import liger_cases
 import pytest
 import torch
 from loss_runs import OBJECTIVES, N, V, check_compiled, device_only_mask, run, same
 
+import fastgrpo.loss.losses
 from fastgrpo import logits_grpo_loss
+from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 
 
 @pytest.mark.parametrize("inplace", (False, True))
@@ -74,3 +77,17 @@ def test_torch_compile(batch):
         return logits_grpo_loss(hidden @ weight.T, backend="triton", **kwargs).loss
 
     check_compiled(loss, hidden, weight, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    "name", ("dapo-corrected", "cispo-low-cap-plain", "grpo-sequence-ratio-k3", "vespo-flat-ratio-first-update")
+)
+def test_the_losses_under_liger_s_names(name, monkeypatch):
+    """What a GPU would run, where the host does not learn which tokens carry gradient."""
+    monkeypatch.setattr(fastgrpo.loss.losses, "choose_backend", lambda *args, **tensors: "triton")
+    device_only_mask(monkeypatch)
+    knobs, options = liger_cases.CASES[name]
+    p = liger_cases.batch(**options)
+    runs = [liger_cases.run_class(LigerFusedLinearGRPOLoss, p, knobs)]
+    runs += [liger_cases.run_function(triton_grpo_loss, p, knobs, inplace=inplace) for inplace in (False, True)]
+    assert all(liger_cases.gap(run, liger_cases.truth(p, knobs)) <= liger_cases.CLOSE for run in runs)

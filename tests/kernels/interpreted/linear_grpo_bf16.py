@@ -1,0 +1,112 @@
+"""The fused head in bf16, its dtype on a GPU: products of bf16, exponentials stored in bf16, gradients rounded to bf16.
+
+Triton's interpreter computes bf16 wrongly; the fixture `bf16` of conftest.py mends it, and is tested here first.
+
+Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from head_runs import OPTIONS, run_grpo, run_logprob, weighted
+from heads import check, policy_scalar, random_head, truth
+
+from fastgrpo import Objective, linear_grpo_loss
+
+BF16 = torch.bfloat16
+SHAPE = (384, 16, 50)  # rounding errors of fewer tokens differ by chance more than the tolerance allows
+OBJECTIVES = {
+    "dapo": {"beta": 0.1},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
+    "sapo": {"loss_type": "sapo"},
+    "gspo": {"importance_sampling_level": "sequence", "beta": 0.3, "use_bias_correction_kl": True},
+    "vespo": {"loss_type": "vespo", "importance_sampling_mode": "token_truncate"},
+}
+
+
+@triton.jit
+def product(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + places, tl.dot(tl.load(a_ptr + places), tl.load(b_ptr + places)))
+
+
+@triton.jit
+def rounding(x_ptr, out_ptr, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(out_ptr + places, tl.load(x_ptr + places).to(tl.bfloat16))
+
+
+def multiply():
+    """Return a product of the interpreter, and the exact one."""
+    a, b, out = torch.randn(16, 16).to(BF16), torch.randn(16, 16).to(BF16), torch.empty(16, 16)
+    product[(1,)](a, b, out, SIZE=16)
+    return out, (a.double() @ b.double()).float()
+
+
+def test_products_are_wrong_without_the_fixture():
+    out, true = multiply()
+    if torch.allclose(out, true, atol=1e-4):
+        pytest.skip(f"Triton {triton.__version__} multiplies bf16 in its interpreter: the fixture is no longer needed")
+    assert not torch.allclose(out, true, atol=0.5)
+
+
+def test_products_are_right_with_the_fixture(bf16):
+    torch.testing.assert_close(*multiply(), rtol=1e-6, atol=1e-6)
+
+
+def test_rounding_is_to_the_nearest_with_the_fixture(bf16):
+    x = torch.randn(512) * torch.logspace(-38, 38, 512)
+    x[:6] = torch.tensor([0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-40])
+    out = torch.empty(512, dtype=BF16)
+    rounding[(1,)](x, out, SIZE=512)
+    torch.testing.assert_close(out, x.to(BF16), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+def test_logprob(options, bf16):
+    head = random_head(*SHAPE, BF16, **options)
+    check(run_logprob(head, path="anchored"), head, weighted(head))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_surrogate(name, bf16):
+    head, objective = random_head(*SHAPE, BF16), Objective(**OBJECTIVES[name])
+    check(run_grpo(head, objective, path="anchored"), head, policy_scalar(head, objective))
+
+
+@pytest.mark.parametrize("softcap", (None, 5.0), ids=("exponentials", "recomputed"))
+def test_entropy_bonus(softcap, bf16):
+    head, objective = random_head(*SHAPE, BF16, softcap=softcap), Objective(beta=0.1, entropy_coef=0.3)
+    bonus = torch.full(SHAPE[:1], 0.3 / SHAPE[0])
+    ours = run_grpo(head, objective, path="anchored", entropy_weights=bonus)
+    check(ours, head, policy_scalar(head, objective, entropy_weights=bonus))
+
+
+def test_chunks(bf16):
+    head, objective = random_head(*SHAPE, BF16, bias=True, temperature="row"), Objective(beta=0.1)
+    check(run_grpo(head, objective, path="anchored", chunk_rows=128), head, policy_scalar(head, objective))
+
+
+def test_targets_far_below_the_rest(bf16):
+    """Rows past the guard are computed again, with their maximum as the anchor."""
+    head = random_head(*SHAPE, BF16)
+    head.hidden[::16] *= 20
+    head.targets[::16] = (head.hidden.float() @ head.weight.float().T)[::16].argmin(-1)
+    assert truth(head, weighted(head))["logps"].min() < -60
+    check(run_logprob(head, path="anchored"), head, weighted(head))
+
+
+def test_the_public_loss_takes_bf16(bf16, batch):
+    """It chooses the anchored path by the dtype. The chunked backend computes in fp32 from the same numbers."""
+    hidden, weight, kwargs = batch
+    results = []
+    for backend in ("triton", "chunked"):
+        leaves = [x.to(BF16).requires_grad_() for x in (hidden, weight)]
+        out = linear_grpo_loss(*leaves, beta=0.1, backend=backend, **kwargs)
+        out.loss.backward()
+        results.append((out, [leaf.grad.float() for leaf in leaves]))
+    (ours, gradients), (theirs, others) = results
+    torch.testing.assert_close(ours.logps, theirs.logps, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(gradients, others, strict=True):
+        assert (mine - other).norm() <= 0.01 * other.norm()

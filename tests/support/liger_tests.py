@@ -1,0 +1,162 @@
+"""Runs Liger-Kernel's own tests of its GRPO losses with ours in their place: `make liger-tests`.
+
+    python tests/support/liger_tests.py [--all-sizes] [arguments of pytest, such as -k luspo]
+
+The tests come with Liger's source distribution (BSD-2), which pip downloads into a temporary folder; nothing of it is
+kept. This file is also the plugin that pytest loads there: it swaps the two names before the tests import them, leaves
+out the cases of `LEFT_OUT`, and says at the end how many it left out and why. Without a GPU it leaves out the larger
+sizes too, which would take hours there; `--all-sizes` runs them.
+"""
+
+import collections
+import functools
+import math
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+VERSION = "0.8.5"
+FILES = ("test/chunked_loss/test_grpo_loss.py", "test/transformers/test_grpo_loss.py")
+
+INNER = "tests a function inside of Liger, and neither of the two names"
+SEQUENCE = "asks for an error; ours computes cispo and sapo with the ratio of a sequence"
+LARGE = "a large batch, without a GPU; --all-sizes runs it"
+PADDED_LUSPO = "luspo with a KL: Liger averages over the padded width, padding included"
+PADDED_VESPO = "vespo with weights per token: Liger multiplies those of the padding into W"
+
+
+def _padded_luspo(case):
+    return case["loss_type"] == "luspo" and case["beta"] != 0 and case["use_ref_model"]
+
+
+def _logits(item):
+    """How many logits a case has: B T V, where these are its parameters."""
+    case = item.callspec.params if hasattr(item, "callspec") else {}
+    return math.prod(case.get(name, 1) for name in "BTV") if "V" in case else 0
+
+
+# Name of a test -> (whether a case of it, given its parameters, is left out; and why).
+LEFT_OUT = {
+    "test_selective_chunk_forward_matches_reference": (lambda case: True, INNER),
+    "test_functional_correctness": (lambda case: True, INNER),
+    "test_reduce_grpo_loss_matches_reference": (lambda case: True, INNER),
+    "test_reduce_grpo_loss_requires_max_completion_length": (lambda case: True, INNER),
+    "test_selective_logprob_backward_skips_frozen_params": (lambda case: True, INNER),
+    "test_selective_log_softmax": (lambda case: True, INNER),
+    "test_sequence_level_rejects_unsupported_loss_types": (lambda case: True, SEQUENCE),
+    "test_triton_sequence_level_rejects_unsupported_loss_types": (lambda case: True, SEQUENCE),
+    "test_correctness": (_padded_luspo, PADDED_LUSPO),
+    "test_correctness_with_vllm_is_ratio": (lambda case: case["loss_type"] == "vespo", PADDED_VESPO),
+}
+left_out, calls = collections.Counter(), collections.Counter()
+
+
+def counted(function):
+    """Count the calls of ours: tests that never reach it would all pass."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        calls[function.__qualname__] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def pytest_addoption(parser):
+    """Let the caller ask for the sizes that take hours on a CPU."""
+    parser.addoption("--all-sizes", action="store_true", default=torch.cuda.is_available())
+
+
+def pytest_configure():
+    """Put ours in the place of Liger's, wherever a test imports the names from."""
+    import liger_kernel.chunked_loss.grpo_loss
+    import liger_kernel.transformers.grpo_loss
+
+    from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
+
+    class Counted(LigerFusedLinearGRPOLoss):
+        forward = counted(LigerFusedLinearGRPOLoss.forward)
+
+    for module in (liger_kernel.chunked_loss, liger_kernel.chunked_loss.grpo_loss):
+        module.LigerFusedLinearGRPOLoss = Counted
+    liger_kernel.transformers.grpo_loss.triton_grpo_loss = counted(triton_grpo_loss)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out the cases of LEFT_OUT. A line that leaves out nothing is an error."""
+    gone = []
+    for name, (leaves_out, reason) in LEFT_OUT.items():
+        cases = [item for item in items if item.originalname == name]
+        cases = [item for item in cases if leaves_out(item.callspec.params if hasattr(item, "callspec") else {})]
+        if not cases:
+            raise pytest.UsageError(f"LEFT_OUT[{name!r}] leaves out no case")
+        left_out[reason] += len(cases)
+        gone += cases
+    if not config.option.all_sizes:
+        large = [item for item in items if item not in set(gone) and _logits(item) >= 2**22]
+        left_out[LARGE] = len(large)
+        gone += large
+    config.hook.pytest_deselected(items=gone)
+    items[:] = [item for item in items if item not in set(gone)]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was left out, and how often ours was called."""
+    for reason, count in left_out.items():
+        terminalreporter.write_line(f"left out {count}: {reason}")
+    for name, count in calls.items():
+        terminalreporter.write_line(f"called {count} times: {name}")
+
+
+def pytest_sessionfinish(session):
+    """Tests that ran without a call of ours have tested something else."""
+    if session.testscollected and not calls and not session.config.option.collectonly:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def main(arguments):
+    """Fetch Liger's source distribution, and run its two test files.
+
+    Args:
+        arguments: Further arguments of pytest.
+
+    Returns:
+        The exit code of pytest.
+    """
+    installed = metadata.version("liger_kernel")
+    if installed != VERSION:
+        raise SystemExit(f"these are the tests of liger-kernel {VERSION}, and {installed} is installed")
+    with tempfile.TemporaryDirectory() as folder:
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-binary",
+            ":all:",
+        ]
+        download += [*shlex.split(os.environ.get("PIP_ARGS", "")), f"liger-kernel=={VERSION}", "--dest", folder]
+        subprocess.run(download, check=True)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        command = [sys.executable, "-m", "pytest", *FILES, "-p", "liger_tests", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))}
+        tests = Path(folder) / f"liger_kernel-{VERSION}"
+        return subprocess.run(command, cwd=tests, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
