@@ -177,7 +177,6 @@ class ReferenceConfig:
     use_bias_correction_kl: bool = setting(
         False,
         "Multiply the KL divergence by the ratio of policy to old policy, so that it stays unbiased off-policy.",
-        active=WITH_REFERENCE,
     )
     ref_device: str | None = setting(
         None,

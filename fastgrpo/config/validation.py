@@ -122,7 +122,7 @@ def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_step
     name, every = ("eval_steps", eval_steps) if metric_for_best_model.startswith("eval/") else (
         "logging_steps", logging_steps
     )  # fmt: skip
-    if every is None or save_steps % every:
+    if save_steps is not None and (every is None or save_steps % every):
         raise ValueError(
             f"metric_for_best_model={metric_for_best_model} must be measured at every checkpoint: "
             f"save_steps={save_steps} must be a multiple of {name}, got {name}={every}"

@@ -110,6 +110,7 @@ class Trainer(ABC):
             args.lr_scheduler_type,
             warmup_steps=args.warmup_steps,
             total_steps=self.state.max_steps * args.updates_per_step,
+            further=args.schedule_kwargs,
         )
         self.updater = Updater(
             self.policy,
@@ -161,7 +162,8 @@ class Trainer(ABC):
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, self.eval_rows or ()):
-            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length, self.ranks.lead)
+            limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
+            check_rows(rows, self.tokenizer, self.policy, limit, self.ranks.lead, template_kwargs)
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
@@ -296,7 +298,7 @@ class Trainer(ABC):
         """
         self.log.folder.check()
         step = self.state.global_step + 1
-        logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
+        logged = self.args.logs(step) or step == self.state.max_steps
         started, state = time.perf_counter(), self.state
         self.timer.start()
         with self.ranks.waiting(f"step {step}"):
@@ -334,10 +336,11 @@ class Trainer(ABC):
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
-        with progress_bar("evaluate", shown=self.ranks.lead) as bar, self.ranks.waiting(where):
+        shown = self.ranks.lead and not self.args.disable_tqdm
+        with progress_bar("evaluate", shown=shown) as bar, self.ranks.waiting(where):
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
-                self.ranks,
+                self.ranks, self.args.template_kwargs,
             )  # fmt: skip
         if self.log.folder.held:
             self.log.write(self.state.global_step, result.metrics())
