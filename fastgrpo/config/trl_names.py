@@ -268,7 +268,7 @@ REFUSED = {
     },
     "leave it out: --debug shows tracebacks, and the setting profile times steps": {"debug": ""},
     "log in by `hf auth login`, or set HF_TOKEN": {"hub_token": None},
-    "leave it out: what is pushed is told in docs/from-trl.md": {
+    "leave it out: push_to_hub, hub_model_id and hub_private_repo say all that there is to say": {
         "hub_strategy": "every_save",
         "hub_always_push": False,
         "hub_revision": None,
