@@ -71,6 +71,13 @@ SAME = {
     "ref_model_mixup_alpha": "",
     "ref_model_sync_steps": COUNTED + " It must then be whole steps.",
     "entropy_coef": "",
+    "use_adaptive_entropy": "",
+    "entropy_coef_min": "",
+    "entropy_coef_max": "",
+    "entropy_coef_delta": "",
+    "entropy_target": "",
+    "top_entropy_quantile": "Of the tokens of an update; TRL takes them of a micro-batch of all processes.",
+    "off_policy_mask_threshold": "",
     "use_bias_correction_kl": "",
 }
 # TRL's defaults of those whose own default differs.
@@ -279,13 +286,6 @@ REFUSED = {
         "cast_lm_head_to_fp32": False,
         "generation_kwargs": None,
         "repetition_penalty": 1.0,
-        "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
-        "use_adaptive_entropy": False,
-        "entropy_coef_min": 0.0,
-        "entropy_coef_max": 1.0,
-        "entropy_coef_delta": 0.005,
-        "entropy_target": 0.2,
     },
     "leave out rows whose prompts are too long: prompts are never cut here (TRL dropped it, too)": {
         "max_prompt_length": None

@@ -6,9 +6,9 @@ import subprocess
 
 from paths import ROOT
 
+from fastgrpo.config import trl_page
 from fastgrpo.config.distillation import SelectionConfig
 from fastgrpo.config.fields import setting_of
-from fastgrpo.config import trl_page
 from fastgrpo.config.page import page, sections
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
