@@ -87,9 +87,10 @@ class Selection:
         shares = [a + b for a, b in zip(self._dealt(samples, teaching), self._dealt(samples, others), strict=True)]
         mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
         compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
+        bare = [Sample(samples[i].prompt_ids, samples[i].completion_ids, advantage=0.0) for i in mine]
         with self.updater.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
             self.dealer.meet("the passes")
-            scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes, compute)
+            scored = score(self.policy, bare, self.scoring, passes, compute)
         scored = dict(zip(mine, scored, strict=True))
         kept = {i: torch.ones(len(samples[i].completion_ids), device=self.policy.device) for i in mine}
         entropy, bonus = None, {}
