@@ -94,6 +94,14 @@ def _each_reward_is_scaled_by_its_group(multi_objective_aggregation, scale_rewar
             )
 
 
+def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
+    if entropy_coef_min > entropy_coef_max:
+        raise ValueError(
+            f"entropy_coef_min={entropy_coef_min:g} must not be above entropy_coef_max={entropy_coef_max:g}; change one "
+            "of them"
+        )
+
+
 def _there_are_steps(max_steps):
     if max_steps == 0:
         raise ValueError("max_steps must be positive, or -1 for num_train_epochs, got 0")
@@ -146,6 +154,7 @@ RULES = (
     _adapters_are_their_own_reference,
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,
+    _the_entropy_bonus_has_room,
     _there_are_steps,
     _every_update_has_a_group,
     _resume_or_overwrite,

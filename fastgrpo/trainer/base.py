@@ -163,7 +163,12 @@ class Trainer(ABC):
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, self.eval_rows or ()):
             limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
-            check_rows(rows, self.tokenizer, self.policy, limit, self.ranks.lead, template_kwargs)
+            check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
+
+    @property
+    def _shows_bars(self):
+        """Whether this rank shows progress bars."""
+        return self.ranks.lead and not self.args.disable_tqdm
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
@@ -336,8 +341,7 @@ class Trainer(ABC):
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
-        shown = self.ranks.lead and not self.args.disable_tqdm
-        with progress_bar("evaluate", shown=shown) as bar, self.ranks.waiting(where):
+        with progress_bar("evaluate", shown=self._shows_bars) as bar, self.ranks.waiting(where):
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
                 self.ranks, self.args.template_kwargs,

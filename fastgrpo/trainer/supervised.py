@@ -65,7 +65,7 @@ class SFTTrainer(Trainer):
 
     def _check_rows(self, train_rows):
         self.stops = stop_token_ids(self.policy, self.tokenizer)
-        how = self.tokenizer, self.policy, self.stops, self.ranks.lead, self.args.template_kwargs
+        how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
         for _ in examples_of(train_rows, *how):
             pass
         self.held_out = []

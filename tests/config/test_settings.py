@@ -39,6 +39,7 @@ CONDITIONS = {
     "sync_ref_model is True": ({"beta": 0.1, "sync_ref_model": True}, {}),
     "rollout_backend is fast": ({}, {"rollout_backend": "hf"}),
     "parallel is fsdp2": ({"parallel": "fsdp2"}, {"parallel": "ddp"}),
+    "use_adaptive_entropy is True": ({"use_adaptive_entropy": True}, {}),
     "eval_num_generations is above 0": ({"eval_num_generations": 4}, {}),
 }
 

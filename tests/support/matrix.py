@@ -128,10 +128,9 @@ def cases(size, count=2):
             Case("grpo", 0.0, "ragged", parallel, 60, (("importance_sampling_level", "sequence"),)),
             Case("bnpo", 0.04, "ragged", parallel, 60, minibatches=2),
             Case("dapo", 0.04, "ragged", parallel, 60, lora=True),
-            Case("dapo", 0.04, "ragged", parallel, 60, minibatches=2, selection=SELECTION),
-            Case("dapo", 0.0, "few", parallel, 60, selection=SELECTION),
+            Case("dapo", 0.04, "ragged", parallel, 60, minibatches=2, selection=SELECTION, adaptive=True),
+            Case("grpo", 0.0, "few", parallel, 60, selection=SELECTION),
             Case("vespo", 0.0, "ragged", parallel, 60, adaptive=True),
-            Case("grpo", 0.0, "ragged", parallel, 60, selection=SELECTION[:1], adaptive=True),
         ]
     return every
 
