@@ -97,8 +97,8 @@ def _each_reward_is_scaled_by_its_group(multi_objective_aggregation, scale_rewar
 def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
     if entropy_coef_min > entropy_coef_max:
         raise ValueError(
-            f"entropy_coef_min={entropy_coef_min:g} must not be above entropy_coef_max={entropy_coef_max:g}; change one "
-            "of them"
+            f"entropy_coef_min={entropy_coef_min:g} must not be above entropy_coef_max={entropy_coef_max:g}; change "
+            "one of them"
         )
 
 
