@@ -24,7 +24,8 @@ print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 into the settings of [settings.md](settings.md). An argument is a setting of the same name, a translation, nothing at
 all because results do not depend on it, or it is refused with a line that says what to do instead. A value that equals
 TRL's default is never refused. An argument and a setting that contradict each other are an error with the numbers of
-both. The command line and YAML files take settings alone.
+both, and a setting that has no effect is refused here as elsewhere: `num_train_epochs` beside `max_steps`, for example.
+The command line and YAML files take settings alone.
 
 What is not stated has the default of settings.md, which is TRL's but for the ones below; an evaluation looks at
 `max_eval_samples` rows and takes place after the last step in any case. Where one of the four arguments of batches is
