@@ -91,22 +91,18 @@ class Selection:
         with self.updater.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
             self.dealer.meet("the passes")
             scored = score(self.policy, bare, self.scoring, passes, compute)
-        scored = dict(zip(mine, scored, strict=True))
-        kept = {i: torch.ones(len(samples[i].completion_ids), device=self.policy.device) for i in mine}
-        entropy, bonus = None, {}
+        values = dict(zip(mine, scored, strict=True))
+        entropy, made = None, {i: {} for i in teaching if i in values}  # what is new in each sample of this rank
         if self.by_entropy:
-            entropies = {i: both[1] for i, both in scored.items()}
-            lowest, entropy, count = self._threshold(list(entropies.values()))
-            kept = {i: (of_sample >= lowest).float() for i, of_sample in entropies.items()}
-            bonus = {i: {"entropy_weights": of_sample / max(count, 1)} for i, of_sample in kept.items()}
-            scored = {i: both[0] for i, both in scored.items()}
+            lowest, entropy, count = self._threshold([both[1] for both in values.values()])
+            for i, new in made.items():
+                new["counted"] = (values[i][1] >= lowest).float()
+                new["entropy_weights"] = new["counted"] / count
+                values[i] = values[i][0]
         if off_policy:
-            kept = {i: kept[i] * self._near(samples[i], logps) for i, logps in scored.items()}
-        teaching = set(teaching)
-        selected = {
-            i: dataclasses.replace(samples[i], counted=kept[i], **bonus.get(i, {})) for i in mine if i in teaching
-        }
-        return Selected(selected, entropy)
+            for i, new in made.items():
+                new["counted"] = new.get("counted", torch.ones_like(values[i])) * self._near(samples[i], values[i])
+        return Selected({i: dataclasses.replace(samples[i], **new) for i, new in made.items()}, entropy)
 
     def _dealt(self, samples, indices):
         return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
@@ -119,7 +115,7 @@ class Selection:
         """
         mine = torch.cat([torch.zeros(0), *(of_sample.cpu() for of_sample in entropies)])
         every = torch.cat(self.ranks.gather(mine, "the entropies of an update"))
-        if not len(every):
+        if not len(every):  # all samples of the update are masked
             return math.inf, math.nan, 0
         lowest = quantile(every, 1 - self.quantile)
         kept = every[every >= lowest]
@@ -131,8 +127,6 @@ class Selection:
         A token whose log-prob the sampler did not report takes no part.
         """
         drawn = sample.old_logps if sample.sampler_logps is None else sample.sampler_logps
-        if drawn is None:  # the first update of a rollout, whose samples do not differ in this from one another
-            return 1.0
         gap = (drawn.to(logps.device) - logps).nan_to_num(nan=0.0).mean()  # old - new: an estimate of KL(old || new)
         return 1.0 if sample.advantage >= 0 else (gap <= self.threshold).float()
 
