@@ -55,8 +55,9 @@ def translated(stated: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in (translate(stated) if given else {}).items():
             if name not in SAME and stated.get(name, value) != value:
                 arguments = " and ".join(f"{argument}={stated[argument]!r}" for argument in given)
+                verb = "make" if len(given) > 1 else "makes"
                 raise ValueError(
-                    f"{arguments} make {name}={value!r}, but {name}={stated[name]!r} is given too; leave one of them "
+                    f"{arguments} {verb} {name}={value!r}, but {name}={stated[name]!r} is given too; leave one of them "
                     "out"
                 )
             settings[name] = value

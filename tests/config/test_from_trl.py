@@ -71,7 +71,7 @@ def test_contradictions_are_told_with_their_numbers():
         "prompts_per_step=3 is given too; leave one of them out"
     )
     assert changed(per_device_train_batch_size=32, prompts_per_step=4) == {"prompts_per_step": 4}
-    with pytest.raises(ValueError, match="bf16=True make dtype='bfloat16', but dtype='float32' is given too"):
+    with pytest.raises(ValueError, match="bf16=True makes dtype='bfloat16', but dtype='float32' is given too"):
         GRPOConfig(bf16=True, dtype="float32")
 
 
