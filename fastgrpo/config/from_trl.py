@@ -47,8 +47,9 @@ def translated(stated: Mapping[str, Any]) -> dict[str, Any]:
     """
     stated = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
     stated |= {name: VALUES[name](stated[name]) for name in VALUES.keys() & stated.keys()}
-    for name in INSTEAD.keys() & stated.keys():
-        _check_refused(name, stated[name])
+    for name, value in stated.items():
+        if name in INSTEAD:
+            _check_refused(name, value)
     settings = {name: value for name, value in stated.items() if name not in THEIRS}
     for names, translate in TRANSLATIONS.items():
         given = [name for name in names if name in stated]

@@ -54,8 +54,9 @@ class Settings:
     other_names: ClassVar[Collection[str]] = ()
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        for name in settings.keys() - {*cls.other_names}:
-            check_name(name, cls, cls.__name__, TypeError, cls.other_names)
+        for name in settings:
+            if name not in cls.other_names:
+                check_name(name, cls, cls.__name__, TypeError, cls.other_names)
         return super().__new__(cls)
 
     def __post_init__(self):
