@@ -93,7 +93,9 @@ class RunLog:
             done: The count that the bar starts from.
         """
         self.close_bar()
-        self.bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr)
+        self.bar = tqdm(
+            total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr, disable=self.config.disable_tqdm
+        )
 
     def advance(self, count: int = 1, **values: float) -> None:
         """Move the progress bar.
@@ -121,7 +123,7 @@ class RunLog:
             last: Whether this is the last step of the run, after which a line is written in any case.
         """
         self._pending.append((step, values))
-        if step % self.config.logging_steps == 0 or last:
+        if self.config.logs(step) or last:
             self._reduce()
 
     def _reduce(self):
@@ -241,7 +243,8 @@ def _wandb(log):
     except ImportError:
         raise ValueError("report_to wandb needs a package that is missing: pip install wandb") from None
     log.folder.claim("wandb")  # it makes this folder inside of the run's
-    run = wandb.init(project="fastgrpo", name=log.dir.name, dir=log.dir, config=dataclasses.asdict(log.config))
+    name, settings = log.config.run_name or log.dir.name, dataclasses.asdict(log.config)
+    run = wandb.init(project="fastgrpo", name=name, dir=log.dir, config=settings)
     return lambda step, values: run.log(values, step=step)
 
 

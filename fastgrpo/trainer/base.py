@@ -110,6 +110,7 @@ class Trainer(ABC):
             args.lr_scheduler_type,
             warmup_steps=args.warmup_steps,
             total_steps=self.state.max_steps * args.updates_per_step,
+            further=args.schedule_kwargs,
         )
         self.updater = Updater(
             self.policy,
@@ -161,7 +162,13 @@ class Trainer(ABC):
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, self.eval_rows or ()):
-            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length, self.ranks.lead)
+            limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
+            check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
+
+    @property
+    def _shows_bars(self):
+        """Whether this rank shows progress bars."""
+        return self.ranks.lead and not self.args.disable_tqdm
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
@@ -296,7 +303,7 @@ class Trainer(ABC):
         """
         self.log.folder.check()
         step = self.state.global_step + 1
-        logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
+        logged = self.args.logs(step) or step == self.state.max_steps
         started, state = time.perf_counter(), self.state
         self.timer.start()
         with self.ranks.waiting(f"step {step}"):
@@ -334,10 +341,10 @@ class Trainer(ABC):
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
-        with progress_bar("evaluate", shown=self.ranks.lead) as bar, self.ranks.waiting(where):
+        with progress_bar("evaluate", shown=self._shows_bars) as bar, self.ranks.waiting(where):
             result = evaluate(
                 self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
-                self.ranks,
+                self.ranks, self.args.template_kwargs,
             )  # fmt: skip
         if self.log.folder.held:
             self.log.write(self.state.global_step, result.metrics())

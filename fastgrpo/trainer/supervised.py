@@ -65,11 +65,12 @@ class SFTTrainer(Trainer):
 
     def _check_rows(self, train_rows):
         self.stops = stop_token_ids(self.policy, self.tokenizer)
-        for _ in examples_of(train_rows, self.tokenizer, self.policy, self.stops, self.ranks.lead):
+        how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
+        for _ in examples_of(train_rows, *how):
             pass
         self.held_out = []
         if any(map(is_example, self.eval_rows or ())):
-            self.held_out = list(examples_of(self.eval_rows, self.tokenizer, self.policy, self.stops, self.ranks.lead))
+            self.held_out = list(examples_of(self.eval_rows, *how))
         if self.rewards is not None:
             super()._check_rows(train_rows.head(0))
 
@@ -78,7 +79,8 @@ class SFTTrainer(Trainer):
 
     def _step(self, step, logged):
         rows = self.source.take(self.args.batch_size)
-        examples = [example for row in rows for example in to_examples(row, self.tokenizer, self.stops)]
+        how = self.tokenizer, self.stops, self.args.template_kwargs
+        examples = [example for row in rows for example in to_examples(row, *how)]
         learning_rate = self.updater.learning_rate
         learned = learn(self.policy, self.updater, examples)
         norm = learned.norm.item()
