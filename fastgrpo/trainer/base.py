@@ -338,6 +338,7 @@ class Trainer(ABC):
             top_p=self.args.eval_top_p,
             top_k=self.args.eval_top_k,
             min_p=0.0,
+            repetition_penalty=1.0,
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
