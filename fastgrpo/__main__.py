@@ -5,7 +5,7 @@ Nothing else of the package is imported, so that the answer comes at once and ne
 
 import sys
 
-from fastgrpo import __version__
+from fastgrpo._version import __version__
 
 COMMANDS = {
     "train": "trains a policy by GRPO; without flags, the embedded example runs",

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from fastgrpo import __version__
+from fastgrpo._version import __version__
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.sections import HUB_DATA
 from fastgrpo.config.settings import TrainingConfig
