@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastgrpo" / "__init__.py").read_text()).group(1)
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastgrpo" / "_version.py").read_text()).group(1)
 
 setup(
     name="fastgrpo",

@@ -8,7 +8,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0"
+from fastgrpo._version import __version__
 
 # The kernels live beside this package in a checkout and inside it in a wheel; `fastgrpo.kernels` finds both. A
 # top-level package `kernels` would shadow Hugging Face's package of that name, which transformers imports.

@@ -83,10 +83,10 @@ class ObjectiveConfig:
     )
     importance_sampling_mode: str | None = setting(
         None,
-        "Correction for top_k, top_p and min_p, which make the sampler differ from the policy: the loss without its KL "
-        "is multiplied by the ratio of policy to sampler, of each token or of the whole sequence. A ratio outside of "
-        "its bounds is moved to the nearest bound by the truncate modes and set to 0 by the mask modes. None corrects "
-        "nothing.",
+        "Correction for top_k, top_p, min_p and repetition_penalty, which make the sampler differ from the policy: the "
+        "loss without its KL is multiplied by the ratio of policy to sampler, of each token or of the whole sequence. "
+        "A ratio outside of its bounds is moved to the nearest bound by the truncate modes and set to 0 by the mask "
+        "modes. None corrects nothing.",
         choices=(None, *IMPORTANCE_SAMPLING_MODES),
     )
     importance_sampling_clip_max: float | None = setting(

@@ -11,8 +11,10 @@ TEMPERATURE = replace(LOGITS_TEMPERATURE, or_zero=True)  # 0 is greedy
 TOP_P = Interval(above=0, at_most=1)
 TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
+REPETITION_PENALTY = Interval(above=0)
 MEMORY_UTILIZATION = Interval(above=0, at_most=1)
 REWARD_ERRORS = ("raise", "skip")
+HUB_DATA = {"gsm8k": "openai/gsm8k"}  # a task -> the data set on the hub that it reads where dataset_name is None
 EVAL_SAMPLES = (
     "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."
 )

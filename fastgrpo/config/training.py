@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastgrpo.config.fields import Interval, Keywords, When, documented, keywords, setting
-from fastgrpo.config.sections import MIN_P
+from fastgrpo.config.sections import MIN_P, REPETITION_PENALTY
 from fastgrpo.loss.interval import TEMPERATURE
 
 WITH_ADAPTERS = When("use_peft is True", lambda settings: settings.use_peft)
@@ -104,6 +104,12 @@ class RolloutConfig:
         None,
         "Never draw a token whose probability is below this share of the likeliest token's. None turns it off.",
         within=MIN_P,
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        "Divide the positive logits of tokens that the prompt or the completion holds already by this number, and "
+        "multiply the negative ones by it, before a token is drawn; 1 turns it off.",
+        within=REPETITION_PENALTY,
     )
     dynamic_sampling: bool = setting(
         False,

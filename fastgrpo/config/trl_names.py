@@ -49,6 +49,7 @@ SAME = {
     "top_p": "",
     "top_k": "",
     "min_p": "",
+    "repetition_penalty": "",
     "chat_template_kwargs": "",
     "beta": "",
     "num_iterations": "",
@@ -120,10 +121,15 @@ TRANSLATED = {
         "model_init_kwargs": None
     },
     "True is device=cpu.": {"use_cpu": False},
+    "temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are the settings of these meanings. What "
+    "changes no draw does nothing, and anything else is refused by name.": {"generation_kwargs": None},
     "A share of all updates, as which warmup_steps takes a number below 1.": {"warmup_ratio": 0.0},
 }
 # Why an argument does nothing here, whatever its value is -> the arguments, with TRL's defaults.
 IDLE = {
+    "Logits are computed in float32 from weights in any dtype, and the optimizer holds float32 masters.": {
+        "cast_lm_head_to_fp32": False
+    },
     "Rows are read in this process, without a DataLoader.": {
         "dataloader_drop_last": False,
         "dataloader_num_workers": 0,
@@ -138,8 +144,8 @@ IDLE = {
         "train_sampling_strategy": "random",
         "length_column_name": "length",
     },
-    "It has an effect only with use_vllm, which is refused. importance_sampling_mode corrects for top_k, top_p and "
-    "min_p here.": {
+    "It has an effect only with use_vllm, which is refused. importance_sampling_mode corrects for top_k, top_p, min_p "
+    "and repetition_penalty here.": {
         "vllm_mode": "colocate",
         "vllm_model_impl": "vllm",
         "vllm_enable_sleep_mode": False,
@@ -282,11 +288,6 @@ REFUSED = {
     },
     "upload samples.jsonl of the run's folder yourself": {"log_completions_hub_repo": None},
     "leave it out: tools are not in fastgrpo yet": {"max_tool_calling_iterations": None},
-    "leave it out: it is not in fastgrpo yet": {
-        "cast_lm_head_to_fp32": False,
-        "generation_kwargs": None,
-        "repetition_penalty": 1.0,
-    },
     "leave out rows whose prompts are too long: prompts are never cut here (TRL dropped it, too)": {
         "max_prompt_length": None
     },

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastgrpo.config.fields import keywords, typed
+from fastgrpo.config.generation_kwargs import generation
 from fastgrpo.config.trl_names import OTHER_DEFAULTS, THEIRS
 
 Stated = Mapping[str, Any]
@@ -227,6 +228,7 @@ TRANSLATIONS: dict[tuple[str, ...], Callable[[Stated], dict[str, Any]]] = {
     ("save_strategy",): saving,
     ("logging_strategy",): logging,
     ("bf16", "fp16", "model_init_kwargs"): precision,
+    ("generation_kwargs",): generation,
     ("use_cpu",): lambda stated: {"device": "cpu"} if stated["use_cpu"] else {},
     ("warmup_ratio",): lambda stated: {} if stated.get("warmup_steps") else {"warmup_steps": stated["warmup_ratio"]},
 }

@@ -48,7 +48,8 @@ class Rollout:
         ids: [T] token ids, the stop token included.
         logps: [T] fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
         finish_reason: "stop" where a stop token ended it, "length" where it reached its limit.
-        kept: [T] fp32, the probability that top-k, top-p or min-p left at each draw; None where no filter was on.
+        kept: [T] fp32, the probability that top-k, top-p or min-p left at each draw; with a repetition penalty, the
+            policy's probability of the token divided by the one that it was drawn with. None where neither was on.
     """
 
     ids: list[int]

@@ -139,8 +139,8 @@ class RolloutBackend(ABC):
             mine, theirs = ((s.distribution, s.stop_token_ids) for s in (request.sampling, other.sampling))
             if mine != theirs:
                 raise ValueError(
-                    f"requests in flight share temperature, filters and stop tokens: {mine} is not {theirs}; finish or "
-                    "abort the others first"
+                    f"requests in flight share temperature, filters, penalty and stop tokens: {mine} is not {theirs}; "
+                    "finish or abort the others first"
                 )
             break  # the others agree with one another
 

@@ -28,7 +28,7 @@ from fastgrpo.rollout.geometry import bucket, fit, kv_token_bytes, memory_left, 
 from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import choose_provider, make_provider
-from fastgrpo.rollout.sampling import sample, uniforms
+from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
 from fastgrpo.rollout.slots import Slots
 
 COMPACT_BELOW = 0.9  # gaps are closed when a smaller share of the lanes is in use: a copy costs less than idle lanes
@@ -232,6 +232,8 @@ class RolloutEngine(RolloutBackend):
             self._make_room()
             if self.sampling.filters:
                 self.lanes.keep_mass()
+            if self.sampling.penalizes:
+                self.lanes.keep_seen(len(self.policy.head.weight))
         free = [i for i in range(self.geometry.lanes) if i >= len(self.running) or not self.running[i]]
         wanted = sum(len(request.limits) for request in self.waiting)
         if any(self.running) and len(free) < min(ADMIT_FROM * self.geometry.lanes, wanted):
@@ -265,7 +267,9 @@ class RolloutEngine(RolloutBackend):
         if self.budget is None:
             self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
             self.budget = int(self.memory_utilization * self.left)
-        limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), self.budget, provider.flat, self.left
+        # A penalty notes for each lane which tokens of the vocabulary it holds, a byte each.
+        budget = self.budget - (self.max_num_seqs * len(policy.head.weight) if sampling.penalizes else 0)
+        limits = self.max_num_seqs, kv_token_bytes(shape, policy.dtype), budget, provider.flat, self.left
         try:
             new = fit(requests, *limits)
         except ValueError:  # longest prompt and largest group may be of different requests: fit the first one alone
@@ -310,6 +314,10 @@ class RolloutEngine(RolloutBackend):
         lanes = self._tensor([lane for group in by_group for lane in group])
         starts = lengths.repeat_interleave(counts), limits, torch.cat(numbers)
         self.lanes.start(lanes, *(to_device(tensor, device) for tensor in starts))
+        if self.sampling.penalizes:
+            numbers = torch.arange(len(groups))
+            owners, prompts = (to_device(numbers.repeat_interleave(n), device) for n in (lengths, counts))
+            self.lanes.see(lanes, ids, owners, prompts)
         logits = self.policy.logits(states[to_device(lengths.cumsum(0) - 1, device)])
         self._draw(lanes, logits.repeat_interleave(to_device(counts, device), 0, output_size=len(lanes)))
 
@@ -341,8 +349,12 @@ class RolloutEngine(RolloutBackend):
 
     def _draw(self, lanes, logits):
         """Draw a token on each of these lanes, a slice or [S], from its logits [S, V]."""
-        drawn, logps, kept = sample(logits, self.lanes.draws(lanes), **self.sampling.distribution)
-        self.lanes.record(lanes, drawn, logps, kept, self.stop_ids)
+        numbers, how = self.lanes.draws(lanes), self.sampling.distribution
+        if self.sampling.penalizes:
+            drawn = sample_penalized(logits, self.lanes.seen[lanes], numbers, **how)
+        else:
+            drawn = sample(logits, numbers, **how)
+        self.lanes.record(lanes, *drawn, self.stop_ids)
 
     def _collect(self):
         """Look at the finished flags, and take the completions that finished off their lanes."""

@@ -3,18 +3,18 @@
 from contextlib import contextmanager
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from fastgrpo.data.records import Rollout
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
-from fastgrpo.rollout.sampling import SamplingParams, filter_logps
+from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
 
 @contextmanager
 def _plain(model):
     """Hide the model's own generation config, from which `generate` would fill in what the given config leaves open.
 
-    With a repetition penalty, for example, draws and log-probs would no longer be the policy's.
+    With a filter of its own, for example, draws would no longer follow the settings of the run.
     """
     before, model.generation_config = model.generation_config, GenerationConfig()
     try:
@@ -24,10 +24,11 @@ def _plain(model):
 
 
 class DrawRecorder(LogitsProcessor):
-    """Keeps the log-prob of each draw, and the mass that the filters left.
+    """Applies the repetition penalty, and keeps the log-prob of each draw, and the mass that the filters left.
 
     transformers hands a step's logits to the processors before it draws. What was drawn from them is the last token of
-    the next call, so the recorder holds the logits of one step at a time.
+    the next call, so the recorder holds the logits of one step at a time. The log-prob is that without the penalty,
+    which is why transformers is not asked to apply it itself.
 
     Args:
         sampling: How the completions are drawn.
@@ -35,12 +36,15 @@ class DrawRecorder(LogitsProcessor):
 
     def __init__(self, sampling: SamplingParams):
         self.sampling = sampling
-        self.previous, self.logps, self.kept = None, [], []
+        self.previous, self.drawn_from, self.logps, self.kept = None, None, [], []
 
     def __call__(self, input_ids, scores):
         self.close(input_ids)
         temperature = self.sampling.temperature or 1.0
-        self.previous = torch.log_softmax(scores.float() / temperature, dim=-1)
+        self.previous = self.drawn_from = torch.log_softmax(scores.float() / temperature, dim=-1)
+        if self.sampling.penalizes:
+            scores = RepetitionPenaltyLogitsProcessor(float(self.sampling.repetition_penalty))(input_ids, scores)
+            self.drawn_from = torch.log_softmax(scores.float() / temperature, dim=-1)
         return scores
 
     def close(self, sequences: torch.Tensor) -> None:
@@ -51,10 +55,11 @@ class DrawRecorder(LogitsProcessor):
         """
         if self.previous is None:
             return
-        self.logps.append(self.previous.gather(-1, sequences[:, -1:])[:, 0])
+        logps, drawn = (all_logps.gather(-1, sequences[:, -1:])[:, 0] for all_logps in (self.previous, self.drawn_from))
+        self.logps.append(logps)
         if self.sampling.filters:
-            _, *filters = self.sampling.distribution.items()
-            self.kept.append(filter_logps(self.previous, **dict(filters)).exp().sum(-1))
+            filters = {name: getattr(self.sampling, name) for name, _ in OFF}
+            self.kept.append((logps - drawn).exp() * filter_logps(self.drawn_from, **filters).exp().sum(-1))
 
 
 class HFBackend(RolloutBackend):
@@ -97,12 +102,14 @@ class HFBackend(RolloutBackend):
         ids = torch.zeros(len(requests), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for i, request in enumerate(requests):  # padded on the left: every prompt ends where drawing begins
+            ids[i] = request.prompt_ids[0]  # a token that a penalty meets anyway
             ids[i, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
             mask[i, longest - len(request.prompt_ids) :] = 1
         recorder = DrawRecorder(sampling)
         settings = {"do_sample": False}
         if sampling.temperature > 0:
-            settings = {"do_sample": True, **sampling.distribution, "min_p": sampling.min_p or None}
+            settings = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
+            settings |= {"do_sample": True, "min_p": sampling.min_p or None}
         with torch.random.fork_rng([device] if device.type == "cuda" else []), _plain(self.policy.module):
             torch.manual_seed(sampling.seed % 2**64)
             sequences = self.policy.module.generate(

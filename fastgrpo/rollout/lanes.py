@@ -33,11 +33,34 @@ class Lanes:
         self.logps = zeros(count, capacity + 1, dtype=torch.float32)
         self.spoilt = False  # whether a log-prob was not finite; then keys and values may not be finite either
         self.kept = None  # the probability that the filters left at each draw; see `keep_mass`
+        self.seen = None  # [R, V] bool, the tokens of prompt and completion; see `keep_seen`
 
     def keep_mass(self) -> None:
         """Record from now on how much probability the filters leave at each draw."""
         if self.kept is None:
             self.kept = torch.zeros_like(self.logps)
+
+    def keep_seen(self, vocabulary: int) -> None:
+        """Record from now on which tokens the prompt and the completion of each lane hold.
+
+        Args:
+            vocabulary: V, the number of logits.
+        """
+        if self.seen is None:
+            self.seen = torch.zeros(len(self.token), vocabulary, dtype=torch.bool, device=self.token.device)
+
+    def see(self, lanes: torch.Tensor, ids: torch.Tensor, owners: torch.Tensor, prompts: torch.Tensor) -> None:
+        """Note the tokens of prompts, for completions of which nothing is drawn yet.
+
+        Args:
+            lanes: [S] int64 lanes of the completions.
+            ids: [N] int64 tokens of all prompts.
+            owners: [N] int64 numbers of the prompts that they belong to.
+            prompts: [S] int64 number of each completion's prompt.
+        """
+        held = self.seen.new_zeros(len(lanes), self.seen.shape[1])  # there are no more prompts than completions
+        held[owners, ids] = True
+        self.seen[lanes] = held[prompts]
 
     def start(
         self, lanes: torch.Tensor, prompt_lengths: torch.Tensor, limits: torch.Tensor, uniforms: torch.Tensor
@@ -89,6 +112,8 @@ class Lanes:
         self.logps[index, at] = logps
         if self.kept is not None:
             self.kept[index, at] = kept
+        if self.seen is not None:
+            self.seen[index, drawn] = self.seen[index, drawn] | live
         length = at + live
         self.length[lanes] = length
         self.position[lanes] += live
@@ -102,7 +127,7 @@ class Lanes:
             sources: [S] int64 lanes that hold the completions.
             targets: [S] int64 lanes that take them over, none of which is among the sources.
         """
-        for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept"):
+        for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept", "seen"):
             tensor = getattr(self, name)
             if tensor is not None:
                 tensor.index_copy_(0, targets, tensor.index_select(0, sources))

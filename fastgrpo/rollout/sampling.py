@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fastgrpo.config.fields import Interval
-from fastgrpo.config.sections import MIN_P, TEMPERATURE, TOP_K, TOP_P
+from fastgrpo.config.sections import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
 
 # The settings of the same names have the same bounds.
 BOUNDS = {
@@ -20,6 +20,7 @@ BOUNDS = {
     "top_p": TOP_P,
     "top_k": TOP_K,
     "min_p": MIN_P,
+    "repetition_penalty": REPETITION_PENALTY,
     "max_tokens": Interval(at_least=1),
 }
 # What the check of the kernels of a draw computes: lanes, and how far a random number may lie outside of its token's
@@ -78,6 +79,8 @@ class SamplingParams:
         max_tokens: Most tokens of a completion.
         stop_token_ids: Tokens that end a completion; None is none.
         seed: Seed of the draws, any integer. None takes one from torch's global generator.
+        repetition_penalty: Divides the positive logits of the tokens of the prompt and of what was drawn, and
+            multiplies the negative ones; 1 is off.
 
     Raises:
         ValueError: A value is out of range, or no integer where it must be one.
@@ -90,6 +93,7 @@ class SamplingParams:
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         stops = () if self.stop_token_ids is None else self.stop_token_ids
@@ -102,13 +106,20 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether filters may remove tokens; the draws then follow another distribution than the log-probs."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether filters or a penalty may make the draws follow another distribution than the log-probs."""
+        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.temperature > 0 and (filters or self.penalizes)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that are there already have other logits."""
+        return self.repetition_penalty != 1
 
     @property
     def distribution(self) -> dict[str, float]:
-        """What decides the distribution of a token, as keyword arguments of `sample`."""
-        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        """What decides the distribution of a token, as keyword arguments of `sample` and `sample_penalized`."""
+        names = ("temperature", "top_k", "top_p", "min_p", *(["repetition_penalty"] if self.penalizes else []))
+        return {name: getattr(self, name) for name in names}
 
 
 def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tensor:
@@ -159,6 +170,53 @@ def sample(
     """
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     return (_fused if logits.is_cuda and _trusts(logits, uniforms, how) else _plain)(logits, uniforms, **how)
+
+
+def sample_penalized(
+    logits: torch.Tensor,
+    seen: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    repetition_penalty: float,
+    temperature: float = 1.0,
+    **filters: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw as `sample` does, from logits with a repetition penalty.
+
+    The log-prob is still that of the logits without the penalty, which is the policy's. So the third result is no mass
+    here: it may exceed 1, where the penalty has made a token less likely.
+
+    Args:
+        logits: [S, V] fp32.
+        seen: [S, V] bool, the tokens that are penalized.
+        uniforms: [S] fp32, as for `sample`.
+        repetition_penalty: See `SamplingParams`.
+        temperature: See `sample`.
+        filters: The filters, see `sample`. They act after the penalty.
+
+    Returns:
+        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32: a token was drawn with the probability
+        exp(logp) / kept.
+    """
+    penalized = penalize(logits, seen, repetition_penalty)
+    tokens, drawn, kept = sample(penalized, uniforms, temperature=temperature, **filters)
+    all_logps = torch.log_softmax(logits if temperature in (0, 1) else logits / temperature, dim=-1)
+    logps = all_logps.gather(-1, tokens[:, None])[:, 0]
+    return tokens, logps, (logps - drawn).exp() * kept
+
+
+def penalize(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Apply a repetition penalty (CTRL, arXiv 1909.05858), as transformers does.
+
+    Args:
+        logits: [S, V] fp32.
+        seen: [S, V] bool, the tokens of prompt and completion.
+        penalty: Divides positive logits, and multiplies negative ones.
+
+    Returns:
+        [S, V] fp32 logits.
+    """
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def _fused(logits, uniforms, **how):

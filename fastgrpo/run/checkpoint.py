@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fastgrpo.ranks import ALONE, RankLost, Ranks
 from fastgrpo.ranks.apart import together
 from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.older_names import add_older_names
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     import torch
@@ -41,17 +42,24 @@ def save_model(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     state_dict: "dict[str, torch.Tensor] | None" = None,
+    card: str | None = None,
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
+
+    Its config says under older names too what transformers 5 has renamed (see `older_names.py`).
 
     Args:
         path: The folder to write to. It is created where it does not exist.
         model: The model whose config, and by default whose weights, are written.
         tokenizer: The tokenizer that is written beside the model.
         state_dict: The weights to write by parameter name. None writes the model's own.
+        card: The model card, which becomes README.md. None writes none.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
+    add_older_names(path)
+    if card is not None:
+        (path / "README.md").write_text(card, encoding="utf-8")
 
 
 def checkpoints(run_dir: str | Path) -> dict[int, Path]:

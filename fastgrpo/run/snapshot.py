@@ -1,6 +1,7 @@
 """The state of a run between two steps: what a checkpoint holds besides the tokenizer, and how a run gets it back.
 
     model, tokenizer     in Hugging Face format, at the top: `from_pretrained(checkpoint)` loads them
+    README.md            the model card (see `card.py`)
     optimizer.pt         fp32 masters, AdamW's moments, the schedule
     rng.pt               the generators of Python, NumPy, torch and every CUDA device
     reference.pt         what the reference has of its own: its weights where it follows the policy
@@ -55,6 +56,7 @@ class Snapshot:
             and the digests of the rows and of the weights.
         copies: What makes the copies. Tensors on a GPU are copied while it goes on.
         ranks: The ranks that write it together. Each of them makes a snapshot at the same step.
+        card: The model card. None writes none.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class Snapshot:
         about: Mapping[str, Any],
         copies: HostCopies,
         ranks: Ranks = ALONE,
+        card: str | None = None,
     ):
         policy: Policy = parts["policy"]
         self.model, self.tokenizer, self.copies, self.ranks = policy.module, tokenizer, copies, ranks
+        self.card = card
         self.sharded = ranks.size > 1 or policy.lockstep
         gathered = policy.full_state_dict() if policy.lockstep else None  # of shards: in host memory, on rank 0
         weights = policy.state_dict() if gathered is None and ranks.lead else {}
@@ -102,7 +106,7 @@ class Snapshot:
         self.copies.wait()
         if self.ranks.lead:
             logging.disable_progress_bar()  # transformers' bar would break up the run's own
-            save_model(path, self.model, self.tokenizer, self.weights)
+            save_model(path, self.model, self.tokenizer, self.weights, self.card)
             (path / STATE).write_text(self.state + "\n")
         for file, state in self.files.items():
             (path / file).parent.mkdir(exist_ok=True)

@@ -239,8 +239,15 @@ def _head(config, model, dtype, device, lanes, split):
     # Autograd holds the gradient of a tied head until that of the embedding is there, at the very end; fsdp2 reduces
     # those of head and embedding together then.
     held = split.sharded or weight is model.get_input_embeddings().weight
+    # A repetition penalty computes with three more tensors of this size, and notes a byte for each token and lane.
+    penalized = isinstance(config, GRPOConfig) and config.repetition_penalty != 1
+    entries, logit_bytes = f"{lanes} x {vocabulary:,}", FP32 * (4 if penalized else 1)
+    drawn = Part(
+        "logits of a draw", lanes * vocabulary * logit_bytes, f"{entries} x {logit_bytes} bytes", times=("draw",)
+    )
     return [
-        Part("logits of a draw", lanes * vocabulary * FP32, f"{lanes} x {vocabulary:,} x 4 bytes", times=("draw",)),
+        drawn,
+        *([Part("tokens seen by the penalty", lanes * vocabulary, f"{entries} bytes")] if penalized else []),
         Part(
             "head", chunk * vocabulary * logit, f"a chunk of {chunk} x {vocabulary:,} x {logit} bytes", times=("head",),
             saved_by={f"--max_tokens_per_microbatch {budget // 2}": (chunk - half) * vocabulary * logit},

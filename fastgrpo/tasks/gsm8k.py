@@ -10,14 +10,14 @@ from reprlib import repr as brief
 
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.config.sections import PromptConfig
+from fastgrpo.config.sections import HUB_DATA, PromptConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task
 
 __all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward", "sums", "to_row"]
 
-DATASET, CONFIG = "openai/gsm8k", "main"
+DATASET, CONFIG = HUB_DATA["gsm8k"], "main"
 SYSTEM_PROMPT = (
     "Solve the problem. Think step by step inside <think> and </think>, then give the final number inside <answer> "
     "and </answer>, like this: <think>6 times 7 is 42.</think><answer>42</answer>"

@@ -22,6 +22,7 @@ from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.card import model_card
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.checkpointer import Checkpointer
 from fastgrpo.run.curves import Panel, conclude, table
@@ -290,7 +291,13 @@ class Trainer(ABC):
         return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def _snapshot(self):
-        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks)
+        card = self._card(adapters=self.args.use_peft)
+        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks, card)
+
+    def _card(self, adapters):
+        model, rows, rewards = self.model.name_or_path, len(self.source), self.rewards.names if self.rewards else ()
+        name = self.log.dir.name
+        return model_card(self.args, self.state, name=name, base=model, rows=rows, rewards=rewards, adapters=adapters)
 
     def step(self) -> dict[str, float]:
         """Make one step, from rows to updated weights.
@@ -338,6 +345,7 @@ class Trainer(ABC):
             top_p=self.args.eval_top_p,
             top_k=self.args.eval_top_k,
             min_p=0.0,
+            repetition_penalty=1.0,
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
@@ -381,7 +389,8 @@ class Trainer(ABC):
             with self.policy.gather():  # which all ranks open together
                 if self.ranks.lead:
                     whole = merged(self.policy.for_rollouts.module)
-                    save_model(self.log.folder.claim("merged"), whole, self.tokenizer)
+                    path, card = self.log.folder.claim("merged"), self._card(adapters=False)
+                    save_model(path, whole, self.tokenizer, card=card)
         if not self.ranks.lead:
             return summary
         left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)

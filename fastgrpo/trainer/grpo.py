@@ -71,6 +71,7 @@ class GRPOTrainer(Trainer):
             top_p=args.top_p,
             top_k=args.top_k,
             min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
         )
         self.make_experience = ExperienceMaker(
             self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks

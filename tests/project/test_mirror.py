@@ -105,7 +105,10 @@ TOGETHER = {
         [f"fastgrpo/tasks/{name}.py" for name in ("arithmetic", "dataset", "gsm8k", "sums")],
     ),
     "tests/data/test_prompts.py": ("the records that prompts are made into", ["fastgrpo/data/records.py"]),
-    "tests/project/test_imports.py": ("the public names and what importing them loads", ["fastgrpo/__init__.py"]),
+    "tests/project/test_imports.py": (
+        "the public names and what importing them loads",
+        ["fastgrpo/__init__.py", "fastgrpo/_version.py"],
+    ),
 }
 
 

@@ -1,19 +1,29 @@
-"""The wheel holds every wing, the kernels under fastgrpo.kernels, and the recipes; all of it imports from there.
+"""The wheel, built from the sdist, holds every wing, the kernels under fastgrpo.kernels, and the recipes.
 
-An editable install works from a script beside the clone too, whose folder has the package's name.
+All of it imports from there. In an environment of torch and Triton alone the loss works, and with the extra `train` the
+main job. An editable install works from a script beside the clone too, whose folder has the package's name.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
+import clean
 import pytest
+import tiny
 import torch
+import yaml
 from paths import ROOT
+
+import fastgrpo
+
+TOP = ("setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt")
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +33,27 @@ def clone(tmp_path_factory):
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("fastgrpo", "kernels"):
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
-    for name in ("setup.py", "README.md", "LICENSE"):
+    for name in TOP:
         shutil.copy(ROOT / name, source)
     return source
 
 
 @pytest.fixture(scope="module")
-def wheel(clone):
-    """The folder of an unpacked wheel."""
-    folder = clone.parent
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(clone)]
+def built(clone):
+    """The folder with an sdist, and with the wheel that is built from the sdist."""
+    folder = clone.parent / "dist"
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(clone)]
     result = subprocess.run(build, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    (built,) = folder.glob("*.whl")
-    unpacked = folder / "unpacked"
-    zipfile.ZipFile(built).extractall(unpacked)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    """The folder of an unpacked wheel."""
+    unpacked = built.parent / "unpacked"
+    (packed,) = built.glob("*.whl")
+    zipfile.ZipFile(packed).extractall(unpacked)
     return unpacked
 
 
@@ -53,6 +69,34 @@ def run_python(wheel, code):
 
 def files(folder, pattern):
     return {str(path.relative_to(folder)) for path in folder.rglob(pattern)}
+
+
+def test_the_sdist_holds_what_the_wheel_needs_and_the_notes(built, wheel):
+    (packed,) = built.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert held >= set(TOP)
+    assert {path.removeprefix("fastgrpo/") if "/kernels/" in path else path for path in files(wheel, "*.py")} <= held
+    assert not [name for name in held if "__pycache__" in name]
+
+
+def test_the_notes_of_a_release_agree_with_the_version():
+    """The newest section of the changelog and the citation name it."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fastgrpo.__version__ and citation["license"] == "Apache-2.0"
+    assert citation["title"] == "fastgrpo" and citation["message"] and citation["authors"]
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == fastgrpo.__version__
+
+
+def test_the_workflow_runs_what_every_change_has_to_pass():
+    """On the versions of Python that setup.py allows and the README names."""
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    versions = job["strategy"]["matrix"]["python"]
+    assert f"Python {' or '.join(versions)}" in (ROOT / "README.md").read_text()
+    assert f'python_requires=">={versions[0]}"' in (ROOT / "setup.py").read_text()
 
 
 def test_every_file_of_the_checkout_is_in_the_wheel(wheel):
@@ -97,16 +141,100 @@ print(chunked.__file__, *fastgrpo.__path__)
     assert run_python(wheel, code) == [f"{package}/kernels/chunked.py", package]
 
 
-def test_the_loss_runs_from_the_wheel(wheel):
-    code = """
+def install(python, *arguments):
+    """Install by pip into an environment that has no pip itself."""
+    command = [sys.executable, "-m", "pip", "--python", str(python), "--isolated", "install", "--quiet"]
+    result = subprocess.run(
+        [*command, "--disable-pip-version-check", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def run_in(python, folder, *arguments):
+    """Run the Python of an environment in a folder; what the shell says of Python does not count."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    command = [str(python), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+LOSS = """
 import torch, fastgrpo
-hidden = torch.ones(2, 3, requires_grad=True)
-fastgrpo.linear_grpo_loss(hidden, torch.eye(4, 3), torch.tensor([0, 1]), torch.ones(2)).loss.backward()
-print(hidden.grad.isfinite().all().item(), fastgrpo.__version__)
+hidden, head = torch.randn(2, 5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+targets, old = torch.randint(11, (2, 5)), -torch.rand(2, 5)
+knobs = {"old_logps": old, "ref_logps": old, "beta": 0.04}
+out = fastgrpo.linear_grpo_loss(hidden, head, targets, torch.tensor([1.0, -1.0]), **knobs)
+out.loss.backward()
+print(bool(hidden.grad.any() and head.grad.any() and out.loss.isfinite()))
 """
+WHAT_IS_THERE = """
+import importlib.metadata, pkgutil, sys
+print(*sorted({d.name for d in importlib.metadata.distributions()}))
+print(*sorted({m.name for m in pkgutil.iter_modules() if m.name not in sys.stdlib_module_names}))
+"""
+
+
+def test_with_torch_and_triton_alone_the_loss_works(built, wheel, tmp_path):
+    """Nothing else can be imported there, NumPy included. A command says which extra it lacks."""
+    (packed,) = built.glob("*.whl")
+    python, there = clean.make(tmp_path / "env", *clean.requirements_of(*wheel.glob("*.dist-info/METADATA")))
+    install(python, "--no-index", packed)  # pip checks the ranges of the requirements
+    names, modules = (line.split() for line in run_in(python, tmp_path, "-c", WHAT_IS_THERE).stdout.splitlines())
+    assert {clean.named(name) for name in names} == there | {"fastgrpo"}
+    assert {"torch", "triton"} <= there and not there & {"numpy", "transformers", "pytest", "psutil"}
+    assert {"torch", "triton", "fastgrpo"} <= set(modules)
+    assert not set(modules) & {"numpy", "transformers", "datasets", "tokenizers", "kernels", "tests", "trl"}
+
+    loss = run_in(python, tmp_path, "-c", LOSS)
+    assert loss.stdout == "True\n", loss.stderr
     (metadata,) = wheel.glob("*.dist-info/METADATA")
     version = next(line.split()[1] for line in metadata.read_text().splitlines() if line.startswith("Version:"))
-    assert run_python(wheel, code) == ["True", version]
+    assert run_in(python, tmp_path, "-m", "fastgrpo", "--version").stdout == f"fastgrpo {version}\n"
+    train = run_in(python, tmp_path, "-m", "fastgrpo.train", "--max_steps", "2")
+    assert train.returncode == 2 and "pip install 'fastgrpo[train]'" in train.stderr, train.stderr
+
+
+SMALL_JOB = (
+    "-m", "fastgrpo.train", "--model_name_or_path", "model", "--output_dir", "run", "--max_steps", "2",
+    "--prompts_per_step", "2", "--num_generations", "2", "--max_completion_length", "4", "--max_eval_samples", "2",
+    "--report_to", "tensorboard",
+)  # fmt: skip
+
+
+def check_job(python, folder):
+    """Run two steps of the main job, and look at what it leaves."""
+    tiny.save(folder / "model")
+    job = run_in(python, folder, *SMALL_JOB)
+    assert job.returncode == 0, job.stderr
+    assert (folder / "run" / "checkpoint-2" / "model.safetensors").stat().st_size > 0
+    assert (folder / "run" / "curves.png").stat().st_size > 10_000
+    assert any((folder / "run" / "tensorboard").iterdir())
+
+
+def test_with_the_extra_train_the_main_job_works(built, wheel, tmp_path):
+    (packed,) = built.glob("*.whl")
+    (metadata,) = wheel.glob("*.dist-info/METADATA")
+    python, there = clean.make(tmp_path / "env", *clean.requirements_of(metadata, "train"))
+    assert not there & {"pytest", "trl", "lightning", "peft", "accelerate", "build"}
+    install(python, "--no-index", f"fastgrpo[train] @ {packed.as_uri()}")
+    check_job(python, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_true_installation(built, tmp_path):
+    """pip fetches everything, as for a user; PIP_EXTRA_INDEX_URL may name the index of PyTorch's CPU builds."""
+    (packed,) = built.glob("*.whl")
+    for extra, check in (("", None), ("[train]", check_job)):
+        folder = tmp_path / f"with{extra}"
+        folder.mkdir()
+        venv.create(folder / "env", symlinks=True, with_pip=True)
+        python = folder / "env" / "bin" / "python"
+        command = ("-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"torch=={torch.__version__}")
+        done = run_in(python, folder, *command, f"fastgrpo{extra} @ {packed.as_uri()}")
+        assert done.returncode == 0, done.stderr
+        loss = run_in(python, folder, "-c", LOSS)
+        assert loss.stdout == "True\n", loss.stderr
+        if check:
+            check(python, folder)
 
 
 def test_a_script_beside_the_clone_imports_the_package(clone):

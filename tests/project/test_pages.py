@@ -21,7 +21,7 @@ from fastgrpo.config.sweep import FLAGS, runs_of, take_sweep
 from fastgrpo.run.metrics import METRICS
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 RECIPE_PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 

@@ -1,5 +1,7 @@
 """The engine on a CUDA device, in bf16: graphs, providers, log-probs, host syncs."""
 
+import dataclasses
+
 import pytest
 import tiny
 import torch
@@ -47,6 +49,21 @@ def test_graphs_change_no_token(attention):
     for _ in range(2):
         expected, seen = (engine.generate(prompts, 8, sampling) for engine in (eager, graphed))
         assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+    assert graphed.graphs.graphs and not eager.graphs.graphs
+
+
+@pytest.mark.parametrize("temperature", [0, 1.2])
+def test_graphs_change_no_penalized_token(temperature):
+    """Between two runs without the penalty, whose graphs are others; lanes are taken over, and host and GPU agree."""
+    model, prompts = model_and_prompts()
+    plain = SamplingParams(temperature=temperature, max_tokens=60, stop_token_ids=tuple(range(40)), seed=2)
+    penalized = dataclasses.replace(plain, repetition_penalty=1.4)
+    eager, graphed = (RolloutEngine(model, max_num_seqs=40, enforce_eager=eager) for eager in (True, False))
+    for sampling in (plain, penalized, plain, penalized):
+        expected, seen = (engine.generate(prompts, 8, sampling) for engine in (eager, graphed))
+        assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+        for one, other in zip(seen, expected, strict=True):
+            torch.testing.assert_close(one.sampler_logps, other.sampler_logps, atol=1e-5, rtol=0)
     assert graphed.graphs.graphs and not eager.graphs.graphs
 
 

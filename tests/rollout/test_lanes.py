@@ -111,3 +111,22 @@ def test_what_is_not_finite_is_noticed_and_reset(value):
     assert lanes.spoilt
     lanes.forgive()
     assert not lanes.spoilt and lanes.logps.isfinite().all()
+
+
+def test_the_tokens_of_prompt_and_completion_are_seen():
+    """Of those before and not of another lane; a new completion forgets them; a finished lane sees no more."""
+    lanes, at = started([2, 3])
+    lanes.keep_seen(10)
+    record = lanes.seen
+    lanes.keep_seen(10)
+    assert lanes.seen is record  # a graph holds its address
+    ids, owners = torch.tensor([1, 2, 1, 7]), torch.tensor([0, 0, 0, 1])
+    lanes.see(at, ids, owners, torch.tensor([0, 1]))
+    for token in (5, 6, 8):
+        draw(lanes, at, [token, 7])
+    held = [row.nonzero()[:, 0].tolist() for row in lanes.seen]
+    assert held == [[], [], [], [1, 2, 5, 6], [7]]
+    lanes.move(at[1:], torch.tensor([0]))
+    assert lanes.seen[0].nonzero()[:, 0].tolist() == [7]
+    lanes.see(at[:1], torch.tensor([9]), torch.tensor([0]), torch.tensor([0]))
+    assert lanes.seen[3].nonzero()[:, 0].tolist() == [9]

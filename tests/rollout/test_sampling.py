@@ -3,12 +3,22 @@
 import numpy as np
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
-from fastgrpo.rollout.sampling import SamplingParams, filter_logps, sample, uniforms
+from fastgrpo.rollout.sampling import SamplingParams, filter_logps, penalize, sample, sample_penalized, uniforms
 
 
 @pytest.mark.parametrize(
-    "name, value", [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("min_p", 2), ("max_tokens", 0)]
+    "name, value",
+    [
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 2),
+        ("max_tokens", 0),
+        ("repetition_penalty", 0),
+    ],
 )
 def test_refused_sampling(name, value):
     with pytest.raises(ValueError, match=name):
@@ -121,3 +131,37 @@ def test_a_request_and_a_position_key_a_random_number():
     for other in (uniforms(4, 9, 4, 50), uniforms(3, 10, 4, 50), uniforms(-1, 9, 4, 50)):
         assert not torch.equal(other, numbers)
     assert len(numbers.flatten().unique()) > 190
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_the_penalty_is_that_of_transformers(penalty):
+    torch.manual_seed(3)
+    logits, ids = torch.randn(5, 40) * 3, torch.randint(40, (5, 12))
+    logits[0, ids[0, 0]] = 0.0
+    seen = torch.zeros(5, 40, dtype=torch.bool).scatter_(1, ids, True)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    assert torch.equal(penalize(logits, seen, penalty), expected) and not expected.equal(logits)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.7, "min_p": 0.05}], ids=str)
+def test_penalized_draws_follow_their_distribution(filters):
+    """exp(logp) is the policy's probability, and exp(logp) / kept the one that the token was drawn with."""
+    logits = torch.tensor([[2.0, -1.0, 0.5, 1.5, -0.3, 0.9]])
+    seen = torch.tensor([[True, True, False, True, False, False]])
+    how = {"repetition_penalty": 1.8, "temperature": 1.4, **filters}
+    points = (torch.arange(20000) + 0.5) / 20000
+    tokens, logps, kept = sample_penalized(logits.expand(20000, -1), seen.expand(20000, -1), points, **how)
+    drawn_from = filter_logps((penalize(logits, seen, 1.8) / 1.4).log_softmax(-1), **filters).softmax(-1)[0]
+    shares = torch.bincount(tokens, minlength=6) / 20000
+    torch.testing.assert_close(shares, drawn_from, atol=2e-4, rtol=0)
+    policy = (logits / 1.4).softmax(-1)[0]
+    torch.testing.assert_close(logps.exp(), policy[tokens])
+    torch.testing.assert_close(logps.exp() / kept, drawn_from[tokens])
+    assert filters or kept.max() > 1  # of a token that the penalty made less likely
+
+
+def test_a_greedy_penalized_draw_keeps_the_policys_log_prob():
+    logits, seen = torch.tensor([[3.0, 2.9, -1.0]]), torch.tensor([[True, False, True]])
+    (token,), (logp,), _ = sample_penalized(logits, seen, torch.zeros(1), repetition_penalty=1.1, temperature=0)
+    assert token == 1 and logp == pytest.approx(logits.log_softmax(-1)[0, 1].item())
+    assert sample(logits, torch.zeros(1), temperature=0)[0] == 0

@@ -79,6 +79,17 @@ def test_keys_and_values_of_a_rollout(tmp_path):
     assert parts["reference"].bytes == 0 and parts["reference"].how == "none: beta is 0"
 
 
+def test_what_a_repetition_penalty_holds(tmp_path):
+    path = tiny.save(tmp_path / "model")
+    config = GRPOConfig(prompts_per_step=3, num_generations=4, max_completion_length=20, repetition_penalty=1.2)
+    parts = parts_of(config, outline(path))
+    engine = RolloutEngine(tiny.model(vocab_size=258))
+    engine.generate([[5] * 10] * 3, 4, SamplingParams(max_tokens=20, repetition_penalty=1.2))
+    assert parts["tokens seen by the penalty"].bytes == engine.lanes.seen.nbytes == 3 * 4 * 258
+    assert parts["logits of a draw"].bytes == 4 * 3 * 4 * 258 * 4
+    assert "tokens seen by the penalty" not in parts_of(GRPOConfig(), outline(path))
+
+
 @pytest.mark.parametrize(
     "kl, softcap, chunks", [("full", None, 3), ("full", 30.0, 4), ("k3", 30.0, 2), ("k3", None, 1)]
 )

@@ -73,6 +73,19 @@ def test_the_expected_gradient_is_that_of_the_policy_over_the_kept_tokens(filter
     torch.testing.assert_close(plain * mass, expected, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("filters", [{"repetition_penalty": 1.6}, {"repetition_penalty": 0.5, "top_p": 0.97}], ids=str)
+def test_with_a_penalty_each_token_is_weighed_by_its_own_ratio(filters):
+    policy = Policy(tiny.model("llama"))
+    completions = drawn(policy, filters)
+    expected, _ = expected_gradient(policy, completions)
+    mode = {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}
+    ours, metrics = gradient(policy, completions, Objective(**mode), corrected=True)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-4)
+    assert metrics["sampling/importance_sampling_ratio/max"] > metrics["sampling/importance_sampling_ratio/min"] + 0.01
+    plain, _ = gradient(policy, completions, Objective(), corrected=False)
+    assert (plain - expected).norm() > 0.01 * expected.norm()
+
+
 def rising(completions, **_):
     return [float(i) for i in range(len(completions))]
 
@@ -85,6 +98,22 @@ def test_a_run_with_the_correction_measures_it(tmp_path):
         ratio = {name: row[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")}
         assert 0 < ratio["min"] < ratio["mean"] < ratio["max"] <= 1
         assert row["rollout/logp_gap"] < 1e-5  # the policy's own log-probs, not the sampler's
+
+
+@pytest.mark.parametrize("backend", ["fast", "hf"])
+def test_a_run_with_a_penalty_learns_and_is_judged_without_it(tmp_path, monkeypatch, backend):
+    settings = {"repetition_penalty": 1.5, "importance_sampling_mode": "token_truncate", "rollout_backend": backend}
+    rows = [{"prompt": "ab"}]
+    trainer = make_trainer(tmp_path, rising, rows, rows, max_steps=1, prompts_per_step=1, **settings)
+    seen, generate = [], trainer.engine.generate
+    monkeypatch.setattr(trainer.engine, "generate", lambda *given: seen.append(given[2]) or generate(*given))
+    trainer.train()
+    rows = lines(tmp_path / "run" / "metrics.jsonl")
+    (row,) = [row for row in rows if "rollout/logp_gap" in row]
+    assert row["rollout/logp_gap"] < 1e-5  # the old policy's log-probs are those without the penalty
+    assert row["sampling/sampling_logp_difference/max"] > 0.01
+    assert len(seen) >= 2 and not any(sampling.penalizes for sampling in seen)
+    assert trainer.sampling.penalizes
 
 
 def test_without_filters_and_off_by_default_nothing_is_weighed(tmp_path):

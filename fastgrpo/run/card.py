@@ -1,0 +1,161 @@
+"""The model card of a checkpoint: README.md, whose head the Hugging Face hub reads, and whose text people read.
+
+Everything in it follows from the state of the run at that step, so that a resumed run writes the same card.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from fastgrpo._version import __version__
+from fastgrpo.config.fields import setting_of
+from fastgrpo.config.sections import HUB_DATA
+from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.data.records import TrainerState
+from fastgrpo.run.curves import markdown_table
+
+# Settings that stand in the card elsewhere, or say where a run was.
+PLACES = ("model_name_or_path", "dataset_name", "dataset_train_split", "train_file", "device")
+LONGEST = 80  # characters of a setting's value
+PAPER = """\
+```bibtex
+@article{shao2024deepseekmath,
+  title   = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
+  author  = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Xiao Bi and Haowei Zhang
+             and Mingchuan Zhang and Y. K. Li and Y. Wu and Daya Guo},
+  year    = 2024,
+  eprint  = {arXiv:2402.03300}
+}
+```"""
+LOADING = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+```
+
+`FOLDER` is this folder, or its name on the hub. """
+SERVING = "`vllm serve FOLDER` serves it."
+SERVING_ADAPTERS = """\
+It holds adapters alone: with peft installed, these lines load the base that `adapter_config.json` names, and put the
+adapters into it. `vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME=FOLDER` serves them."""
+
+
+def model_card(
+    args: TrainingConfig,
+    state: TrainerState,
+    *,
+    name: str,
+    base: str,
+    rows: int,
+    rewards: Sequence[str],
+    adapters: bool,
+) -> str:
+    """Write the model card of what a run has trained so far.
+
+    Args:
+        args: The settings of the run.
+        state: How far the run has come.
+        name: What the model is called.
+        base: The name or path of the model that the run began with; empty where it has none.
+        rows: Number of training rows.
+        rewards: The names of the reward functions.
+        adapters: Whether the folder of the card holds adapters and not a whole model.
+
+    Returns:
+        The text of README.md. It names no folder of the machine by its path.
+    """
+    grpo, data = args.command == "train", args.dataset_name or HUB_DATA.get(args.task)
+    datasets = [data] if data and on_hub(data) else None
+    head = ModelCardData(
+        base_model=base if on_hub(base) else None,
+        datasets=datasets,
+        library_name="peft" if adapters else "transformers",
+        model_name=name,
+        pipeline_tag="text-generation",
+        tags=["generated_from_trainer", "fastgrpo", "grpo" if grpo else "sft", *(["lora"] if adapters else [])],
+    )
+    parts = {
+        f"# {name}": f"{_linked(base, '')} was trained by {'GRPO' if grpo else 'supervised training'} with fastgrpo.",
+        "## Data": _data(args, data, rows, rewards),
+        "## Figures": markdown_table([("figure", "value"), *_figures(state)]),
+        "## Settings": _settings(args),
+        "## How to load it": LOADING + (SERVING_ADAPTERS.format(rank=args.lora_r) if adapters else SERVING),
+        "## Versions": "\n".join(f"- {package}: {number}" for package, number in _versions(adapters)),
+    }
+    if grpo:
+        parts["## Citation"] = f"GRPO is the method of\n\n{PAPER}"
+    text = "\n\n".join(f"{title}\n\n{body}" for title, body in parts.items())
+    return ModelCard(f"---\n{head.to_yaml()}\n---\n\n{text}\n").content
+
+
+def on_hub(name: str) -> bool:
+    """Tell whether a name of a model or of data is that of a repository on the hub, and not of something here.
+
+    Args:
+        name: The name or path.
+
+    Returns:
+        Whether it is.
+    """
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)(?<!\.jsonl)", name) is not None and not Path(name).exists()
+
+
+def _linked(name, kind):
+    """Name a repository of the hub with a link, and anything else by the last part of its path."""
+    if name and on_hub(name):
+        return f"[{name}](https://huggingface.co/{kind}{name})"
+    return f"`{Path(name).name}`, a folder or file," if name else "A model that was made in Python"
+
+
+def _data(args, data, rows, rewards):
+    split = f", split `{args.dataset_train_split}`" if data else ""
+    source = f"{_linked(data, 'datasets/').rstrip(',')}{split}" if data else "rows that the task or the caller made"
+    judged = f" Rewards: {', '.join(f'`{reward}`' for reward in rewards)}." if rewards else ""
+    return f"{rows:,} training rows: {source}.{judged}"
+
+
+def _figures(state):
+    """Return the lines of the table of figures; accuracies where they were measured."""
+    figures = [
+        ("steps", f"{state.global_step:,} of {state.max_steps:,}"),
+        ("passes over the rows", f"{state.epoch:.3g}"),
+    ]
+    figures.append(("prompt and completion tokens", f"{state.num_tokens:,}"))
+    if state.accuracy_before is not None:
+        figures.append(("held-out accuracy before training", f"{state.accuracy_before:.3f}"))
+    if state.accuracy_after is not None:
+        figures.append((f"held-out accuracy after step {state.evaluated_at:,}", f"{state.accuracy_after:.3f}"))
+    return figures
+
+
+def _settings(args):
+    """Tell which settings differ from their defaults, without those that only say what a run records and where."""
+    changed = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(args)
+        if field.name not in PLACES and setting_of(field).resume != "free"
+    }
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    lines = [(f"`{name}`", _shown(value)) for name, value in changed.items() if value != defaults[name]]
+    return markdown_table([("setting", "value"), *lines]) if lines else "All settings have their defaults."
+
+
+def _shown(value: Any) -> str:
+    """Show the value of a setting in a cell of a table."""
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    text = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+    return f"`{text if len(text) <= LONGEST else text[:LONGEST] + '...'}`"
+
+
+def _versions(adapters):
+    packages = ["transformers", "torch", "tokenizers", *(["peft"] if adapters else [])]
+    packages += ["datasets"] if find_spec("datasets") else []  # a trainer whose rows are lists does without
+    return [("fastgrpo", __version__), *((package, version(package)) for package in packages)]

@@ -1,0 +1,96 @@
+"""The model card: its head is what the hub reads, and its text says what was trained on what, and with what result."""
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from fastgrpo import GRPOConfig, SFTConfig
+from fastgrpo.data.records import TrainerState
+from fastgrpo.run.card import model_card, on_hub
+
+STATE = TrainerState(50, 200, 0.25, 64, 123456, 50, 0.31, 0.445)
+SETTINGS = {"task": "gsm8k", "beta": 0.04, "learning_rate": 3e-6, "output_dir": "runs/mine", "logging_steps": 1}
+
+
+def card(config=GRPOConfig, state=STATE, adapters=False, base="Qwen/Qwen2.5-0.5B", **settings):
+    args = config(**{**SETTINGS, **settings} if config is GRPOConfig else settings)
+    known = {"name": "sums-1", "base": base, "rows": 7473, "rewards": ("correctness", "format_reward")}
+    return model_card(args, state, adapters=adapters, **known)
+
+
+def test_the_head_is_what_the_hub_reads():
+    head = ModelCard(card()).data.to_dict()
+    assert head == {
+        "base_model": "Qwen/Qwen2.5-0.5B", "datasets": ["openai/gsm8k"], "library_name": "transformers",
+        "model_name": "sums-1", "pipeline_tag": "text-generation",
+        "tags": ["generated_from_trainer", "fastgrpo", "grpo"],
+    }  # fmt: skip
+    assert yaml.safe_load(card().split("---\n")[1]) == head  # no licence: nobody has stated one
+
+
+def test_the_text_says_what_was_done():
+    text = ModelCard(card()).text
+    assert "[Qwen/Qwen2.5-0.5B](https://huggingface.co/Qwen/Qwen2.5-0.5B) was trained by GRPO" in text
+    assert "7,473 training rows: [openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k), split `train`." in text
+    assert "Rewards: `correctness`, `format_reward`." in text
+    rows = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in text.splitlines() if line[:1] == "|"}
+    assert rows["steps"] == "50 of 200" and rows["prompt and completion tokens"] == "123,456"
+    assert rows["held-out accuracy before training"] == "0.310"
+    assert rows["held-out accuracy after step 50"] == "0.445"
+    assert (rows["`beta`"], rows["`learning_rate`"], rows["`task`"]) == ("`0.04`", "`3e-06`", "`gsm8k`")
+    # what a run records and where is no setting of the model, and what has its default is left out
+    assert not {"`output_dir`", "`logging_steps`", "`epsilon`", "`model_name_or_path`"} & set(rows)
+    assert "vllm serve FOLDER" in text and "arXiv:2402.03300" in text and "- fastgrpo: 0.1.0" in text
+
+
+def test_without_an_evaluation_there_is_no_accuracy():
+    assert "accuracy" not in card(state=TrainerState(2, 2, 0.5, 64)).replace("`accuracy", "")
+
+
+def test_adapters_name_their_rank_and_library():
+    written = card(adapters=True, use_peft=True, lora_r=8)
+    head = ModelCard(written).data.to_dict()
+    assert head["library_name"] == "peft" and head["tags"][-1] == "lora"
+    assert "--max-lora-rank 8 --lora-modules NAME=FOLDER" in written and "- peft:" in written
+    assert "with peft installed" in written and "vllm serve FOLDER" not in written
+
+
+def test_supervised_training_cites_no_grpo():
+    written = card(SFTConfig, task="sums", max_steps=5)
+    assert ModelCard(written).data.tags == ["generated_from_trainer", "fastgrpo", "sft"]
+    assert "by supervised training" in written and "2402.03300" not in written
+    assert "7,473 training rows: rows that the task or the caller made." in written
+
+
+def test_no_path_of_the_machine_is_told(tmp_path):
+    """A folder is named by its last part alone, and is neither base_model nor a data set of the hub."""
+    base, rows = tmp_path / "secret" / "base", tmp_path / "secret" / "rows.jsonl"
+    base.mkdir(parents=True)
+    rows.touch()
+    settings = {"task": "dataset", "dataset_name": str(rows), "model_name_or_path": str(base)}
+    written = card(base=str(base), **settings)
+    assert "`base`, a folder or file, was trained" in written and "`rows.jsonl`" in written
+    assert "secret" not in written
+    assert not {"base_model", "datasets"} & set(ModelCard(written).data.to_dict())
+    assert "A model that was made in Python was trained" in card(base="")
+
+
+def test_a_long_setting_fits_its_cell():
+    written = card(system_prompt="Think | `first`\n\nthen answer. " * 9)
+    (line,) = [line for line in written.splitlines() if line.startswith("| `system_prompt`")]
+    assert "Think \\| 'first' then answer." in line and line.rstrip(" |").endswith("...`")
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [("Qwen/Qwen2.5-0.5B", True), ("gpt2", True), ("a/b/c", False), ("model.gguf", False), ("o/rows.jsonl", False),
+     ("/data/model", False), ("./model", False), ("", False)],
+)  # fmt: skip
+def test_names_of_the_hub(name, there):
+    assert on_hub(name) == there
+
+
+def test_a_folder_of_that_name_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert not on_hub("runs/mine")
