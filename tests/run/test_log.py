@@ -39,7 +39,7 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
         ("completions/min_length", [4, 2, 5], 2),
         ("skipped_updates", [1, 0, 2], 3),
         ("rewards/judge/errors", [1, 0, 2], 3),
-        ("custom/api/errors", [1, 0, 2], 1),
+        ("api/errors", [1, 0, 2], 1),
         ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6),
         ("curriculum/level", [0, 1, 1], 1),
         ("completions/mean_length", [3.0, 4.0, 8.0], 5.0),

@@ -131,7 +131,7 @@ def test_what_reward_functions_log_is_measured_too():
     engine = Script(["77", "1"], ["7", "7", "1", "7"])
     rows, sampling = [{"prompt": "6x7?"}, {"prompt": "1?"}], SamplingParams(max_tokens=50)
     values = evaluate(engine, engine.tokenizer, rows, Rewards(judge), sampling, STATE, None, 2).values
-    assert (values["eval/custom/sevens"], values["eval/sampled/custom/sevens"]) == (1.0, 0.75)
+    assert (values["eval/sevens"], values["eval/sampled/sevens"]) == (1.0, 0.75)
 
 
 def test_every_completion_is_kept():

@@ -167,7 +167,7 @@ def test_what_a_run_leaves_behind(tmp_path):
     for name in ("reward", "reward_std", "rewards/rich/mean", "kl", "entropy", "clip_ratio/low_mean", "grad_norm",
                  "learning_rate", "completions/mean_length", "completions/clipped_ratio", "num_tokens", "step_time",
                  "frac_reward_zero_std", "loss", "policy_loss", "advantage/mean", "advantage/abs_mean",
-                 "frac_informative", "rollout/logp_gap", "tokens/s", "custom/answer_length"):  # fmt: skip
+                 "frac_informative", "rollout/logp_gap", "tokens/s", "answer_length"):  # fmt: skip
         assert name in step_row, name
     assert step_row["rollout/logp_gap"] < 1e-4
     samples = lines(run / "samples.jsonl")

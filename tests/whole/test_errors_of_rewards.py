@@ -106,7 +106,7 @@ def test_what_is_logged_may_be_nan(tmp_path, saved, monkeypatch):
         "    return [0.0] * len(completions)\n"
     )
     assert train.main(case.argv(reward_funcs="own_rewards:f")) == 0
-    assert strictly(case.run / "metrics.jsonl")[0]["custom/m"] is None
+    assert strictly(case.run / "metrics.jsonl")[0]["m"] is None
     assert {sample["note"] for sample in strictly(case.run / "samples.jsonl")} == {None}
 
 
