@@ -53,6 +53,7 @@ def distill(argv: list[str]) -> None:
         own_attention=config.rollout_backend == "hf",
         tokenizer=tokenizer,
     )
+    rewards.place(policy.device)
     prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length))
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()

@@ -49,7 +49,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             path = _make_policy(opened.module, config, log) if ranks.lead else None
             path = ranks.from_lead(path, "the warm start of rank 0")
             tokenizer = load_tokenizer(path, config.trust_remote_code)
-            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log, panels)
+            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log=log, panels=panels)
         except BaseException:
             log.close()
             raise

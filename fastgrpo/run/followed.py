@@ -99,6 +99,10 @@ class FollowedLog(RunLog):
             rows: What rank 0 writes.
         """
 
+    def discard(self) -> None:
+        """Give up the run, as rank 0 does."""
+        self.close()
+
     def close(self) -> None:
         """Note that the run has ended, so that this rank refuses to go on as rank 0 does."""
         self.folder.close()

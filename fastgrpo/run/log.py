@@ -15,6 +15,7 @@ from tqdm import tqdm
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run import history
 from fastgrpo.run.checkpoint import step_of
+from fastgrpo.run.folder import contents, remove
 from fastgrpo.run.metrics import check_metric, reduced
 from fastgrpo.run.resume import open_run
 
@@ -128,6 +129,18 @@ class RunLog:
         self._pending.append((step, values))
         return self._reduce() if step % self.config.logging_steps == 0 or last else None
 
+    def flush(self) -> None:
+        """Write a line for the steps that have none yet, where the run ends early."""
+        if self._pending:
+            self._reduce()
+
+    def discard(self) -> None:
+        """Give up a run that has not begun, and delete what it made."""
+        self.folder.empty()
+        self.close()
+        if not contents(self.dir):
+            remove(self.dir)
+
     def _reduce(self):
         """Write one line for the steps that are pending."""
         rows = [values for _, values in self._pending]
@@ -155,8 +168,8 @@ class RunLog:
     def _note(self, step, values):
         """Keep what was written. Returns its entry in the history."""
         made = history.entry(step, values)
-        measured = values.items() | {name: value for name, value in made.items() if value is not None}.items()
-        self.latest |= {name: (step, value) for name, value in measured}
+        measured = {name: value for name, value in made.items() if value is not None and name != "step"} | values
+        self.latest |= {name: (step, value) for name, value in measured.items()}
         self.history.append(made)
         return made
 

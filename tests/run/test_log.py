@@ -68,7 +68,7 @@ def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
         log.step(1, {"reward": 1.0})
         assert "reward" not in log.latest
         log.step(2, {"reward": 2.0})
-        assert log.latest == {"eval/accuracy": (0, 0.25), "reward": (2, 1.5)}
+        assert log.latest == {"eval/accuracy": (0, 0.25), "eval_accuracy": (0, 0.25), "reward": (2, 1.5)}
 
 
 def test_every_line_is_reported_too(tmp_path, monkeypatch):

@@ -100,7 +100,9 @@ def test_two_steps(tmp_path, monkeypatch, capfd, without_curves, function):
     assert [row["step"] for row in rows if "true_reward" in row] == [1, 2]
     measured = {name for row in rows for name in row}
     shown = {name for panel in bandit.PANELS for name in panel.metrics + panel.dashed}
-    assert all(name in measured and (name in METRICS or name.startswith(bandit.DRAWN)) for name in shown), shown - measured
+    assert all(name in measured and (name in METRICS or name.startswith(bandit.DRAWN)) for name in shown), (
+        shown - measured
+    )
     assert "True reward by context: E" in capfd.readouterr().out
 
 

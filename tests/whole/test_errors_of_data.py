@@ -182,7 +182,7 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
 def test_a_stream_is_read_as_far_as_a_run_with_refills_can_need(tmp_path):
     settings = {"prompts_per_step": 2, "dynamic_sampling": True, "max_num_gen_batches": 3, "max_steps": 2}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **settings)
-    assert (len(trainer.source), len(trainer.eval_rows)) == (12, 5)
+    assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
 
 
 def test_rows_are_the_persons_own_and_stay_as_they_are(tmp_path):
