@@ -103,7 +103,7 @@ def taken_over(wrapper: "PeftModel") -> "PeftModel":
     """
     model = wrapper.get_base_model()
     model._hf_peft_config_loaded = True
-    model.disable_input_require_grads()  # peft asks for them under gradient checkpointing, which needs none here
+    model.disable_input_require_grads()  # peft hooks the embedding as transformers did before it
     return wrapper.eval()
 
 

@@ -1,6 +1,5 @@
 """What a trainer leaves behind at the end of a run, and what it writes when it is told to."""
 
-import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -63,24 +62,18 @@ class Leaving:
         All ranks call this together, and rank 0 writes.
 
         Args:
-            output_dir: The folder; None for that of the run, whose own files stay beside the model's.
+            output_dir: The folder. For None and for the folder of the run, whose config.json has the run's settings, it
+                is final/ in that folder.
         """
-        path = Path(output_dir or self._dir)
+        self._opened()
+        path = Path(output_dir or self.log.dir)
         whole = self.policy.full_state_dict() if self.policy.lockstep else None
         if self.ranks.lead:
-            weights = whole if self.policy.lockstep else self.policy.state_dict()
-            with self._model_in(path):
-                save_model(path, self.policy.module, self.tokenizer, weights)
+            if path.resolve() == self.log.dir.resolve():
+                path = self.log.folder.claim("final")
+                self.log.say(f"the model is saved in {path}")
+            save_model(path, self.policy.module, self.tokenizer, whole or self.policy.state_dict())
         self.ranks.meet("the end of saving the model")
-
-    @property
-    def _dir(self):
-        return self.log.dir if self.log is not None else Path(self.args.output_dir)
-
-    @contextlib.contextmanager
-    def _model_in(self, path):
-        """Note what is written where a path is the folder of the run."""
-        yield
 
     def push_to_hub(self, commit_message: str = "End of training", **settings: Any) -> Any:
         """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together.
@@ -99,7 +92,7 @@ class Leaving:
             if not self.ranks.lead:
                 return None
             api = HfApi(token=getattr(self.args, "hub_token", None))
-            name = getattr(self.args, "hub_model_id", None) or self._dir.name
+            name = getattr(self.args, "hub_model_id", None) or self.log.dir.name
             private = getattr(self.args, "hub_private_repo", None)
             repo = api.create_repo(name, private=private, exist_ok=True).repo_id
             return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message)
