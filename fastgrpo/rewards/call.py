@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,8 @@ from fastgrpo.rewards.guard import Failure, attempt, awaited
 from fastgrpo.rewards.notes import Notes
 from fastgrpo.rewards.reward_model import RewardModel, names_model
 from fastgrpo.rewards.values import NUMBER, number, read_verdicts, shown
+
+logger = logging.getLogger(__name__)
 
 
 def load_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bool = False) -> Callable:
@@ -174,6 +177,7 @@ class Rewards:
         weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(shaping)]
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.on_error = on_error
+        self.told = False  # whether a completion without any reward has been told of
 
     def place(self, device: torch.device) -> None:
         """Move reward models to a device.
@@ -238,7 +242,19 @@ class Rewards:
         ]
         if not allow_none:
             self.refuse_none(done)
+        self._tell_silence(done)
         return Judged(done, errors, dict(logged))
+
+    def _tell_silence(self, completions):
+        """Warn once where no function gives a completion a reward."""
+        silent = None if self.told else next((c for c in completions if all(map(math.isnan, c.rewards.values()))), None)
+        if silent is not None:
+            self.told = True
+            logger.warning(
+                "all reward functions returned None for a completion of the prompt %s, which has no advantage then; "
+                "give every row a function that judges it",
+                shortened(silent.prompt.prompt),
+            )
 
     def refuse_none(self, completions: Sequence[Completion]) -> None:
         """Refuse completions of which none has a reward, unless failures are skipped.

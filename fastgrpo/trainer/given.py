@@ -91,17 +91,10 @@ def advice(args: TrainingConfig) -> list[str]:
     Returns:
         Warnings for people.
     """
-    loss, level = args.loss_type, args.importance_sampling_level
-    told = []
-    if loss == "luspo" and level != "sequence":
-        told.append("warning: the paper of loss_type=luspo has importance_sampling_level=sequence")
-    if loss == "vespo" and level != "token":
-        told.append(
-            "warning: loss_type=vespo computes weights of sequences itself; set importance_sampling_level=token"
-        )
-    if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-        told.append(
+    loss = args.loss_type
+    if args.importance_sampling_level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        return [
             f"warning: importance_sampling_level=sequence with loss_type={loss} adds up over tokens, so that long "
             "completions weigh more; loss_type=grpo is GSPO's"
-        )
-    return told
+        ]
+    return []

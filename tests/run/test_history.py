@@ -2,8 +2,6 @@
 
 import math
 
-import pytest
-
 from fastgrpo.run.history import Summary, entry, evaluated, last_training, mean_loss, read
 
 
@@ -42,5 +40,3 @@ def test_a_summary_is_a_dict_and_an_output_of_training():
     summary = Summary({"steps": 4}, {"train_loss": 0.25})
     assert summary == {"steps": 4} and summary.global_step == 4
     assert summary.training_loss == 0.25 and summary.metrics == {"train_loss": 0.25}
-    with pytest.raises(AttributeError):
-        summary.loss
