@@ -2,7 +2,7 @@
 # make stages  the three stages of R1 on the embedded task: supervised start, GRPO, distillation
 # make test    the same environment, then the tests
 # make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
-# make docs    write docs/settings.md anew from the settings in the code, and docs/architectures.md by trying them
+# make docs    write docs/settings.md and docs/from-trl.md anew from the code, and docs/architectures.md by trying them
 # PIP_ARGS=... is passed to pip; README.md has an example.
 
 PYTHON ?= python3
@@ -61,6 +61,7 @@ soak: $(VENV)/.installed
 # The page of all settings, and the page of architectures, which tries them; tests compare both with the code.
 docs: $(VENV)/.installed
 	$(BIN)/python tests/support/architectures.py > docs/architectures.md
+	$(BIN)/python -m fastgrpo.config.trl_page > docs/from-trl.md
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
 
 # How many kernels a decode step launches, a layer and besides; a test compares the table with the code.

@@ -54,7 +54,8 @@ def distill(argv: list[str]) -> None:
         tokenizer=tokenizer,
     )
     rewards.place(policy.device)
-    prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length))
+    told = prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs)
+    prompts = list(told)
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
     output = config.output if ranks.lead else None

@@ -140,7 +140,9 @@ def _evaluate_model(path, tokenizer, config, ranks):
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with progress_bar(str(path), shown=ranks.lead) as bar:
-        return evaluate(engine, tokenizer, rows, rewards, sampling, state, bar.update, draws, ranks)
+        return evaluate(
+            engine, tokenizer, rows, rewards, sampling, state, bar.update, draws, ranks, config.template_kwargs
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,15 +7,18 @@ docs/settings.md are all derived from these fields, so a new setting is declared
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from fastgrpo.loss.interval import Interval
 
+# The type of a setting that holds keyword arguments, as the JSON text of a dictionary.
+Keywords = Annotated[str, "JSON"]
 REQUIRED = dataclasses.MISSING  # the default of a setting that must be given
 # What a resumed run may do with a setting, and how docs/settings.md says it.
 RESUME = {
@@ -154,7 +157,7 @@ def typed(where: str, value: Any, kind: Any) -> Any:
         where: What a refusal names first: the setting, and its file if there is one.
         value: The value. A path counts as text, a single value as a tuple of one, and text that spells a number as the
             number, because YAML 1.1 reads 5e-5, without a point, as text. Arrays and numbers of NumPy and torch
-            count as lists and numbers of Python, and a set as a sorted list.
+            count as lists and numbers of Python, a set as a sorted list, and keyword arguments as their JSON text.
         kind: The type of the field.
 
     Returns:
@@ -163,11 +166,13 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     Raises:
         ValueError: The value is of another type, or too large for its type.
     """
-    if isinstance(kind, UnionType):  # with None, or with text that stands for a choice to be made later
+    if get_origin(kind) in (UnionType, Union):  # with None, or with text that stands for a choice to be made later
         kinds = get_args(kind)
         if value is None and type(None) in kinds:
             return None
         return typed(where, value, str if str in kinds and isinstance(value, str) else kinds[0])
+    if kind == Keywords:
+        return json.dumps(keywords(where, value))
     if hasattr(value, "tolist"):
         value = value.tolist()
     if get_origin(kind) is tuple:
@@ -195,6 +200,28 @@ def typed(where: str, value: Any, kind: Any) -> Any:
     if kind is str and "\0" in value:
         raise ValueError(f"{where} must not have a NUL character in it, got {value!r}")
     return value
+
+
+def keywords(name: str, value: Any) -> dict[str, Any]:
+    """Read keyword arguments: a dictionary, or its JSON text.
+
+    Args:
+        name: What they are called in an error.
+        value: The dictionary, the text, or None.
+
+    Returns:
+        The dictionary; an empty one for None.
+
+    Raises:
+        ValueError: It is neither, or holds what JSON cannot.
+    """
+    try:
+        value = json.loads(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be a dictionary of what JSON can hold, or its text: {error}") from None
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a dictionary or its JSON text, got {value!r}")
+    return value or {}
 
 
 def check_fields(record: Any) -> None:

@@ -13,6 +13,7 @@ from fastgrpo.loss.objective import (
     IMPORTANCE_SAMPLING_MODES,
     KL_KINDS,
     LOSS_TYPES,
+    NOT_NEGATIVE,
     POSITIVE,
     RANGES,
 )
@@ -20,6 +21,7 @@ from fastgrpo.loss.objective import (
 # A magnitude that fp32 holds. Reward functions are held to it, too: fp64 then holds the squares of weighted rewards.
 LARGEST_REWARD = 3.4e38
 WITH_SAMPLER = When("importance_sampling_mode is set", lambda settings: settings.importance_sampling_mode is not None)
+WITH_ADAPTIVE = When("use_adaptive_entropy is True", lambda settings: settings.use_adaptive_entropy)
 WITH_SAPO = When("loss_type is sapo", lambda settings: settings.loss_type == "sapo")
 WITH_VESPO = When("loss_type is vespo", lambda settings: settings.loss_type == "vespo")
 WITH_REFERENCE = When("beta is above 0", lambda settings: settings.beta != 0)
@@ -118,6 +120,44 @@ class ObjectiveConfig:
     entropy_coef: float = setting(
         0.0, "Coefficient of the entropy bonus; 0 turns it off.", within=RANGES["entropy_coef"]
     )
+    use_adaptive_entropy: bool = setting(
+        False,
+        "Let the coefficient of the entropy bonus follow the entropy (Skywork-OR1, arXiv 2505.22312): it begins at "
+        "entropy_coef, moves by entropy_coef_delta after each update, up where the entropy was at or below "
+        "entropy_target and down elsewhere, and is applied only after an update at or below it.",
+    )
+    entropy_coef_min: float = setting(
+        0.0, "Smallest coefficient of an adaptive entropy bonus.", within=RANGES["entropy_coef"], active=WITH_ADAPTIVE
+    )
+    entropy_coef_max: float = setting(
+        1.0, "Largest coefficient of an adaptive entropy bonus.", within=RANGES["entropy_coef"], active=WITH_ADAPTIVE
+    )
+    entropy_coef_delta: float = setting(
+        0.005,
+        "Number by which an update moves the coefficient of an adaptive entropy bonus.",
+        within=NOT_NEGATIVE,
+        active=WITH_ADAPTIVE,
+    )
+    entropy_target: float = setting(
+        0.2,
+        "Mean entropy of a token, in nats, that an adaptive entropy bonus holds: of the tokens that "
+        "top_entropy_quantile keeps.",
+        within=NOT_NEGATIVE,
+        active=WITH_ADAPTIVE,
+    )
+    top_entropy_quantile: float = setting(
+        1.0,
+        "Share of the tokens of an update whose surrogate and entropy bonus count: those of the highest entropy "
+        "(arXiv 2506.01939). 1 keeps all; less takes another forward pass in each update.",
+        within=Interval(at_least=0, at_most=1),
+    )
+    off_policy_mask_threshold: float | None = setting(
+        None,
+        "Largest mean of old minus new log-probs, in nats, of a completion with a negative advantage whose surrogate "
+        "counts (DeepSeek-V3.2, arXiv 2512.02556). It takes another forward pass in updates after the first of a step. "
+        "None sets no bound.",
+        within=POSITIVE,
+    )
     sapo_temperature_pos: float = setting(
         1.0,
         "Temperature of SAPO's gate for tokens with a positive advantage.",
@@ -177,7 +217,6 @@ class ReferenceConfig:
     use_bias_correction_kl: bool = setting(
         False,
         "Multiply the KL divergence by the ratio of policy to old policy, so that it stays unbiased off-policy.",
-        active=WITH_REFERENCE,
     )
     ref_device: str | None = setting(
         None,

@@ -1,8 +1,9 @@
 """Settings that several commands take, in sections. Training, evaluate and chat compose the sections they need."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fastgrpo.config.fields import Interval, When, documented, setting
+from fastgrpo.config.fields import Interval, Keywords, When, documented, keywords, setting
 from fastgrpo.loss.interval import TEMPERATURE as LOGITS_TEMPERATURE
 
 # The ranges of what a draw takes, for the settings and for `SamplingParams` alike.
@@ -65,6 +66,16 @@ class PromptConfig:
     dataset_config: str | None = setting(None, "Configuration name of a data set of the hub.")
     dataset_test_split: str = setting("test", "Split of the data set whose prompts are held out for evaluation.")
     system_prompt: str | None = setting(None, "System prompt to use in place of the task's own.")
+    chat_template_kwargs: Keywords | None = setting(
+        None,
+        "Keyword arguments of the tokenizer's chat template, as a dictionary or its JSON text, for example "
+        '{"enable_thinking": false}.',
+    )
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments of the chat template by name."""
+        return keywords("chat_template_kwargs", self.chat_template_kwargs)
 
 
 @documented

@@ -8,10 +8,12 @@ in YAML files (`beta: 0.04`, `--config FILE`).
 import dataclasses
 import math
 from abc import abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from fastgrpo.config.fields import did_you_mean, documented, typed
+from fastgrpo.config.from_trl import takes_trl
 from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
 from fastgrpo.config.parallel import ParallelConfig
 from fastgrpo.config.sections import (
@@ -32,6 +34,7 @@ from fastgrpo.config.training import (
     TrainingDataConfig,
     UpdatesConfig,
 )
+from fastgrpo.config.trl_names import THEIRS
 from fastgrpo.config.validation import validate
 from fastgrpo.loss.objective import Objective
 
@@ -47,9 +50,12 @@ class Settings:
         ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
     """
 
+    # Names that the constructor takes and that are no settings.
+    other_names: ClassVar[Collection[str]] = ()
+
     def __new__(cls, *args: Any, **settings: Any) -> Self:
-        for name in settings:
-            check_name(name, cls, cls.__name__, TypeError)
+        for name in settings.keys() - {*cls.other_names}:
+            check_name(name, cls, cls.__name__, TypeError, cls.other_names)
         return super().__new__(cls)
 
     def __post_init__(self):
@@ -84,13 +90,25 @@ class TrainingConfig(Settings):
         """Whether a resumed run needs the very weights that the run began with."""
         return self.use_peft
 
+    def logs(self, step: int) -> bool:
+        """Tell whether a line of metrics.jsonl is due after a step that is not the last one.
+
+        Args:
+            step: The number of steps that are done.
+
+        Returns:
+            True where it is due.
+        """
+        return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
+
     @property
-    def run_name(self) -> str:
+    def folder_name(self) -> str:
         """What the folder of a run is called in runs/, before its number."""
         return self.task
 
 
 @documented
+@takes_trl
 @dataclass(frozen=True)
 class GRPOConfig(
     RunConfig,
@@ -113,7 +131,7 @@ class GRPOConfig(
     ModelConfig,
     TrainingConfig,
 ):  # the fields come in the reverse of this order: the model first
-    """All settings of a GRPO run.
+    """All settings of a GRPO run. The arguments of `trl.GRPOConfig` are taken, too: docs/from-trl.md lists them.
 
     Raises:
         TypeError: A name is not a setting; the nearest one is named.
@@ -121,6 +139,7 @@ class GRPOConfig(
     """
 
     command = "train"
+    other_names = THEIRS
 
     def __post_init__(self):
         super().__post_init__()
@@ -164,7 +183,9 @@ class GRPOConfig(
         return Objective(**knobs)
 
 
-def check_name(name: Any, record: type[Settings], where: str, error: type[Exception]) -> None:
+def check_name(
+    name: Any, record: type[Settings], where: str, error: type[Exception], others: Collection[str] = ()
+) -> None:
     """Refuse a name that is not a setting of a record.
 
     Args:
@@ -172,6 +193,7 @@ def check_name(name: Any, record: type[Settings], where: str, error: type[Except
         record: The class of the record.
         where: What the refusal says first: a class or a file.
         error: The exception to raise.
+        others: Further names that could have been meant.
 
     Raises:
         Exception: `error`, where there is no such setting; the nearest one is named.
@@ -180,4 +202,4 @@ def check_name(name: Any, record: type[Settings], where: str, error: type[Except
         raise error(f"{where}: the name of a setting must be text, got {name!r}")
     names = [field.name for field in dataclasses.fields(record)]
     if name not in names:
-        raise error(f"{where}: unknown setting {name!r}{did_you_mean(name, names)}")
+        raise error(f"{where}: unknown setting {name!r}{did_you_mean(name, [*names, *others])}")

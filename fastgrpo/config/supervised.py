@@ -65,6 +65,6 @@ class SFTConfig(
         return 1
 
     @property
-    def run_name(self) -> str:
+    def folder_name(self) -> str:
         """What the folder of a run is called in runs/, before its number."""
         return f"{self.task}-sft"

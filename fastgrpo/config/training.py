@@ -1,8 +1,9 @@
 """Settings of training alone: the policy, the rollout of a step, the optimizer, and what a run leaves behind."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from fastgrpo.config.fields import Interval, When, documented, setting
+from fastgrpo.config.fields import Interval, Keywords, When, documented, keywords, setting
 from fastgrpo.config.sections import MIN_P
 from fastgrpo.loss.interval import TEMPERATURE
 
@@ -159,6 +160,11 @@ class OptimizerConfig:
         "How the learning rate moves after the warmup: any schedule of transformers that needs no metric, such as "
         "linear, cosine, constant or constant_with_warmup.",
     )
+    lr_scheduler_kwargs: Keywords | None = setting(
+        None,
+        "Further arguments of the schedule, as a dictionary or its JSON text, for example "
+        '{"min_lr_rate": 0.1} for cosine_with_min_lr.',
+    )
     warmup_steps: float = setting(
         0,
         "Number of updates over which the learning rate rises linearly from 0. A number below 1 stands for a share of "
@@ -199,6 +205,11 @@ class OptimizerConfig:
         resume="inexact",
     )
 
+    @property
+    def schedule_kwargs(self) -> dict[str, Any]:
+        """The further arguments of the schedule by name."""
+        return keywords("lr_scheduler_kwargs", self.lr_scheduler_kwargs)
+
 
 @documented
 @dataclass(frozen=True)
@@ -214,6 +225,8 @@ class RunConfig:
     logging_steps: int = setting(
         10, "Number of steps whose metrics are averaged into one line of metrics.jsonl.", within=COUNT, resume="free"
     )
+    logging_first_step: bool = setting(False, "Write a line of metrics.jsonl after the first step, too.", resume="free")
+    disable_tqdm: bool = setting(False, "Show no progress bars.", resume="free")
     eval_steps: int | None = setting(
         None,
         "Number of steps between two evaluations on held-out prompts. The start of a run is evaluated unless "
@@ -222,9 +235,10 @@ class RunConfig:
         resume="free",
     )
     eval_on_start: bool = setting(True, "Evaluate on held-out prompts before the first step.", resume="free")
-    save_steps: int = setting(
+    save_steps: int | None = setting(
         500,
-        "Number of steps between two checkpoints. One is also saved after the last step, and on SIGINT and SIGTERM.",
+        "Number of steps between two checkpoints. One is also saved after the last step, and on SIGINT and SIGTERM; "
+        "None saves only then.",
         within=COUNT,
         resume="free",
     )
@@ -271,5 +285,17 @@ class RunConfig:
         ("none",),
         "Where metrics are sent in addition to metrics.jsonl.",
         choices=("none", "tensorboard", "wandb"),
+        resume="free",
+    )
+    run_name: str | None = setting(None, "Name of the run in W&B. None is the name of the run's folder.", resume="free")
+    push_to_hub: bool = setting(False, "Upload the trained model to the Hugging Face hub.", resume="free")
+    hub_model_id: str | None = setting(
+        None,
+        "Repository of the hub to upload to, as NAME or OWNER/NAME. None is the name of the run's folder.",
+        resume="free",
+    )
+    hub_private_repo: bool | None = setting(
+        None,
+        "Whether a repository that is made for the upload is private. None follows the owner's settings on the hub.",
         resume="free",
     )

@@ -94,6 +94,14 @@ def _each_reward_is_scaled_by_its_group(multi_objective_aggregation, scale_rewar
             )
 
 
+def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
+    if entropy_coef_min > entropy_coef_max:
+        raise ValueError(
+            f"entropy_coef_min={entropy_coef_min:g} must not be above entropy_coef_max={entropy_coef_max:g}; change "
+            "one of them"
+        )
+
+
 def _there_are_steps(max_steps):
     if max_steps == 0:
         raise ValueError("max_steps must be positive, or -1 for num_train_epochs, got 0")
@@ -122,7 +130,7 @@ def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_step
     name, every = ("eval_steps", eval_steps) if metric_for_best_model.startswith(("eval/", "eval_")) else (
         "logging_steps", logging_steps
     )  # fmt: skip
-    if every is None or save_steps % every:
+    if save_steps is not None and (every is None or save_steps % every):
         raise ValueError(
             f"metric_for_best_model={metric_for_best_model} must be measured at every checkpoint: "
             f"save_steps={save_steps} must be a multiple of {name}, got {name}={every}"
@@ -146,6 +154,7 @@ RULES = (
     _adapters_are_their_own_reference,
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,
+    _the_entropy_bonus_has_room,
     _there_are_steps,
     _every_update_has_a_group,
     _resume_or_overwrite,

@@ -8,6 +8,7 @@ draws it after the prompt, and ends with a token at which rollouts stop.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as brief
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,7 +43,12 @@ def is_example(row: dict) -> bool:
     return isinstance(row, Mapping) and any(row.get(name) is not None for name in ("completion", "messages"))
 
 
-def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int] = ()) -> list[Example]:
+def to_examples(
+    row: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Example]:
     """Tokenize a row for supervised training.
 
     Args:
@@ -50,6 +56,7 @@ def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase, stops: Sequence[i
         tokenizer: The policy's tokenizer. Messages go through its chat template.
         stops: The ids at which rollouts stop, see `stop_token_ids`. The tokenizer's end token is one of them, where it
             has one; empty stands for it alone.
+        template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Returns:
         One example for a row with a completion, and one for each assistant message of a row with messages.
@@ -61,7 +68,7 @@ def to_examples(row: dict, tokenizer: PreTrainedTokenizerBase, stops: Sequence[i
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt and a completion, got {brief(row)}")
     turns = [_pair(row)] if row.get("messages") is None else _turns(row["messages"])
-    return [_example(prompt, completion, tokenizer, stops) for prompt, completion in turns]
+    return [_example(prompt, completion, tokenizer, stops, template_kwargs) for prompt, completion in turns]
 
 
 def _pair(row):
@@ -96,13 +103,13 @@ def _turns(messages):
     return [(messages[:i], messages[i]) for i in turns]
 
 
-def _example(prompt, completion, tokenizer, stops):
+def _example(prompt, completion, tokenizer, stops, template_kwargs):
     """Tokenize a prompt and what is learned after it."""
-    ids = to_prompt({"prompt": prompt}, tokenizer).ids
+    ids = to_prompt({"prompt": prompt}, tokenizer, template_kwargs).ids
     if not ids:
         raise ValueError("the prompt is empty, and nothing stands before the first token that is learned")
     plain = isinstance(completion, str)
-    text = completion if plain else _answer(prompt, completion, tokenizer)
+    text = completion if plain else _answer(prompt, completion, tokenizer, template_kwargs or {})
     if not text:
         raise ValueError("the completion is empty; leave out rows that teach nothing")
     check_text(text, "the completion")
@@ -114,15 +121,15 @@ def _example(prompt, completion, tokenizer, stops):
     return Example(ids, [*learned, stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id])
 
 
-def _answer(before, message, tokenizer):
+def _answer(before, message, tokenizer, template_kwargs):
     """Return what the chat template writes behind a conversation where an assistant message follows it."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         raise ValueError(f"the completion must be a message with the role assistant, got {brief(message)}")
-    to_prompt({"prompt": [*before, message]}, tokenizer)  # refuses a message that is none
+    to_prompt({"prompt": [*before, message]}, tokenizer, template_kwargs)  # refuses a message that is none
     if not message.get("content") and not message.get("tool_calls"):
         raise ValueError("the completion is empty; leave out rows that teach nothing")
-    start = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False)
-    whole = tokenizer.apply_chat_template([*before, message], tokenize=False)
+    start = tokenizer.apply_chat_template(before, add_generation_prompt=True, tokenize=False, **template_kwargs)
+    whole = tokenizer.apply_chat_template([*before, message], tokenize=False, **template_kwargs)
     if not whole.startswith(start):
         raise ValueError(
             f"the chat template writes the conversation before {shortened([message])} otherwise where the answer "

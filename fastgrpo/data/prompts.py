@@ -18,12 +18,15 @@ RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_me
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # these types need no copies
 
 
-def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def to_prompt(
+    row: dict, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+) -> Prompt:
     """Tokenize the prompt of a row: a list of messages through the chat template, a string as it is.
 
     Args:
         row: A data row.
         tokenizer: The policy's tokenizer.
+        template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Returns:
         The `Prompt`, with the row's other columns.
@@ -39,7 +42,7 @@ def to_prompt(row: dict, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     prompt, columns = row["prompt"], {name: value for name, value in row.items() if name != "prompt"}
     _check(prompt)
     _check_columns(columns)
-    return Prompt(_tokenized(prompt, tokenizer), prompt, columns)
+    return Prompt(_tokenized(prompt, tokenizer, template_kwargs), prompt, columns)
 
 
 def _check(prompt: Any) -> None:
@@ -92,14 +95,16 @@ def _check_message(message, name):
         raise ValueError(f"the {field} of {name} must be a string, got {brief(value)}{remedy}")
 
 
-def _tokenized(prompt: str | list[dict], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokenized(prompt, tokenizer, template_kwargs):
     """Return the token ids of a checked prompt. Templates and tokenizers are others' code, which may raise anything."""
     conversational = isinstance(prompt, list)
     if conversational and tokenizer.chat_template is None:
         raise ValueError("the prompt is a list of messages, but the tokenizer has no chat template; use plain strings")
     try:
         if conversational:
-            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+            encoded = tokenizer.apply_chat_template(
+                prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
+            )
         else:
             encoded = tokenizer(prompt)
         return list(encoded["input_ids"])

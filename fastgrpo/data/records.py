@@ -108,6 +108,8 @@ class Sample:
         weights: The weight w_n of each token over the whole update; None until the update is known.
         old_logps: Log-probs under the policy that drew it; None on the first update of a rollout, whose ratio is 1.
         ref_logps: Log-probs under the reference; None without one.
+        counted: 1 for the tokens whose surrogate counts and 0 for the others; None where all of them count.
+        entropy_weights: The weight e_n of each token in the entropy bonus; None where it is that of the objective.
         masked: Whether its tokens are left out of the loss.
         clipped: The share of its tokens whose ratio the last update clipped.
         index: The index of its completion among those that the step drew; None for a sample of no completion.
@@ -121,6 +123,8 @@ class Sample:
     weights: torch.Tensor | None = None
     old_logps: torch.Tensor | None = None
     ref_logps: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
+    entropy_weights: torch.Tensor | None = None
     masked: bool = False
     clipped: float = 0.0
     index: int | None = None

@@ -8,8 +8,9 @@ its attribute `full_mark`, or 1.0 without one. Every mean has a 95% interval, se
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -101,6 +102,7 @@ def evaluate(
     progress: Callable[[float], object] | None = None,
     num_generations: int = 0,
     ranks: Ranks = ALONE,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Complete each held-out row once greedily and several times by sampling, and judge all completions.
 
@@ -115,6 +117,7 @@ def evaluate(
             1; the greedy completion of a prompt and each of its draws count the same.
         num_generations: How many completions are sampled for each prompt, in addition to the greedy one. It may be 0.
         ranks: The ranks, each of which completes and judges a share of the rows.
+        template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Returns:
         The results, on every rank the same.
@@ -125,7 +128,7 @@ def evaluate(
     if num_generations > MAX_DRAWS:
         raise ValueError(f"eval_num_generations must be at most {MAX_DRAWS}, got {num_generations}")
     started = time.perf_counter()
-    prompts = list(prompts_of(rows, tokenizer, engine.policy, sampling.max_tokens))
+    prompts = list(prompts_of(rows, tokenizer, engine.policy, sampling.max_tokens, template_kwargs))
     means = _Means()
 
     def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:

@@ -27,6 +27,7 @@ KIND_OF = {
     "ref_logps": "real numbers",
     "sampler_logps": "real numbers",
     "token_weights": "real numbers or bools",
+    "entropy_weights": "real numbers or bools",
 }
 
 
@@ -45,6 +46,7 @@ class TokenInputs(NamedTuple):
         token_weights: [B, T] or [N], or None.
         num_items_in_batch: Tokens of the whole step, or None.
         temperature: A float, or [B, T] or [N].
+        entropy_weights: [B, T] or [N], or None.
     """
 
     targets: torch.Tensor
@@ -58,6 +60,7 @@ class TokenInputs(NamedTuple):
     token_weights: torch.Tensor | None = None
     num_items_in_batch: int | torch.Tensor | None = None
     temperature: float | torch.Tensor = 1.0
+    entropy_weights: torch.Tensor | None = None
 
     def check(self) -> None:
         """Check each field by itself. `check_kept` looks at the numbers of the tokens that are used.

@@ -63,7 +63,7 @@ def linear_grpo_loss(
     logit_softcap: float | None = None, return_entropy: bool = False, ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, compact: str | None = None,
     process_group: "ProcessGroup | None" = None, backend: str = "auto", objective: Objective | None = None,
-    **knobs: Any,
+    entropy_weights: Tensor | None = None, **knobs: Any,
 ) -> GRPOLossOutput:  # fmt: skip
     """Compute the GRPO loss of a language-model head, fused: no logits in memory, three matrix products with gradients.
 
@@ -106,6 +106,8 @@ def linear_grpo_loss(
         backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked, and chunked for kl="full"), "chunked" or
             "triton".
         objective: The objective, in place of `knobs`.
+        entropy_weights: [B, T] or [N], the e_n of the entropy bonus in place of 1 / tokens of the step; the mask still
+            applies.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
     Returns:
@@ -127,7 +129,7 @@ def linear_grpo_loss(
     asked, backend = backend, choose_backend(backend, objective.full_kl, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
-                         token_weights, num_items_in_batch, temperature)  # fmt: skip
+                         token_weights, num_items_in_batch, temperature, entropy_weights)  # fmt: skip
     kept = keep_rows(inputs, objective, compacts(compact, backend, targets), compute_dtype(hidden))
     check_targets(kept.targets, vocabulary.total, kept.index)
     flat = hidden.reshape(-1, hidden.shape[-1])

@@ -162,7 +162,11 @@ def keep_rows(
         weights = per_token(inputs.token_weights, "token_weights", layout.shape).masked_fill(~mask, 0)
     entropy_weights = None
     if objective.entropy_coef != 0:
-        entropy_weights = objective.entropy_weights(mask, inputs.num_items_in_batch, dtype)
+        entropy_weights = per_token(inputs.entropy_weights, "entropy_weights", layout.shape)
+        if entropy_weights is None:
+            entropy_weights = objective.entropy_weights(mask, inputs.num_items_in_batch, dtype)
+        else:
+            entropy_weights = objective.entropy_coef * entropy_weights.to(dtype).masked_fill(~mask, 0)
     advantages = layout.per_token(inputs.advantages, "advantages").to(dtype)
     active = host_lengths = None
     if rows is not None:

@@ -27,8 +27,9 @@ class Batch:
         targets: [M] int64 completion tokens.
         cu_seqlens: [S+1] int64 on the host. Where each sample begins among the M completion tokens, and where the last
             one ends.
-        advantages: [S] fp32.
+        advantages: [S] fp32, or [M] where the surrogates of some tokens do not count.
         weights: [M] fp32 weights of the tokens in the objective, or None.
+        entropy_weights: [M] fp32 weights of the tokens in the entropy bonus, or None.
         old_logps: [M] fp32 log-probs under the policy before the update, or None.
         ref_logps: [M] fp32 log-probs under the reference, or None.
         sampler_logps: [M] fp32 log-probs under the distribution that drew the tokens, or None.
@@ -44,6 +45,7 @@ class Batch:
     cu_seqlens: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor | None
+    entropy_weights: torch.Tensor | None
     old_logps: torch.Tensor | None
     ref_logps: torch.Tensor | None
     sampler_logps: torch.Tensor | None
@@ -71,6 +73,10 @@ class Batch:
             values = [getattr(sample, name) for sample in samples]
             return None if values[0] is None else to_device(torch.cat(values), device)
 
+        advantages = tensor([sample.advantage for sample in samples], torch.float32)
+        counted = joined("counted")
+        if counted is not None:
+            advantages = advantages.repeat_interleave(tensor(counts), output_size=sum(counts)) * counted
         return cls(
             input_ids=tensor(layout.ids),
             position_ids=tensor(layout.positions),
@@ -79,8 +85,9 @@ class Batch:
             rows=tensor(layout.rows),
             targets=tensor([token for sample in samples for token in sample.completion_ids]),
             cu_seqlens=torch.tensor([0, *accumulate(counts)]),
-            advantages=tensor([sample.advantage for sample in samples], torch.float32),
+            advantages=advantages,
             weights=joined("weights"),
+            entropy_weights=joined("entropy_weights"),
             old_logps=joined("old_logps"),
             ref_logps=joined("ref_logps"),
             sampler_logps=joined("sampler_logps"),

@@ -1,6 +1,7 @@
 """Checks that prompts fit the policy. Every row is checked before the first step, so that none ends a run midway."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,11 @@ def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) ->
 
 
 def prompts_of(
-    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int
+    rows: Sequence[dict] | Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Policy,
+    max_tokens: int,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Prompt]:
     """Tokenize every row and check its prompt.
 
@@ -37,6 +42,7 @@ def prompts_of(
         tokenizer: The policy's tokenizer.
         policy: The policy.
         max_tokens: The most tokens of a completion.
+        template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Returns:
         An iterator of the prompts, which makes each when it is asked for.
@@ -46,7 +52,7 @@ def prompts_of(
     """
 
     def fitting(row):
-        prompt = to_prompt(row, tokenizer)
+        prompt = to_prompt(row, tokenizer, template_kwargs)
         check_prompts([prompt], policy, max_tokens)
         return prompt
 
@@ -54,7 +60,12 @@ def prompts_of(
 
 
 def check_rows(
-    rows: Sequence[dict] | Rows, tokenizer: PreTrainedTokenizerBase, policy: Policy, max_tokens: int, shown: bool = True
+    rows: Sequence[dict] | Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    policy: Policy,
+    max_tokens: int,
+    shown: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
     """Check every row, and keep nothing of it.
 
@@ -64,11 +75,12 @@ def check_rows(
         policy: The policy.
         max_tokens: The most tokens of a completion.
         shown: Whether long work shows a progress bar.
+        template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Raises:
         ValueError: For the reasons of `prompts_of`.
     """
-    prompts = prompts_of(rows, tokenizer, policy, max_tokens)
+    prompts = prompts_of(rows, tokenizer, policy, max_tokens, template_kwargs)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), delay=2, leave=False, disable=not shown):
         pass
 
@@ -79,6 +91,7 @@ def examples_of(
     policy: Policy,
     stops: Sequence[int],
     shown: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Example]:
     """Tokenize every row for supervised training, and check that the policy can hold each example.
 
@@ -88,6 +101,7 @@ def examples_of(
         policy: The policy.
         stops: The ids at which rollouts stop.
         shown: Whether long work shows a progress bar.
+        template_kwargs: Keyword arguments of the chat template by name, or None.
 
     Yields:
         The examples in the order of the rows.
@@ -98,7 +112,7 @@ def examples_of(
     """
 
     def fitting(row):
-        examples = to_examples(row, tokenizer, stops)
+        examples = to_examples(row, tokenizer, stops, template_kwargs)
         for example in examples:
             policy.check_ids([*example.prompt_ids, *example.completion_ids], "the example")
             what = f"the example has {len(example)} tokens, which"

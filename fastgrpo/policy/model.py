@@ -229,6 +229,25 @@ class Policy:
         """
         return self.logps_of(self.completion_states(batch), batch.targets, temperature)
 
+    def logps_and_entropy(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
+        """Compute the log-probs of a batch's completion tokens, and the entropy of what each was drawn from.
+
+        Args:
+            batch: The packed micro-batch.
+            temperature: The temperature of the softmax.
+
+        Returns:
+            [2, M] fp32 log-probs and entropies, in nats.
+        """
+        states = self.completion_states(batch)
+        weight, bias, softcap = self.head
+        return torch.stack(
+            linear_logprob(
+                states, weight, batch.targets, bias=bias, logit_softcap=softcap, temperature=temperature,
+                return_entropy=True,
+            )
+        )  # fmt: skip
+
     def logps_of(self, states: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
         """Compute the log-probs of tokens from the states that predict them.
 

@@ -6,7 +6,7 @@ no reference.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,8 +40,14 @@ class Scoring(NamedTuple):
 
 
 @torch.no_grad()
-def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring, passes: int | None = None) -> list[torch.Tensor]:
-    """Compute the log-probs of completions under a policy.
+def score(
+    policy: Policy,
+    samples: Sequence[Sample],
+    scoring: Scoring,
+    passes: int | None = None,
+    compute: Callable[[Policy, Batch, float], torch.Tensor] = Policy.logps,
+) -> list[torch.Tensor]:
+    """Compute the log-probs of completions under a policy, or something else of each of their tokens.
 
     Args:
         policy: The policy.
@@ -49,22 +55,25 @@ def score(policy: Policy, samples: Sequence[Sample], scoring: Scoring, passes: i
         scoring: How they are scored.
         passes: How many passes the policy makes on each rank, where all ranks must make equally many
             (`Policy.lockstep`). None where they have equally many micro-batches anyway.
+        compute: (policy, micro-batch of M completion tokens, temperature) -> [..., M] values of each token.
 
     Returns:
-        For each sample [T] fp32 log-probs, in nats, on the policy's device; T is the length of its completion.
+        For each sample [..., T] values on the policy's device, fp32 log-probs in nats by default; T is the length of
+        its completion.
     """
-    logps, parts = [None] * len(samples), micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
+    values, parts = [None] * len(samples), micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
     for indices in parts:
         part = [samples[i] for i in indices]
         batch = Batch.pack(part, policy.device, scoring.share_prompt)
-        flat = policy.within(partial(policy.logps, batch, scoring.temperature))
-        for i, of_sample in zip(indices, flat.split([len(sample.completion_ids) for sample in part]), strict=True):
-            logps[i] = of_sample
+        flat = policy.within(partial(compute, policy, batch, scoring.temperature))
+        lengths = [len(sample.completion_ids) for sample in part]
+        for i, of_sample in zip(indices, flat.split(lengths, dim=-1), strict=True):
+            values[i] = of_sample
     if policy.lockstep and passes is not None:
         assert len(parts) <= passes, f"{len(parts)} micro-batches in {passes} passes"
         for _ in range(passes - len(parts)):
             policy.within(policy.idle_loss)
-    return logps
+    return values
 
 
 def make_reference(

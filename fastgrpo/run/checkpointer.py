@@ -96,7 +96,8 @@ class Checkpointer:
         Returns:
             True where a checkpoint is due.
         """
-        return last or (step > 0 and step % self.config.save_steps == 0)
+        every = self.config.save_steps
+        return last or (step > 0 and every is not None and step % every == 0)
 
     def save(self, step: int, take: Callable[[], Any]) -> None:
         """Take a snapshot now and have the thread write it while training continues.

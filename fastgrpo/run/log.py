@@ -96,7 +96,9 @@ class RunLog:
             done: The count that the bar starts from.
         """
         self.close_bar()
-        self.bar = tqdm(total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr)
+        self.bar = tqdm(
+            total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr, disable=self.config.disable_tqdm
+        )
 
     def advance(self, count: int = 1, **values: float) -> None:
         """Move the progress bar.
@@ -127,7 +129,7 @@ class RunLog:
             The entry of the line in the history; None where there was no line.
         """
         self._pending.append((step, values))
-        return self._reduce() if step % self.config.logging_steps == 0 or last else None
+        return self._reduce() if self.config.logs(step) or last else None
 
     def flush(self) -> None:
         """Write a line for the steps that have none yet, where the run ends early."""
@@ -274,7 +276,8 @@ def _wandb(log):
     except ImportError:
         raise ValueError("report_to wandb needs a package that is missing: pip install wandb") from None
     log.folder.claim("wandb")  # it makes this folder inside of the run's
-    run = wandb.init(project="fastgrpo", name=log.dir.name, dir=log.dir, config=dataclasses.asdict(log.config))
+    name, settings = log.config.run_name or log.dir.name, dataclasses.asdict(log.config)
+    run = wandb.init(project="fastgrpo", name=name, dir=log.dir, config=settings)
     return lambda step, values: run.log(values, step=step)
 
 

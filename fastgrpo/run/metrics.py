@@ -61,6 +61,7 @@ METRICS = {
     "sampling/sampling_logp_difference/max": "largest such difference, nats",
     "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
     "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
+    "entropy_coef": "coefficient of the entropy bonus after the last update, with --use_adaptive_entropy",
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
     "loss or the gradient was not finite",
     "learning_rate": "learning rate of the last update",

@@ -37,10 +37,10 @@ def open_run(
     if held:
         raise ValueError(f"output_dir {output_dir} holds {held[0]}; choose another output_dir")
     if resume is None:
-        return claim_output_dir(output_dir, config.run_name, config.overwrite_output_dir, inputs=inputs), None
+        return claim_output_dir(output_dir, config.folder_name, config.overwrite_output_dir, inputs=inputs), None
     if resume != "auto":
         output_dir = _parent(resume, output_dir)
-    folder = claim_output_dir(output_dir, config.run_name, resume=True, inputs=inputs)
+    folder = claim_output_dir(output_dir, config.folder_name, resume=True, inputs=inputs)
     try:
         checkpoint = _find(folder, config, say)
     except BaseException:

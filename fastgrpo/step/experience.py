@@ -168,7 +168,7 @@ class ExperienceMaker:
                 f"the source of training rows ({type(self.source).__name__}) gave {len(rows)} rows for take({taken}); "
                 "let it begin again at its end"
             )
-        prompts = [to_prompt(row, self.tokenizer) for row in rows]
+        prompts = [to_prompt(row, self.tokenizer, self.args.template_kwargs) for row in rows]
         check_prompts(prompts, self.engine.policy, self.args.max_completion_length)
         seed = self.args.seed * 1_000_003 + state.global_step + batch * BATCH_STRIDE
         # Each batch begins at another rank, so that the few prompts of refills do not all fall to the same one.

@@ -18,7 +18,9 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Reference, Scoring, score
 from fastgrpo.run.profiling import update_flops
+from fastgrpo.step.entropy import AdaptiveEntropy
 from fastgrpo.step.meter import Meter
+from fastgrpo.step.selection import Selection
 from fastgrpo.step.update import Updater
 
 
@@ -50,6 +52,10 @@ class GRPOUpdate:
         temperature: The temperature that the samples were drawn at.
         updates_per_rollout: How many minibatches a rollout is split into.
         num_iterations: How often the updates pass over a rollout.
+        top_entropy_quantile: See `Selection`.
+        off_policy_mask_threshold: See `Selection`.
+        entropy: The control of the coefficient of the entropy bonus, in place of objective.entropy_coef; None is no
+            control.
     """
 
     def __init__(
@@ -62,11 +68,19 @@ class GRPOUpdate:
         temperature: float,
         updates_per_rollout: int = 1,
         num_iterations: int = 1,
+        top_entropy_quantile: float = 1.0,
+        off_policy_mask_threshold: float | None = None,
+        entropy: AdaptiveEntropy | None = None,
     ):
         self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
         self.dealer, self.ranks = updater.dealer, updater.ranks
         self.scoring = Scoring(temperature, self.dealer.max_tokens, self.dealer.share_prompt)
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
+        self.selection = Selection(
+            policy, updater, self.scoring, top_entropy_quantile=top_entropy_quantile,
+            off_policy_mask_threshold=off_policy_mask_threshold,
+        )  # fmt: skip
+        self.entropy = entropy
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
@@ -92,21 +106,35 @@ class GRPOUpdate:
         metrics = self._score(samples, kept)
         meter, norms = Meter(), []
         for _ in range(self.num_iterations):
-            for minibatch in kept:
+            for whole, minibatch in zip(minibatches, kept, strict=True):
                 logps = {}  # of each sample, by its index in the minibatch
+                teaching = {*minibatch}
+                others = [i for i in whole if i not in teaching and not samples[i].masked]
+                selected = self.selection(samples, minibatch, others, first=not norms)
+                for i, sample in selected.samples.items():
+                    samples[i] = sample
+                if self.entropy is not None:
+                    self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
 
                 def loss(indices, batch, logps=logps):
-                    out = self.loss(batch, step_tokens, with_entropy)
+                    out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None)
                     meter.add(out, batch, update=len(norms))
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
                     return out.loss
 
                 learning_rate = self.updater.learning_rate
                 norms.append(self.updater.step([samples[i] for i in minibatch], loss, self.idle_loss).norm)
+                if self.entropy is not None:
+                    measured = selected.entropy
+                    if measured is None:
+                        measured = meter.mean("entropy", len(norms) - 1, self.ranks)
+                    self.entropy.observe(measured)
                 for at, of_sample in logps.items():
                     samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
         metrics |= meter.values(norms, self.ranks) | {"learning_rate": learning_rate}
+        if self.entropy is not None:
+            metrics["entropy_coef"] = self.entropy.coef
         if self.objective.beta == 0:
             metrics.pop("kl", None)  # there is no reference to measure it against
         return Updated(samples, norms, metrics)
@@ -130,7 +158,7 @@ class GRPOUpdate:
         return weights.split(counts.tolist())
 
     def teaches(self, sample: Sample) -> bool:
-        """Tell whether a sample carries gradient. Without KL and entropy bonus, it does not if its advantage is 0.
+        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantage is 0.
 
         Args:
             sample: The sample.
@@ -138,7 +166,7 @@ class GRPOUpdate:
         Returns:
             Whether it does.
         """
-        regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0
+        regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
         return not sample.masked and (regularized or sample.advantage != 0)
 
     def _score(self, samples, kept):
@@ -208,6 +236,7 @@ class GRPOUpdate:
                 ref_logps=batch.ref_logps,
                 sampler_logps=batch.sampler_logps,
                 token_weights=batch.weights,
+                entropy_weights=batch.entropy_weights,
                 num_items_in_batch=step_tokens,
                 temperature=self.scoring.temperature,
                 bias=bias,

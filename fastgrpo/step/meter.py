@@ -71,6 +71,24 @@ class Meter:
                 values[name] = EXTREMES[extreme](part)
         return values
 
+    def mean(self, name: str, update: int, ranks: Ranks = ALONE) -> float:
+        """Average a metric over the active tokens of one update, whether it was skipped or not.
+
+        Args:
+            name: The metric, which is no extreme and no sum.
+            update: The index of the update.
+            ranks: The ranks, each of which has measured its own micro-batches.
+
+        Returns:
+            The mean; NaN where nothing was measured.
+        """
+        mine = [
+            math.fsum(value.item() for of_update, value in self.entries.get(key, ()) if of_update == update)
+            for key in (name, "active_tokens")
+        ]
+        total, tokens = map(math.fsum, zip(*ranks.gather(mine, f"the mean {name} of an update"), strict=True))
+        return total / tokens if tokens else math.nan
+
     @staticmethod
     def _of(entries, taken):
         """Copy the values of the updates that were not skipped to the host."""

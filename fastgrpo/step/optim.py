@@ -5,7 +5,7 @@ that is nearly every update. So the module holds bf16 weights for speed, and the
 and moments. After each step the masters are copied into the storage of the module's weights, which rollouts read too.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -265,7 +265,14 @@ class MasterAdamW:
             torch._foreach_copy_(*map(list, zip(*self.pairs, strict=True)))  # one launch for many weights
 
 
-def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, total_steps: int) -> LRScheduler:
+def make_schedule(
+    optimizer: MasterAdamW,
+    name: str,
+    *,
+    warmup_steps: float,
+    total_steps: int,
+    further: Mapping[str, Any] | None = None,
+) -> LRScheduler:
     """Make one of transformers' learning-rate schedules.
 
     Args:
@@ -274,21 +281,27 @@ def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, tot
         warmup_steps: The number of updates over which the learning rate rises from 0. A value between 0 and 1 is a
             share of `total_steps`.
         total_steps: The number of updates of the whole run.
+        further: Further arguments of the schedule by name, such as min_lr_rate of cosine_with_min_lr, or None.
 
     Returns:
         The schedule, to be stepped once after each update.
 
     Raises:
-        ValueError: There is no schedule of this name, it needs other settings than these two, or it follows a metric.
+        ValueError: There is no schedule of this name, it needs or takes other arguments, or it follows a metric.
     """
     if 0 < warmup_steps < 1:
         warmup_steps = round(warmup_steps * total_steps)
     try:
         schedule = get_scheduler(
-            name, optimizer.adamw, num_warmup_steps=int(warmup_steps), num_training_steps=total_steps
+            name,
+            optimizer.adamw,
+            num_warmup_steps=int(warmup_steps),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=dict(further or {}),
         )
     except (ValueError, TypeError) as error:
-        raise ValueError(f"lr_scheduler_type {name!r} cannot be used: {error}") from None
+        given = f" with lr_scheduler_kwargs {further}" if further else ""
+        raise ValueError(f"lr_scheduler_type {name!r} cannot be used{given}: {error}") from None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError(
             f"lr_scheduler_type {name!r} follows a metric and not the steps; choose another schedule, such as cosine"
@@ -296,13 +309,15 @@ def make_schedule(optimizer: MasterAdamW, name: str, *, warmup_steps: float, tot
     return schedule
 
 
-def check_schedule(name: str) -> None:
+def check_schedule(name: str, further: Mapping[str, Any] | None = None) -> None:
     """Check the name of a schedule before there is a model.
 
     Args:
         name: The name of the schedule in transformers.
+        further: Its further arguments, as in `make_schedule`.
 
     Raises:
         ValueError: `make_schedule` would refuse the name.
     """
-    make_schedule(MasterAdamW(torch.nn.Linear(1, 1), learning_rate=1.0), name, warmup_steps=0, total_steps=1)
+    optimizer = MasterAdamW(torch.nn.Linear(1, 1), learning_rate=1.0)
+    make_schedule(optimizer, name, warmup_steps=0, total_steps=1, further=further)

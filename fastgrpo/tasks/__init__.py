@@ -101,7 +101,7 @@ def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedToke
     """
     module, path = find_task(config.task), config.model_name_or_path
     choose_device(config.device)
-    check_schedule(config.lr_scheduler_type)
+    check_schedule(config.lr_scheduler_type, config.schedule_kwargs)
     if path is None and not hasattr(module, "make_model"):
         raise ValueError(f"task {config.task} needs --model_name_or_path: a folder or hub id of a causal LM")
     tokenizer = None if path is None else load(path, config.trust_remote_code)

@@ -101,7 +101,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
             refuse_differences(self.ranks, training_rows=rows, held_out_rows=digest_of_rows(all_rows(self.held_out)))
         self.state = TrainerState(
             0, self._count_steps(), 0.0, args.max_completion_length, logging_steps=args.logging_steps,
-            eval_steps=args.eval_steps or 0, save_steps=args.save_steps, num_train_epochs=args.num_train_epochs,
+            eval_steps=args.eval_steps or 0, save_steps=args.save_steps or 0, num_train_epochs=args.num_train_epochs,
             is_world_process_zero=self.ranks.lead, is_local_process_zero=self.ranks.lead,
         )  # fmt: skip
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
@@ -120,6 +120,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
             args.lr_scheduler_type,
             warmup_steps=args.warmup_steps,
             total_steps=self.state.max_steps * args.updates_per_step,
+            further=args.schedule_kwargs,
         )
         self.updater = Updater(
             self.policy,
@@ -174,7 +175,13 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, *self.held_out.values()):
-            check_rows(rows, self.tokenizer, self.policy, self.args.max_completion_length, self.ranks.lead)
+            limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
+            check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
+
+    @property
+    def _shows_bars(self):
+        """Whether this rank shows progress bars."""
+        return self.ranks.lead and not self.args.disable_tqdm
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
@@ -346,7 +353,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
         self._opened()
         self.log.folder.check()
         step = self.state.global_step + 1
-        logged = step % self.args.logging_steps == 0 or step == self.state.max_steps
+        logged = self.args.logs(step) or step == self.state.max_steps
         started, state = time.perf_counter(), self.state
         self.timer.start()
         with self.ranks.waiting(f"step {step}"):

@@ -51,10 +51,11 @@ class Evaluating:
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
-        with progress_bar("evaluate", shown=self.ranks.lead) as bar, self.ranks.waiting(where):
+        with progress_bar("evaluate", shown=self._shows_bars) as bar, self.ranks.waiting(where):
             result = evaluate(
-                self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, bar.update, draws, self.ranks
-            )
+                self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, bar.update, draws, self.ranks,
+                self.args.template_kwargs,
+            )  # fmt: skip
         result = renamed(result, prefix)
         self._write(result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"

@@ -16,6 +16,7 @@ from fastgrpo.rewards.call import Rewards, found
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog
+from fastgrpo.step.entropy import AdaptiveEntropy
 from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
 from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.measure import sample_rows
@@ -111,7 +112,8 @@ class GRPOTrainer(Trainer):
         return self.reference.policy.module if apart else None
 
     def _make_rewards(self, reward_funcs):
-        functions = found(reward_funcs, self.tokenizers_of_rewards, trust_remote_code=self.args.trust_remote_code)
+        template, code = self.args.template_kwargs, self.args.trust_remote_code
+        functions = found(reward_funcs, self.tokenizers_of_rewards, template, code)
         return Rewards(functions, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
 
     def _check_rows(self, train_rows):
@@ -138,6 +140,7 @@ class GRPOTrainer(Trainer):
             self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
             moving=args.sync_ref_model,
         )  # fmt: skip
+        self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
         self.update = GRPOUpdate(
             self.policy,
             self.reference,
@@ -146,12 +149,15 @@ class GRPOTrainer(Trainer):
             temperature=args.temperature,
             updates_per_rollout=args.updates_per_rollout,
             num_iterations=args.num_iterations,
+            top_entropy_quantile=args.top_entropy_quantile,
+            off_policy_mask_threshold=args.off_policy_mask_threshold,
+            entropy=self.entropy,
         )
 
     def parts(self) -> dict[str, Stateful]:
         """Return the parts of the run that have state, by the names that a checkpoint gives them."""
-        parts = super().parts()
-        return parts if self.reference is None else parts | {"reference": self.reference}
+        own = {"reference": self.reference, "entropy": self.entropy}
+        return super().parts() | {name: part for name, part in own.items() if part is not None}
 
     def _most_rows(self):
         args, most = self.args, super()._most_rows()

@@ -91,10 +91,8 @@ class Leaving:
             self.save_model(folder)
             if not self.ranks.lead:
                 return None
-            api = HfApi(token=getattr(self.args, "hub_token", None))
-            name = getattr(self.args, "hub_model_id", None) or self.log.dir.name
-            private = getattr(self.args, "hub_private_repo", None)
-            repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+            api, name = HfApi(), self.args.hub_model_id or self.log.dir.name
+            repo = api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True).repo_id
             return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
@@ -156,6 +154,8 @@ class Leaving:
                 if self.ranks.lead:
                     whole = merged(self.policy.for_rollouts.module)
                     save_model(self.log.folder.claim("merged"), whole, self.tokenizer)
+        if self.args.push_to_hub:
+            self.push_to_hub()
         if self.ranks.lead:
             left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
             self.log.say("\n" + left)

@@ -65,7 +65,7 @@ class SFTTrainer(Trainer):
 
     def _check_rows(self, train_rows):
         self.stops = stop_token_ids(self.policy, self.tokenizer)
-        for _ in examples_of(train_rows, self.tokenizer, self.policy, self.stops, self.ranks.lead):
+        for _ in self._read(train_rows):
             pass
         self.examples = {id(rows): self._examples(rows) for rows in self.held_out.values()}
         if self.rewards is not None:
@@ -77,14 +77,19 @@ class SFTTrainer(Trainer):
         """Return the completions of held-out rows; none where no row has any."""
         if not any(map(is_example, rows)):
             return []
-        return list(examples_of(rows, self.tokenizer, self.policy, self.stops, self.ranks.lead))
+        return list(self._read(rows))
+
+    def _read(self, rows):
+        how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
+        return examples_of(rows, *how)
 
     def _prepare(self):
         """Nothing is needed beyond what every training has."""
 
     def _step(self, step, logged):
         rows = self.source.take(self.args.batch_size)
-        examples = [example for row in rows for example in to_examples(row, self.tokenizer, self.stops)]
+        how = self.tokenizer, self.stops, self.args.template_kwargs
+        examples = [example for row in rows for example in to_examples(row, *how)]
         learning_rate = self.updater.learning_rate
         learned = learn(self.policy, self.updater, examples)
         norm = learned.norm.item()

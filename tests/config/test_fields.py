@@ -8,14 +8,17 @@ import pytest
 from fastgrpo.config.fields import (
     REQUIRED,
     Interval,
+    Keywords,
     Setting,
     When,
     check_conditions,
     check_fields,
     did_you_mean,
     documented,
+    keywords,
     setting,
     setting_of,
+    typed,
 )
 
 LOUD = When("loud is True", lambda settings: settings.loud)
@@ -31,6 +34,21 @@ class Radio:
     stations: tuple[float, ...] = setting((), "Frequencies in MHz.", within=Interval(above=0))
     loud: bool = setting(False, "Play to the neighbours.")
     echo: float = setting(0.0, "Seconds of echo.", active=LOUD)
+
+
+def test_keyword_arguments_become_their_json_text():
+    for value in ({"a": 1, "b": [True, None]}, '{"a": 1, "b": [true, null]}'):
+        assert typed("extra", value, Keywords | None) == '{"a": 1, "b": [true, null]}'
+    assert typed("extra", None, Keywords | None) is None
+    assert keywords("extra", '{"a": 1}') == {"a": 1} and keywords("extra", None) == {}
+    for value, told in (
+        ("{'a': 1}", "extra must be a dictionary of what JSON can hold, or its text: Expecting"),
+        ({"a": object()}, "extra must be a dictionary of what JSON can hold, or its text: Object of type"),
+        ("[1]", r"extra must be a dictionary or its JSON text, got \[1\]"),
+        (7, "extra must be a dictionary or its JSON text, got 7"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            typed("extra", value, Keywords | None)
 
 
 def test_the_reason_of_an_interval_is_told():

@@ -35,6 +35,10 @@ CASES = {
         {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
         "scale_rewards must be group, got batch",
     ),
+    "_the_entropy_bonus_has_room": (
+        {"use_adaptive_entropy": True, "entropy_coef_min": 2.0},
+        "entropy_coef_min=2 must not be above entropy_coef_max=1; change one of them",
+    ),
     "_there_are_steps": ({"max_steps": 0}, "max_steps must be positive, or -1"),
     "_every_update_has_a_group": ({"updates_per_rollout": 9}, "raise prompts_per_step"),
     "_resume_or_overwrite": ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),

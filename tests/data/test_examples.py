@@ -91,3 +91,13 @@ def test_a_template_that_rewrites_the_conversation_is_refused():
     tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="cannot be told apart; give them as text"):
         to_examples({"messages": [QUESTION, ANSWER]}, tokenizer)
+
+
+def test_a_chat_template_gets_its_keyword_arguments():
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.chat_template = tiny.MOODY_TEMPLATE
+    [example] = to_examples({"messages": [QUESTION, ANSWER]}, tokenizer, template_kwargs={"mood": "calm"})
+    assert tokenizer.decode(example.prompt_ids) == "[calm]<user>one\n<assistant>"
+    assert tokenizer.decode(example.completion_ids, skip_special_tokens=True) == "two\n"
+    with pytest.raises(ValueError, match="no mood"):
+        to_examples({"messages": [QUESTION, ANSWER]}, tokenizer)

@@ -24,6 +24,15 @@ def test_prompts():
     assert to_completion(plain, drawn, chat).content == "ok"
 
 
+def test_a_chat_template_gets_its_keyword_arguments():
+    chat, row = tiny.tokenizer(chat=True), {"prompt": [{"role": "user", "content": "hi"}]}
+    chat.chat_template = tiny.MOODY_TEMPLATE
+    assert chat.decode(to_prompt(row, chat, {"mood": "calm"}).ids) == "[calm]<user>hi\n<assistant>"
+    with pytest.raises(ValueError, match=r"the tokenizer's chat template refuses the prompt 'hi': .* no mood"):
+        to_prompt(row, chat)
+    assert to_prompt({"prompt": "hi"}, chat, {"mood": "calm"}).ids == chat("hi")["input_ids"]  # text has no template
+
+
 def user(content):
     return {"prompt": [{"role": "user", "content": content}]}
 

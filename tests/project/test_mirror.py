@@ -73,7 +73,10 @@ TOGETHER = {
         "the settings are declared over several files and used as one record",
         [f"fastgrpo/config/{name}.py" for name in ("objective", "parallel", "sections", "training")],
     ),
-    "tests/project/test_settings_page.py": ("the page is compared with the settings", ["fastgrpo/config/page.py"]),
+    "tests/project/test_settings_page.py": (
+        "the pages are compared with the settings",
+        ["fastgrpo/config/page.py", "fastgrpo/config/trl_page.py"],
+    ),
     "tests/run/test_shards.py": (
         "ranks write together, in threads that exchange things apart from the main ones",
         ["fastgrpo/ranks/apart.py"],

@@ -1,4 +1,4 @@
-"""docs/settings.md is what the code says: each setting's default, meaning, bounds, condition and resume rule."""
+"""docs/settings.md and docs/from-trl.md are what the code says: each setting, and each argument of TRL."""
 
 import dataclasses
 import re
@@ -6,11 +6,13 @@ import subprocess
 
 from paths import ROOT
 
+from fastgrpo.config import trl_page
 from fastgrpo.config.distillation import SelectionConfig
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.page import page, sections
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.trl_names import SAME, THEIRS
 
 PAGE = (ROOT / "docs" / "settings.md").read_text()
 
@@ -29,6 +31,13 @@ def test_every_setting_has_one_row():
         assert len(cells) == 5 and cells[1] == known.help and cells[4] == known.resume
 
 
+def test_the_page_of_trl_is_made_from_the_code():
+    told = (ROOT / "docs" / "from-trl.md").read_text()
+    assert trl_page.page() == told, "run `make docs`"
+    for name in (*SAME, *THEIRS):
+        assert f"`{name}`" in told, name
+
+
 def test_every_section_is_introduced_by_a_sentence():
     assert len(sections()) == PAGE.count("\n## ")
     for section in sections():
@@ -41,4 +50,5 @@ def test_the_makefile_writes_the_page():
         ["make", "--dry-run", "--no-print-directory", "docs"], capture_output=True, text=True, cwd=ROOT
     )
     assert planned.returncode == 0, planned.stderr
-    assert planned.stdout.strip().endswith("python -m fastgrpo.config.page > docs/settings.md")
+    for command in ("trl_page > docs/from-trl.md", "page > docs/settings.md"):
+        assert f"python -m fastgrpo.config.{command}" in planned.stdout

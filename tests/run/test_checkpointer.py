@@ -30,6 +30,14 @@ def make_checkpointer(tmp_path, **settings):
     return Checkpointer(config, log), log
 
 
+def test_when_a_checkpoint_is_due(tmp_path):
+    every_other, _ = make_checkpointer(tmp_path / "a")
+    at_the_end, _ = make_checkpointer(tmp_path / "b", save_steps=None)
+    asked = [(step, step == 5) for step in range(6)]
+    assert [every_other.due(*at) for at in asked] == [False, False, True, False, True, True]
+    assert [at_the_end.due(*at) for at in asked] == [False] * 5 + [True]
+
+
 def test_writing_goes_on_beside_the_steps_and_the_next_save_waits(tmp_path):
     checkpointer, log = make_checkpointer(tmp_path)
     first, second = Saving(), Saving()

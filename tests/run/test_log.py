@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,14 @@ def test_metrics_are_means_over_logging_steps(tmp_path):
         {"step": 2, "reward": 1.5, "num_tokens": 20},
         {"step": 3, "reward": 5.0, "num_tokens": 30},
     ]
+
+
+def test_the_first_step_has_a_line_where_it_is_asked_for(tmp_path):
+    with make_log(tmp_path, logging_steps=3, logging_first_step=True) as log:
+        for step in range(1, 7):
+            log.step(step, {"reward": float(step)})
+    assert [row["step"] for row in lines(tmp_path)] == [1, 3, 6]
+    assert [row["reward"] for row in lines(tmp_path)] == [1.0, 2.5, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +149,24 @@ def test_the_bar_shows_what_it_is_told(tmp_path, capsys):
     assert log.bar is None
     out, err = capsys.readouterr()
     assert "a line above" in out and "GRPO" in err
+
+
+def test_bars_can_be_turned_off(tmp_path, capsys):
+    with make_log(tmp_path, disable_tqdm=True) as log:
+        log.progress(4, "GRPO")
+        log.advance(2, reward=0.1)
+        log.say("a line")
+    out, err = capsys.readouterr()
+    assert out == "a line\n" and not err
+
+
+def test_a_run_has_its_name_or_that_of_its_folder_in_wandb(tmp_path, monkeypatch):
+    names = []
+    wandb = SimpleNamespace(init=lambda **settings: names.append(settings["name"]) or SimpleNamespace(log=None))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    make_log(tmp_path / "a", report_to="wandb", run_name="first").close()
+    make_log(tmp_path / "b", report_to="wandb").close()
+    assert names == ["first", "run"]
 
 
 def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.optim import MasterAdamW, check_schedule, make_schedule
 
 
 def train(dtype, masters, steps=50, learning_rate=1e-6):
@@ -162,6 +162,19 @@ def test_schedule():
         optimizer.adamw.step()
         schedule.step()
     assert rates == pytest.approx([0, 0.5, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_a_schedule_takes_its_own_arguments():
+    optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
+    further = {"min_lr_rate": 0.25}
+    schedule = make_schedule(optimizer, "cosine_with_min_lr", warmup_steps=0, total_steps=4, further=further)
+    for _ in range(4):
+        optimizer.adamw.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [0.25, 0.25]  # of matrices and of the rest
+    check_schedule("cosine_with_min_lr", further)
+    with pytest.raises(ValueError, match=r"'linear' cannot be used with lr_scheduler_kwargs {'min_lr_rate': 0.25}: .*"):
+        check_schedule("linear", further)
 
 
 def test_what_lies_on_another_device_takes_nothing_of_this_one():

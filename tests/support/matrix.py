@@ -15,6 +15,7 @@ import torch
 from ranks import fork
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fastgrpo.config import GRPOConfig
 from fastgrpo.data.records import Sample
 from fastgrpo.loss import Objective
 from fastgrpo.policy.lora import add_lora
@@ -22,6 +23,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
+from fastgrpo.step.entropy import AdaptiveEntropy
 from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
@@ -29,6 +31,8 @@ from fastgrpo.step.update import Updater
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEARNING_RATE = 3e-4
 STEPS = 3
+SELECTION = (("top_entropy_quantile", 0.4), ("off_policy_mask_threshold", 1e-3))
+ADAPTIVE = GRPOConfig(use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=10.0)
 WHOLE = 10**6  # a token budget that holds everything
 
 
@@ -45,6 +49,8 @@ class Case:
         knobs: Further knobs of the objective, as pairs.
         minibatches: How many updates a pass over the samples makes.
         lora: Whether adapters are trained.
+        selection: What selects tokens, as pairs.
+        adaptive: Whether the coefficient of the entropy bonus follows the entropy.
     """
 
     loss_type: str
@@ -55,6 +61,8 @@ class Case:
     knobs: tuple = ()
     minibatches: int = 1
     lora: bool = False
+    selection: tuple = ()
+    adaptive: bool = False
 
     @property
     def truth(self):
@@ -120,6 +128,9 @@ def cases(size, count=2):
             Case("grpo", 0.0, "ragged", parallel, 60, (("importance_sampling_level", "sequence"),)),
             Case("bnpo", 0.04, "ragged", parallel, 60, minibatches=2),
             Case("dapo", 0.04, "ragged", parallel, 60, lora=True),
+            Case("dapo", 0.04, "ragged", parallel, 60, minibatches=2, selection=SELECTION, adaptive=True),
+            Case("grpo", 0.0, "few", parallel, 60, selection=SELECTION),
+            Case("vespo", 0.0, "ragged", parallel, 60, adaptive=True),
         ]
     return every
 
@@ -152,8 +163,9 @@ def trajectory(case, ranks=ALONE):
         return norm
 
     optimizer.step = noted
-    passes = {"updates_per_rollout": case.minibatches, "num_iterations": STEPS}
-    update = GRPOUpdate(policy, reference, updater, objective, temperature=0.9, **passes)
+    passes = {"updates_per_rollout": case.minibatches, "num_iterations": STEPS, **dict(case.selection)}
+    entropy = AdaptiveEntropy(ADAPTIVE) if case.adaptive else None
+    update = GRPOUpdate(policy, reference, updater, objective, temperature=0.9, entropy=entropy, **passes)
     metrics = update(SAMPLES[case.samples]()).metrics
     return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
 

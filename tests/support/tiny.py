@@ -22,6 +22,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# One that reads a keyword argument, and refuses to go without it.
+MOODY_TEMPLATE = "{% if mood is not defined %}{{ raise_exception('no mood') }}{% endif %}[{{ mood }}]" + CHAT_TEMPLATE
 ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),

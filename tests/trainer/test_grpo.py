@@ -356,3 +356,22 @@ def test_contradictory_generation_settings_are_mended_before_they_are_saved(tmp_
     path.write_text(json.dumps({**settings, "do_sample": True, "length_penalty": 2.0}))
     with pytest.raises(ValueError, match=r"could not be saved again; correct it: .*length_penalty"):
         GRPOTrainer(str(folder), lambda completions, **_: [0.0, 1.0], args, [{"prompt": "ab"}])
+
+
+def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments(tmp_path):
+    """The template refuses to go without: the check of all rows, rollouts and evaluations all give it."""
+    path = tiny.save(tmp_path / "model", chat=True)
+    (path / "chat_template.jinja").write_text(tiny.MOODY_TEMPLATE)
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "c")]
+    settings = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4}
+
+    def trainer(name, **more):
+        args = GRPOConfig(output_dir=str(tmp_path / name), device="cpu", **settings, **more)
+        return GRPOTrainer(str(path), share_of_a, args, rows, rows)
+
+    run = trainer("calm", chat_template_kwargs={"mood": "calm"})
+    shown = {run.tokenizer.decode(c.prompt.ids) for c in run.make_experience(run.state).completions}
+    assert shown == {"[calm]<user>ab\n<assistant>", "[calm]<user>c\n<assistant>"}
+    assert run.train()["accuracy_after"] is not None
+    with pytest.raises(ValueError, match="no mood"):
+        trainer("none")

@@ -1,0 +1,207 @@
+"""Tokens that keep their surrogate: against TRL's own functions, and the gradient against plain autograd."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import tiny
+import torch
+from objective_cases import CASES
+from runs import make_trainer, samples_of
+
+from fastgrpo import Objective, linear_grpo_loss
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import make_reference
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.selection import quantile
+from fastgrpo.step.update import Updater
+
+T = 11  # more than the longest completion
+
+
+def update_of(model, objective=None, max_tokens=30, **settings):
+    policy, optimizer = Policy(model), MasterAdamW(model, learning_rate=1e-2)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    updater = Updater(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
+    objective = objective or Objective("grpo")
+    return GRPOUpdate(policy, make_reference(policy, objective.beta), updater, objective, temperature=0.9, **settings)
+
+
+@torch.no_grad()
+def padded(model, samples):
+    """[S, T] mask, log-probs and entropies by full logits, one sample at a time."""
+    mask, logps, entropies = torch.zeros(len(samples), T), torch.zeros(len(samples), T), torch.zeros(len(samples), T)
+    for i, sample in enumerate(samples):
+        n, prompt = len(sample.completion_ids), len(sample.prompt_ids)
+        logits = model(torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0, prompt - 1 : -1]
+        scores = (logits.float() / 0.9).log_softmax(-1)
+        mask[i, :n] = 1
+        logps[i, :n] = scores.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        entropies[i, :n] = -(scores.exp() * scores).sum(-1)
+    return mask, logps, entropies
+
+
+def trl_trainer():
+    return pytest.importorskip("trl", reason="TRL is not installed (extra: integrations)").GRPOTrainer
+
+
+def ragged(values, samples):
+    """The rows of [S, T] without their padding."""
+    return [row[: len(sample.completion_ids)] for row, sample in zip(values, samples, strict=True)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.93, 1 - 0.2, 1 - 0.7, 1.0])
+@pytest.mark.parametrize("count", [1, 2, 11, 1001])
+def test_the_quantile_is_torchs(share, count):
+    values = torch.rand(count, generator=torch.Generator().manual_seed(count))
+    kept = values >= quantile(values, share)
+    assert torch.equal(kept, values >= torch.quantile(values, share))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8])
+def test_tokens_of_high_entropy_are_trls(share):
+    """Also those of samples without an advantage decide where the quantile lies, and masked ones do not."""
+    trainer, model = trl_trainer(), tiny.model("llama")
+    samples = [dataclasses.replace(sample, masked=i == 4) for i, sample in enumerate(samples_of())]
+    update = update_of(model, top_entropy_quantile=share)
+    teaching, others = [0, 1, 3, 5], [2]
+    selected = update.selection(samples, teaching, others, first=True)
+    mask, _, entropies = padded(model, samples)
+    mask[4] = 0
+    alone = SimpleNamespace(pad_across_processes=lambda values, **_: values, gather=lambda values: values)
+    expected = trainer.get_high_entropy_mask(SimpleNamespace(accelerator=alone), entropies, mask, 1 - share)
+    rows = ragged(expected, samples)
+    assert selected.samples.keys() == {*teaching} and 0 < expected.sum() < mask.sum()
+    for i in teaching:
+        assert torch.equal(selected.samples[i].counted.bool(), rows[i]), i
+        torch.testing.assert_close(selected.samples[i].entropy_weights, rows[i] / expected.sum())
+    assert selected.entropy == pytest.approx(entropies[expected].mean().item(), rel=1e-5)
+
+
+def test_completions_far_off_policy_are_trls():
+    trainer, model = trl_trainer(), tiny.model("llama")
+    samples = samples_of()
+    mask, logps, _ = padded(model, samples)
+    drift = torch.tensor([0.5, 0.4, 0.3, 0.2, 0.05, 0.3])[:, None]  # the mean gap of each sample
+    drift = drift + 0.2 * torch.randn(logps.shape, generator=torch.Generator().manual_seed(0))
+    samples = [
+        dataclasses.replace(s, old_logps=o) for s, o in zip(samples, ragged(logps + drift, samples), strict=True)
+    ]
+    update = update_of(model, off_policy_mask_threshold=0.2)
+    selected = update.selection(samples, range(6), [], first=False)
+    advantages = torch.tensor([[sample.advantage] for sample in samples])
+    expected = trainer.get_off_policy_mask(advantages, logps, logps + drift, mask, 0.2)[:, 0]
+    assert expected.tolist() == [1, 0, 1, 1, 1, 1]  # negative are those of 1 and 4, and only 1 has moved
+    for i, sample in selected.samples.items():
+        assert sample.counted.tolist() == [expected[i]] * len(sample.completion_ids) and sample.entropy_weights is None
+    assert selected.entropy is None and len(selected.samples) == 6
+
+
+def test_the_sampler_goes_before_the_old_policy_and_unknown_log_probs_count_nothing():
+    model = tiny.model("llama")
+    negative = Sample([5, 6], [7, 8, 9], advantage=-1.0)
+    logps = padded(model, [negative])[1][0, :3]
+    update = update_of(model, off_policy_mask_threshold=0.5)
+    gap = torch.tensor([3.0, float("nan"), 0.0])  # a mean of 1.0 over three tokens
+    far = dataclasses.replace(negative, sampler_logps=logps + gap, old_logps=logps)
+    assert update.selection([far], [0], [], first=True).samples[0].counted.sum() == 0
+    near = dataclasses.replace(negative, sampler_logps=logps + 0.4 * gap, old_logps=logps + 9)
+    assert update.selection([near], [0], [], first=True).samples[0].counted.sum() == 3
+
+
+def test_before_the_first_update_no_pass_is_made():
+    update = update_of(tiny.model("llama"), off_policy_mask_threshold=0.5)
+    update.selection.policy = None
+    assert update.selection(samples_of(), [0, 1], [2], first=True).samples == {}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("entropy")])
+def test_an_advantage_of_0_takes_the_surrogate_away_and_nothing_else(name):
+    """loss(A m) = loss with the weights w m and without KL, plus the KL alone; and the gradients do the same."""
+    generator, objective = torch.Generator().manual_seed(1), Objective(**CASES[name])
+    lengths = torch.tensor([4, 1, 6, 3])
+    n, bounds = int(lengths.sum()), torch.tensor([0, *lengths.cumsum(0).tolist()])
+    weight = torch.randn(20, 8, generator=generator, dtype=torch.float64)
+    targets = torch.randint(20, (n,), generator=generator)
+    near = torch.randn(n, generator=generator, dtype=torch.float64) * 0.4
+    start = torch.randn(n, 8, generator=generator, dtype=torch.float64)
+    logps = (start @ weight.T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    given = {"cu_seqlens": bounds, "old_logps": logps + near, "ref_logps": logps - 0.5 * near}
+    counted = (torch.arange(n) % 3 > 0).double()
+    advantages = torch.tensor([1.0, -0.5, -1.5, 2.0], dtype=torch.float64).repeat_interleave(lengths)
+    weights = objective.token_weights(torch.ones(n, dtype=torch.bool), bounds, dtype=torch.float64)
+
+    def run(objective, advantages, weights):
+        states = start.clone().requires_grad_()
+        out = linear_grpo_loss(
+            states,
+            weight,
+            targets,
+            advantages,
+            rows=torch.arange(n),
+            token_weights=weights,
+            objective=objective,
+            **given,
+        )
+        out.loss.backward()
+        return out.loss.detach(), states.grad
+
+    masked = run(objective, advantages * counted, weights)
+    surrogate = run(dataclasses.replace(objective, beta=0.0), advantages, weights * counted)
+    divergence = run(objective, torch.zeros(n, dtype=torch.float64), weights)
+    for got, *parts in zip(masked, surrogate, divergence, strict=True):
+        torch.testing.assert_close(got, sum(parts), rtol=1e-9, atol=1e-12)
+    assert (surrogate[1] - run(objective, advantages, weights)[1]).norm() > 1e-3  # the mask takes something away
+
+
+def plain_loss(model, samples, share, coef, beta):
+    """TRL's grpo loss of one update, with its mask and its bonus, over full logits and with autograd."""
+    total = torch.zeros(())
+    mask, _, entropies = padded(model, samples)
+    top = (entropies >= torch.quantile(entropies[mask.bool()], 1 - share)) & mask.bool()
+    for i, sample in enumerate(samples):
+        n, prompt = len(sample.completion_ids), len(sample.prompt_ids)
+        logits = model(torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0, prompt - 1 : -1]
+        scores = (logits / 0.9).log_softmax(-1)
+        logps = scores.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        gap = logps.detach() - logps  # the reference is the policy as it is
+        surrogate = -(logps - logps.detach()).exp() * sample.advantage * top[i, :n]
+        total = total + (surrogate + beta * (gap.exp() - gap - 1)).sum() / n / len(samples)
+        total = total - coef * (-(scores.exp() * scores).sum(-1) * top[i, :n]).sum() / top.sum()
+    return total
+
+
+@pytest.mark.parametrize("coef, beta", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.2)])
+def test_an_update_is_the_plain_computation(coef, beta):
+    """In micro-batches of a sample or two; the quantile is that of the whole update."""
+    samples, objective = samples_of(), Objective("grpo", entropy_coef=coef, beta=beta)
+    update, truth = update_of(tiny.model("llama"), objective, top_entropy_quantile=0.4), tiny.model("llama")
+    optimizer, seen = update.updater.optimizer, []
+    step = optimizer.step
+    optimizer.step = lambda *arguments: seen.extend(m.grad.clone() for m in optimizer.masters) or step(*arguments)
+    metrics = update([samples]).metrics
+    expected = plain_loss(truth, samples, 0.4, coef, beta)
+    expected.backward()
+    assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    got, want = (torch.cat([g.flatten() for g in of]) for of in (seen, [p.grad for p in truth.parameters()]))
+    assert want.norm() > 0.01 and (got - want).norm() < 1e-5 * want.norm()
+
+
+def rising(completions, **_):
+    return [float(i) for i in range(len(completions))]
+
+
+def test_runs_select_by_their_settings(tmp_path):
+    settings = {"top_entropy_quantile": 0.3, "off_policy_mask_threshold": 1e-6, "num_iterations": 2, "max_steps": 1}
+    trainer = make_trainer(tmp_path, rising, **settings)
+    selection, seen = trainer.update.selection, []
+    trainer.update.selection = lambda *given, **more: seen.append(selection(*given, **more)) or seen[-1]
+    trainer.train()
+    shares = [
+        sum(s.counted.sum().item() for s in of.samples.values()) / sum(len(s.counted) for s in of.samples.values())
+        for of in seen
+    ]
+    assert len(shares) == 2 and 0.2 < shares[0] < 0.4
+    assert shares[1] < shares[0]  # what has become less likely than a millionth of a nat allows is left out, too
