@@ -1,7 +1,9 @@
 """What a trainer leaves when it is told to: models, metrics, its state, and an upload."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -54,14 +56,14 @@ def test_metrics_and_state_are_written(trainer, capsys):
 class Hub:
     """A stand-in for HfApi that notes what it is asked for."""
 
-    asked = []
+    asked: ClassVar[list] = []
 
     def create_repo(self, name, **settings):
         self.asked.append((name, settings))
         return SimpleNamespace(repo_id=f"me/{name}")
 
     def upload_folder(self, folder_path, **settings):
-        self.asked.append((sorted(path.name for path in __import__("pathlib").Path(folder_path).iterdir()), settings))
+        self.asked.append((sorted(path.name for path in Path(folder_path).iterdir()), settings))
         return "the commit"
 
 
@@ -82,4 +84,4 @@ def test_a_run_uploads_at_its_end_where_it_is_told_to(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(Hub, "asked", [])
     make_trainer(tmp_path, push_to_hub=True, hub_model_id="org/mine", hub_private_repo=True).train()
-    assert [asked[0] for asked in Hub.asked][0] == "org/mine" and Hub.asked[0][1]["private"] is True
+    assert Hub.asked[0][0] == "org/mine" and Hub.asked[0][1]["private"] is True
