@@ -281,7 +281,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
     def _run(self, stop):
         """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
         log, callbacks, control = self.log, self.callbacks, self._control
-        callbacks.call("on_train_begin")
+        callbacks.begin()
         if log.checkpoint is None:
             set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
         else:

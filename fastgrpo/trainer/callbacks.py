@@ -95,6 +95,7 @@ class Callbacks:
         ranks: Ranks,
     ) -> None:
         self.state, self.ranks, self.control, self.args = state, ranks, TrainerControl(), None
+        self.decide = False  # whether any rank has callbacks
         # The handler warns where nothing decides when to log, evaluate and save. Our loop does.
         self.handler = CallbackHandler([DefaultFlowCallback], model, tokenizer, optimizer, schedule)
         self.handler.pop_callback(DefaultFlowCallback)
@@ -117,6 +118,15 @@ class Callbacks:
         if never:
             logger.warning("%s of %s is never called: a step is a whole rollout here", ", ".join(never), kind.__name__)
         self.handler.add_callback(callback)
+
+    def begin(self) -> None:
+        """Begin the training, and find out whether any rank has callbacks, whose decisions all must hear of then.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
+        """
+        self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
+        self.call("on_train_begin")
 
     def hear(self, event: str) -> bool:
         """Tell whether any callback has something to do at an event.
@@ -150,7 +160,7 @@ class Callbacks:
             RankLost: Another rank failed or did not come.
         """
         flags = [[getattr(self.control, flag) for flag in FLAGS]]
-        if self.ranks.size > 1:
+        if self.ranks.size > 1 and self.decide:
             flags = self.ranks.gather(flags[0], what)
         for flag, wanted in zip(FLAGS, zip(*flags, strict=True), strict=True):
             setattr(self.control, flag, any(wanted))
