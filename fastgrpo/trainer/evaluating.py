@@ -56,10 +56,11 @@ class Evaluating:
                 self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, bar.update, draws, self.ranks,
                 self.args.template_kwargs,
             )  # fmt: skip
+        told = result.summary()
         result = renamed(result, prefix)
         self._write(result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"
-        self.log.say(f"step {self.state.global_step}: held-out{name} {result.summary()}")
+        self.log.say(f"step {self.state.global_step}: held-out{name} {told}")
         return result.values
 
     def _write(self, values):

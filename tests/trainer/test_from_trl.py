@@ -236,11 +236,11 @@ def test_evaluations_of_several_data_sets(tmp_path):
     assert {"eval_a_reward", "eval_b_reward"} <= set(both)
 
 
-@pytest.mark.parametrize("strategy", ["no", "steps"])
-def test_eval_on_start_and_strategies(tmp_path, strategy):
+@pytest.mark.parametrize("strategy, at", [("no", [0, 2]), ("steps", [0, 1, 2])])
+def test_eval_on_start_and_strategies(tmp_path, strategy, at):
     trainer = script(tmp_path, length, eval_rows=PROMPTS[:1], eval_strategy=strategy, eval_on_start=True)
     trainer.train()
-    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == [0, 2]
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_reward" in entry] == at
 
 
 def test_without_data_to_evaluate_on_nothing_is_returned(tmp_path):
