@@ -53,7 +53,8 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
         except BaseException:
             log.close()
             raise
-    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trainer.open()
+    size = sum(parameter.numel() for parameter in trainer.policy.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
         f"GRPO: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "

@@ -350,7 +350,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
         Raises:
             ValueError: The run has ended.
         """
-        self._opened()
+        self.open()
         self.log.folder.check()
         step = self.state.global_step + 1
         logged = self.args.logs(step) or step == self.state.max_steps

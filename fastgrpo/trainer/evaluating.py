@@ -23,7 +23,7 @@ class Evaluating:
         Returns:
             The metrics by our names and by TRL's, such as eval/accuracy and eval_reward, or None without held-out rows.
         """
-        self._opened()
+        self.open()
         given = eval_dataset is not None
         held_out = read_held_out(eval_dataset, self.args.max_eval_samples) if given else self.held_out
         values = {}

@@ -65,7 +65,7 @@ class Leaving:
             output_dir: The folder. For None and for the folder of the run, whose config.json has the run's settings, it
                 is final/ in that folder.
         """
-        self._opened()
+        self.open()
         path = Path(output_dir or self.log.dir)
         whole = self.policy.full_state_dict() if self.policy.lockstep else None
         if self.ranks.lead:

@@ -30,15 +30,19 @@ class Opening:
             log.say(warning)
         self.callbacks.args = Arguments(args, self.ranks, log.dir, bool(self.held_out), self.checkpoints.greater)
 
-    def _opened(self):
-        """Claim the folder of the run where the trainer has waited with it."""
+    def open(self) -> None:
+        """Claim the folder of the run, where the trainer has waited with it.
+
+        Raises:
+            ValueError: The folder cannot be claimed.
+        """
         if self.log is None:
             self._open()
 
     def _go_on_from(self, checkpoint):
         """Open the run that `train` was told to go on with; without a word of it a new one, or that of the settings."""
         if checkpoint in (None, False):
-            return self._opened()
+            return self.open()
         if self.log is not None:
             if self.state.global_step or self.log.checkpoint is not None:
                 raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; make a new one")
