@@ -9,6 +9,7 @@ from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallbac
 
 from fastgrpo.run.checkpoint import read_state
 
+pytestmark = pytest.mark.usefixtures("without_curves")
 EVENTS = (
     "on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate",
     "on_save", "on_epoch_end", "on_train_end",

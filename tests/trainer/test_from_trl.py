@@ -13,6 +13,7 @@ from transformers import Qwen2ForSequenceClassification
 from fastgrpo import GRPOConfig, GRPOTrainer
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("without_curves")
 # 16 completions of a step are 4 prompts with 4 completions each; TRL's names and ours may stand side by side.
 BATCHES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "prompts_per_step": 4}
 
@@ -73,8 +74,8 @@ def trained(trainer):
         {"entropy_coef": 0.01},
         {"top_p": 0.9, "top_k": 10, "min_p": 0.01},
         {"gradient_checkpointing": True},
-        {"use_cpu": True, "device": "auto"},
-        {"bf16": True, "use_cpu": True, "device": "auto"},
+        {"use_cpu": True},
+        {"bf16": True, "use_cpu": True},
         {"dataloader_num_workers": 2, "pad_to_multiple_of": 8, "log_completions": True, "report_to": "none"},
     ],
     ids=lambda settings: ",".join(f"{name}={value}" for name, value in settings.items()),

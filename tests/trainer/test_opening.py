@@ -4,6 +4,8 @@ import pytest
 import torch
 from runs import lines, make_trainer
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 
 def states(trainer):
     return {name: value.clone() for name, value in trainer.policy.state_dict().items()}
