@@ -58,6 +58,8 @@ def test_everything_that_is_measured():
     result, engine = measured()
     expected = {
         "accuracy": 0.5,
+        "reward": 0.5 + (0.5 + 0.3) / 2,
+        "sampled/reward": 3 / 8 + (0.5 * 2 + 0.3 * 4) / 8,
         "rewards/correctness/mean": 0.5,
         "rewards/format_reward/mean": (0.5 + 0.3) / 2,
         "format_rate": 0.5,
