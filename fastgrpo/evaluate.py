@@ -128,6 +128,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
         own_attention=config.rollout_backend == "hf",
         tokenizer=tokenizer,
     )
+    rewards.place(policy.device)
     sampling = SamplingParams(
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,

@@ -43,9 +43,10 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     train = opened.task.supervised() if config.train_file is None else load_rows(config.train_file)
     if train is None:
         raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; name a .jsonl file")
-    test, functions = opened.task.test(), reward_functions(opened.task, config.reward_funcs)
+    test, functions = opened.task.test(), reward_functions(opened.task, config.reward_funcs, config.trust_remote_code)
     trainer = SFTTrainer(model, config, train, test, tokenizer, functions)
-    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trainer.open()
+    size = sum(parameter.numel() for parameter in trainer.policy.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
         f"SFT: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of {config.batch_size} "

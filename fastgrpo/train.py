@@ -49,11 +49,12 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
             path = _make_policy(opened.module, config, log) if ranks.lead else None
             path = ranks.from_lead(path, "the warm start of rank 0")
             tokenizer = load_tokenizer(path, config.trust_remote_code)
-            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log, panels)
+            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log=log, panels=panels)
         except BaseException:
             log.close()
             raise
-    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trainer.open()
+    size = sum(parameter.numel() for parameter in trainer.policy.parameters())
     trainer.log.say(f"run folder {trainer.log.dir}")
     trainer.log.say(
         f"GRPO: {size:,} parameters on {trainer.model.device}, {trainer.state.max_steps} steps of "

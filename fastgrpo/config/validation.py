@@ -127,7 +127,7 @@ def _resume_or_overwrite(resume_from_checkpoint, overwrite_output_dir, output_di
 def _the_best_metric_is_measured(metric_for_best_model, eval_steps, logging_steps, save_steps):
     if metric_for_best_model is None:
         return
-    name, every = ("eval_steps", eval_steps) if metric_for_best_model.startswith("eval/") else (
+    name, every = ("eval_steps", eval_steps) if metric_for_best_model.startswith(("eval/", "eval_")) else (
         "logging_steps", logging_steps
     )  # fmt: skip
     if save_steps is not None and (every is None or save_steps % every):

@@ -166,6 +166,17 @@ class TrainerState:
         evaluated_at: The step of the last evaluation, or None.
         accuracy_before: Held-out accuracy before the first step, or None.
         accuracy_after: Held-out accuracy of the last evaluation, or None.
+        best_metric: The best value of metric_for_best_model so far, or None.
+        best_global_step: The step at which it was measured, or None.
+        best_model_checkpoint: The path of the checkpoint of that step, or None.
+        stateful_callbacks: What callbacks have to keep, by the name of their class.
+        log_history: The logged metrics, a dict for each line. A copy of the state is another list of the same dicts.
+        logging_steps: Steps between two lines.
+        eval_steps: Steps between two evaluations; 0 for none.
+        save_steps: Steps between two checkpoints.
+        num_train_epochs: Passes over the training rows that were asked for.
+        is_world_process_zero: Whether this is rank 0.
+        is_local_process_zero: The same.
     """
 
     global_step: int
@@ -176,12 +187,25 @@ class TrainerState:
     evaluated_at: int | None = None
     accuracy_before: float | None = None
     accuracy_after: float | None = None
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    stateful_callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    log_history: list[dict[str, Any]] = dataclasses.field(default_factory=list, repr=False)
+    logging_steps: int = 1
+    eval_steps: int = 0
+    save_steps: int = 0
+    num_train_epochs: float = 0
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+
+    def __deepcopy__(self, memo: dict) -> "TrainerState":
+        """Copy the state for a reward function. The history may have many thousand dicts, which are not copied."""
+        return dataclasses.replace(self, log_history=list(self.log_history))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps: every field but `max_completion_length`, which is a setting."""
-        state = dataclasses.asdict(self)
-        del state["max_completion_length"]
-        return state
+        """Return what a checkpoint keeps: how far the run is. Settings and the log are kept elsewhere."""
+        return {name: getattr(self, name) for name in (*_PROGRESS, *_LATER)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, except `max_steps`, which the settings of the resumed run decide.
@@ -189,6 +213,14 @@ class TrainerState:
         Args:
             state: The dictionary that `state_dict` returned.
         """
-        for name in self.state_dict():
+        for name in _PROGRESS:
             if name != "max_steps":
                 setattr(self, name, state[name])
+        for name in _LATER:
+            setattr(self, name, state.get(name, getattr(self, name)))
+
+
+_PROGRESS = (
+    "global_step", "max_steps", "epoch", "num_tokens", "evaluated_at", "accuracy_before", "accuracy_after",
+)  # fmt: skip
+_LATER = ("best_metric", "best_global_step", "stateful_callbacks")  # older checkpoints lack these

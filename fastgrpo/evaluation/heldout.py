@@ -241,7 +241,8 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
             f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions, which "
             "count as not right and have no reward from it"
         )
-    columns = {f"rewards/{name}/mean": column for name, column in zip(rewards.names, per_function.T, strict=True)}
+    columns = {"reward": rewards.total(per_function)}
+    columns |= {f"rewards/{name}/mean": column for name, column in zip(rewards.names, per_function.T, strict=True)}
     shares = {}
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):
         if name.endswith("format_reward"):
@@ -254,7 +255,7 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
         by_problem = column.view(-1, draws).nanmean(1).tolist()
         means.add(prefix + name, by_problem, share=name in shares)
     for name, values in judged.logged.items():  # no interval: nobody knows which problem a value belongs to
-        means.values[f"{prefix}custom/{name}"] = sum(values) / len(values)
+        means.values[f"{prefix}{name}"] = sum(values) / len(values)
 
 
 def full_mark(function: Callable) -> Callable[[float | torch.Tensor], bool | torch.Tensor]:

@@ -154,7 +154,7 @@ def _inputs(completion_ids, mask, ref_logp, temperature, terms: Terms):
 
 
 def _loss(logits, inputs, terms, inplace=False):
-    fields = inputs._asdict()
+    fields = {name: value for name, value in inputs._asdict().items() if value is not None}
     return logits_grpo_loss(
         logits, fields.pop("targets"), fields.pop("advantages"), **fields, inplace=inplace, objective=terms.objective
     )

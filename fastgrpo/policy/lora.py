@@ -10,10 +10,15 @@ import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+
+from fastgrpo.policy.peft_given import is_wrapper
+
+if TYPE_CHECKING:  # an extra
+    from peft import PeftModel
 
 ADAPTER = ".lora_"  # a part of the name of every adapter weight
 
@@ -38,11 +43,32 @@ def add_lora(
         The same model, in evaluation mode.
 
     Raises:
+        ValueError: For the reasons of `wrap_lora`.
+    """
+    return wrap_lora(model, r=r, alpha=alpha, target_modules=target_modules, seed=seed).get_base_model()
+
+
+def wrap_lora(
+    model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
+) -> "PeftModel":
+    """Do what `add_lora` does, and return peft's view of the model.
+
+    Args:
+        model: As for `add_lora`.
+        r: As for `add_lora`.
+        alpha: As for `add_lora`.
+        target_modules: As for `add_lora`.
+        seed: As for `add_lora`.
+
+    Returns:
+        The `PeftModel` whose base model is the same model, in evaluation mode.
+
+    Raises:
         ValueError: peft is not installed, the model has no such modules, it has adapters already, or the head or the
             embedding is among the targets.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise ValueError("use_peft needs the package: pip install 'fastgrpo[lora]'") from None
@@ -52,7 +78,7 @@ def add_lora(
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         try:
-            model.add_adapter(config)
+            wrapper = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             if names is None:
                 raise ValueError(
@@ -63,7 +89,35 @@ def add_lora(
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if isinstance(layer, BaseTunerLayer):
             raise ValueError("lora_target_modules must not name the embedding or the head, which stay frozen")
-    return model.eval()
+    return taken_over(wrapper)
+
+
+def taken_over(wrapper: "PeftModel") -> "PeftModel":
+    """Make the adapters of a wrapped model those of the model itself, as `add_adapter` of transformers would.
+
+    Args:
+        wrapper: The `PeftModel`, whose base model is a prepared policy.
+
+    Returns:
+        The same object, in evaluation mode.
+    """
+    model = wrapper.get_base_model()
+    model._hf_peft_config_loaded = True
+    model.disable_input_require_grads()  # peft hooks the embedding as transformers did before it
+    return wrapper.eval()
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights below the adapters, or all weights where there are none.
+
+    Args:
+        model: The transformers model.
+
+    Returns:
+        The weights under the names that they have without adapters.
+    """
+    weights = model.state_dict().items()
+    return {name.replace(".base_layer.", "."): value for name, value in weights if ADAPTER not in name}
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:
@@ -90,7 +144,7 @@ def refuse_wrappers(model: Any) -> None:
     Raises:
         ValueError: It is a `PeftModel`.
     """
-    if any(base.__name__ == "PeftModel" for base in type(model).__mro__):
+    if is_wrapper(model):
         raise ValueError(
             "model is a PeftModel: pass model.merge_and_unload() to train all of its weights, or its base model with "
             "use_peft=True to train new adapters"

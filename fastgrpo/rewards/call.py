@@ -4,11 +4,13 @@ import dataclasses
 import importlib
 import inspect
 import itertools
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -18,15 +20,19 @@ from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.rewards.guard import Failure, attempt, awaited
 from fastgrpo.rewards.notes import Notes
+from fastgrpo.rewards.reward_model import RewardModel, names_model
 from fastgrpo.rewards.values import NUMBER, number, read_verdicts, shown
 
+logger = logging.getLogger(__name__)
 
-def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
+
+def load_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bool = False) -> Callable:
     """Find a reward function by its name.
 
     Args:
-        spec: The name of one of `known`, or "module:function".
+        spec: The name of one of `known`, "module:function", or the folder or hub id (ORG/MODEL) of a reward model.
         known: The task's own functions.
+        trust_remote_code: Whether Python code that comes with a reward model may run.
 
     Returns:
         The function.
@@ -37,11 +43,13 @@ def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
     by_name = {function.__name__: function for function in known}
     if spec in by_name:
         return by_name[spec]
+    if names_model(spec):
+        return RewardModel.load(spec, trust_remote_code=trust_remote_code)
     module, separator, name = spec.partition(":")
     if not separator:
         raise ValueError(
             f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
-            "a function of your own is named module:function"
+            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL"
         )
     function = attempt(lambda: getattr(importlib.import_module(module), name))
     if isinstance(function, Failure):
@@ -52,6 +60,45 @@ def load_reward(spec: str, known: Sequence[Callable] = ()) -> Callable:
     if not callable(function):
         raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
     return function
+
+
+def found(
+    rewards: Any,
+    tokenizers: Any,
+    template: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> list[Callable]:
+    """Turn rewards as TRL takes them into reward functions.
+
+    Args:
+        rewards: A function, a model or a name, or a list of them.
+        tokenizers: A tokenizer or None for each, or one alone for one reward.
+        template: Further arguments of the chat templates.
+        trust_remote_code: Whether Python code that comes with a model or a tokenizer may run.
+
+    Returns:
+        A function for each.
+
+    Raises:
+        ValueError: There are not as many tokenizers as rewards, one cannot be found, or for the reasons of
+            `RewardModel`.
+    """
+    rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    if tokenizers is None:
+        tokenizers = [None] * len(rewards)
+    tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(tokenizers) != len(rewards):
+        raise ValueError(
+            f"reward_processing_classes has {len(tokenizers)} entries, which must match the {len(rewards)} reward_funcs"
+        )
+
+    def read(reward, tokenizer):
+        settings = {"tokenizer": tokenizer, "template": template, "trust_remote_code": trust_remote_code}
+        if isinstance(reward, str):
+            return RewardModel.load(reward, **settings) if names_model(reward) else load_reward(reward)
+        return RewardModel(reward, **settings) if isinstance(reward, PreTrainedModel) else reward
+
+    return [read(reward, tokenizer) for reward, tokenizer in zip(rewards, tokenizers, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -130,6 +177,17 @@ class Rewards:
         weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(shaping)]
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.on_error = on_error
+        self.told = False  # whether a completion without any reward has been told of
+
+    def place(self, device: torch.device) -> None:
+        """Move reward models to a device.
+
+        Args:
+            device: That of the policy.
+        """
+        for function in self.functions:
+            if isinstance(function, RewardModel):
+                function.place(device)
 
     def __call__(
         self,
@@ -184,7 +242,19 @@ class Rewards:
         ]
         if not allow_none:
             self.refuse_none(done)
+        self._tell_silence(done)
         return Judged(done, errors, dict(logged))
+
+    def _tell_silence(self, completions):
+        """Warn once where no function gives a completion a reward."""
+        silent = None if self.told else next((c for c in completions if all(map(math.isnan, c.rewards.values()))), None)
+        if silent is not None:
+            self.told = True
+            logger.warning(
+                "all reward functions returned None for a completion of the prompt %s, which has no advantage then; "
+                "give every row a function that judges it",
+                shortened(silent.prompt.prompt),
+            )
 
     def refuse_none(self, completions: Sequence[Completion]) -> None:
         """Refuse completions of which none has a reward, unless failures are skipped.
@@ -248,8 +318,8 @@ def _check_function(function):
         raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
     if isinstance(function, PreTrainedModel):
         raise ValueError(
-            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; call it in a function "
-            "f(prompts, completions, **columns) of your own"
+            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; "
+            "fastgrpo.rewards.reward_model.RewardModel makes a function of it and its tokenizer"
         )
     if not callable(function):
         raise ValueError(
@@ -269,6 +339,8 @@ def _names(functions):
     """Name each function; those that share a name are told apart by a number."""
     names = []
     for function in functions:
+        while isinstance(function, partial):
+            function = function.func
         name = getattr(function, "__name__", type(function).__name__)
         free = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
         names.append(next(candidate for candidate in free if candidate not in names))

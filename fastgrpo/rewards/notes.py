@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 from fastgrpo.rewards.values import json_values, length, listed, number, plain, shown
+from fastgrpo.run.metrics import is_known
 
 # The columns that every line of samples.jsonl has, in their order.
 SAMPLE_COLUMNS = (
@@ -29,7 +30,7 @@ class Notes:
         self.metrics, self.columns = defaultdict(list), {}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl as custom/NAME.
+        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it.
 
         Args:
             name: The name.
@@ -37,9 +38,11 @@ class Notes:
                 makes the mean NaN, which metrics.jsonl shows as null.
 
         Raises:
-            ValueError: The name is no text, or the value no number.
+            ValueError: The name is no text or that of a metric that every run has, or the value is no number.
         """
         _check_name("log_metric", name)
+        if is_known(name):
+            raise ValueError(f"log_metric({name!r}, ...): a run logs a metric of this name itself; choose another name")
         if not isinstance(plain(value), Real):
             raise ValueError(f"log_metric({name!r}, ...) takes a number, got {shown(value)}")
         read = number(value)

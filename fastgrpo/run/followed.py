@@ -54,7 +54,7 @@ class FollowedLog(RunLog):
     def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
         self.started, self.config = time.perf_counter(), config
         self.folder, self.dir, self.checkpoint = FollowedFolder(path), path, checkpoint
-        self._pending, self.latest, self.bar = [], {}, None
+        self._pending, self.latest, self.history, self.bar = [], {}, [], None
 
     def say(self, text: str) -> None:
         """Say nothing.
@@ -80,14 +80,17 @@ class FollowedLog(RunLog):
             values: As for rank 0.
         """
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
         """Note what rank 0 writes, since a metric may decide which checkpoint is the best.
 
         Args:
             step: The number of steps that are done.
             values: The metrics by name.
+
+        Returns:
+            The entry of the line in the history.
         """
-        self.latest |= {name: (step, value) for name, value in values.items()}
+        return self._note(step, values)
 
     def samples(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write no samples.
@@ -95,6 +98,10 @@ class FollowedLog(RunLog):
         Args:
             rows: What rank 0 writes.
         """
+
+    def discard(self) -> None:
+        """Give up the run, as rank 0 does."""
+        self.close()
 
     def close(self) -> None:
         """Note that the run has ended, so that this rank refuses to go on as rank 0 does."""
@@ -106,7 +113,7 @@ class FollowedLog(RunLog):
         Args:
             state: The state of rank 0's log.
         """
-        self._pending = state["pending"]
+        self._go_back(state)
 
 
 def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:

@@ -29,6 +29,7 @@ def inputs_of(
     found["the rows of train_file"] = getattr(config, "train_file", None)  # a setting of supervised training alone
     for number, function in enumerate(functions, 1):
         found[f"the file of reward function {number}"] = _source(function)
+        found[f"the model of reward function {number}"] = getattr(function, "name_or_path", None)
     for rows in data:
         rows = getattr(rows, "rows", rows)  # those that a `Rows` holds
         for file in getattr(rows, "cache_files", ()):

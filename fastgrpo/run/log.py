@@ -13,7 +13,9 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.run import history
 from fastgrpo.run.checkpoint import step_of
+from fastgrpo.run.folder import contents, remove
 from fastgrpo.run.metrics import check_metric, reduced
 from fastgrpo.run.resume import open_run
 
@@ -29,7 +31,8 @@ class RunLog:
         dir: The path of the folder.
         started: The time of `time.perf_counter` at which the run began.
         checkpoint: The path of the checkpoint that the run continues from, or None.
-        latest: The (step, value) that was last written of every metric, by name.
+        latest: The (step, value) that was last written of every metric, by name, also by TRL's name for it.
+        history: What was written of metrics, see `history.py`.
 
     Args:
         config: The settings of the run.
@@ -57,7 +60,7 @@ class RunLog:
             self.folder.close()
             raise
         self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
-        self.latest = {}
+        self.latest, self.history = {}, []
         self.bar = None
 
     def __enter__(self) -> Self:
@@ -114,17 +117,31 @@ class RunLog:
             self.bar.close()
             self.bar = None
 
-    def step(self, step: int, values: dict[str, float], last: bool = False) -> None:
+    def step(self, step: int, values: dict[str, float], last: bool = False) -> dict[str, Any] | None:
         """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl.
 
         Args:
             step: The number of steps that are done.
             values: The metrics of the step by name.
-            last: Whether this is the last step of the run, after which a line is written in any case.
+            last: Whether a line is written in any case, as after the last step of the run.
+
+        Returns:
+            The entry of the line in the history; None where there was no line.
         """
         self._pending.append((step, values))
-        if self.config.logs(step) or last:
+        return self._reduce() if self.config.logs(step) or last else None
+
+    def flush(self) -> None:
+        """Write a line for the steps that have none yet, where the run ends early."""
+        if self._pending:
             self._reduce()
+
+    def discard(self) -> None:
+        """Give up a run that has not begun, and delete what it made."""
+        self.folder.empty()
+        self.close()
+        if not contents(self.dir):
+            remove(self.dir)
 
     def _reduce(self):
         """Write one line for the steps that are pending."""
@@ -132,20 +149,31 @@ class RunLog:
         names = dict.fromkeys(name for values in rows for name in values)
         line = {name: reduced(name, [values[name] for values in rows if name in values]) for name in names}
         step, self._pending = self._pending[-1][0], []
-        self.write(step, line)
+        return self.write(step, line)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
         """Write one line of metrics.jsonl at once, and report it to TensorBoard and W&B where they are used.
 
         Args:
             step: The number of steps that are done.
             values: The metrics of the line by name.
+
+        Returns:
+            The entry of the line in the history.
         """
         self._metrics.write(_line({"step": step, **values}))
         self._metrics.flush()
-        self.latest |= {name: (step, value) for name, value in values.items()}
         for writer in self._writers:
             writer(step, values)
+        return self._note(step, values)
+
+    def _note(self, step, values):
+        """Keep what was written. Returns its entry in the history."""
+        made = history.entry(step, values)
+        measured = {name: value for name, value in made.items() if value is not None and name != "step"} | values
+        self.latest |= {name: (step, value) for name, value in measured.items()}
+        self.history.append(made)
+        return made
 
     def samples(self, rows: Iterable[dict[str, Any]]) -> None:
         """Write lines of samples.jsonl.
@@ -187,12 +215,17 @@ class RunLog:
         """
         self._write_config()
         self.started = time.perf_counter() - state["wall_seconds"]
-        self._pending = state["pending"]
+        self._go_back(state)
         for file, size in ((self._metrics, state["metrics_bytes"]), (self._samples, state["samples_bytes"])):
             if os.fstat(file.fileno()).st_size < size:
                 self.say(f"warning: {file.name} has lost lines that were there when the checkpoint was written")
             else:
                 file.truncate(size)
+
+    def _go_back(self, state):
+        """Return to the metrics that were known at a checkpoint."""
+        self._pending = state["pending"]
+        self.history[:] = history.read(self.dir / "metrics.jsonl", state["metrics_bytes"])
 
 
 def _appending(path):

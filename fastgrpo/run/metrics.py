@@ -2,6 +2,9 @@
 
 A metric that TRL has too goes by TRL's name. An active token is a completion token that carries gradient: its
 completion is not masked, and its weight in the loss is not 0.
+
+What a reward function passes to log_metric is a metric too, under the function's own name for it: NAME in training, and
+eval/NAME and eval/sampled/NAME over held-out completions. It is the mean of the values.
 """
 
 import math
@@ -79,9 +82,10 @@ METRICS = {
     "memory/peak_gib": "largest GPU memory that torch had allocated during the step, on the GPU with the most, GiB; on "
     "GPUs alone",
     "tokens/s": "completion tokens, drawn or learned, per second of the whole step",
-    "custom/{name}": "mean of the values that reward functions passed to log_metric under this name",
+    "epoch": "passes over the training rows since the start of the run",
     "eval/loss": "mean negative log-likelihood of a token of held-out completions, nats; of supervised training",
     "eval/accuracy": "share of held-out prompts whose greedy completion the first reward function gives at least 1",
+    "eval/reward": "mean of the total reward of the greedy completions of held-out prompts",
     "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
     "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "
     "--reward_errors skip",
@@ -91,6 +95,7 @@ METRICS = {
     "eval/clipped_ratio": "share of greedy completions that were truncated at max_completion_length",
     "eval/pass@{k}": "probability that at least one of k sampled completions of a held-out prompt is right",
     "eval/maj@{k}": "probability that the most frequent answer among k sampled completions is right",
+    "eval/sampled/reward": "mean of the total reward of the sampled completions of held-out prompts",
     "eval/sampled/rewards/{function}/mean": "mean of one reward function over the sampled completions of held-out "
     "prompts",
     "eval/sampled/rewards/{function}/errors": "number of sampled completions on which one reward function failed, with "
@@ -99,9 +104,6 @@ METRICS = {
     "...format_reward; absent without one",
     "eval/sampled/mean_length": "mean length of the sampled completions in tokens",
     "eval/sampled/clipped_ratio": "share of sampled completions that were truncated at max_completion_length",
-    "eval/custom/{name}": "mean of the values that reward functions passed to log_metric under this name, over the "
-    "greedy completions of held-out prompts",
-    "eval/sampled/custom/{name}": "the same mean over the sampled completions of held-out prompts",
     "eval/{metric}/ci95_low": "lower end of the 95% confidence interval of an eval metric; "
     "fastgrpo/evaluation/estimators.py explains the intervals",
     "eval/{metric}/ci95_high": "upper end of the 95% confidence interval of an eval metric",
@@ -109,18 +111,35 @@ METRICS = {
 }
 
 
+_PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known in ("step", *METRICS)]
+
+
+def is_known(name: str) -> bool:
+    """Tell whether a name belongs to a metric of the table, or to the step of a line.
+
+    Args:
+        name: The name.
+
+    Returns:
+        Whether it does.
+    """
+    return any(pattern.fullmatch(name) for pattern in _PATTERNS)
+
+
 def check_metric(name: str | None) -> None:
-    """Check that a name is the name of a metric.
+    """Check that a name may be the name of a metric: one of the table, in TRL's form too, or of a reward function.
 
     Args:
         name: The name to check. None passes.
 
     Raises:
-        ValueError: There is no such metric. The error names the one that is most similar.
+        ValueError: There is no such metric, and one of the table is similar. The error names it.
     """
-    patterns = [re.sub(r"\\{\w+\\}", ".+", re.escape(known)) for known in METRICS]
-    if name is not None and not any(re.fullmatch(pattern, name) for pattern in patterns):
-        raise ValueError(f"unknown metric {name!r}{did_you_mean(name, METRICS)}")
+    if name is None or is_known(name) or is_known(name.replace("eval_", "eval/", 1)):
+        return
+    meant = did_you_mean(name, METRICS)
+    if meant or not name:  # any other name may be one that a reward function will log
+        raise ValueError(f"unknown metric {name!r}{meant}")
 
 
 def reduced(name: str, values: Sequence[float]) -> float:
@@ -133,7 +152,7 @@ def reduced(name: str, values: Sequence[float]) -> float:
     Returns:
         Their mean, sum, extreme or last value, as the meaning of the metric asks for.
     """
-    counted = name.startswith("rewards/") and name.endswith("/errors")  # custom/NAME may end in the same way
+    counted = name.startswith("rewards/") and name.endswith("/errors")
     return (sum if counted else _REDUCED.get(name, _mean))(values)
 
 
@@ -150,6 +169,7 @@ _REDUCED = {
     "num_tokens": _last,
     "learning_rate": _last,
     "curriculum/level": _last,
+    "epoch": _last,
     "ratio/max": max,
     "completions/min_length": min,
     "completions/max_length": max,

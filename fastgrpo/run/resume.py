@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
+from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
 
@@ -46,6 +47,22 @@ def open_run(
         folder.close()
         raise
     return folder, checkpoint
+
+
+def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
+    """Tell whether a run could go on in its output_dir, though the settings do not say so yet.
+
+    Args:
+        config: The settings of the run.
+        ranks: The ranks, which go by what rank 0 finds.
+
+    Returns:
+        Whether there are checkpoints, and the settings neither go on from one nor delete them.
+    """
+    path = config.output_dir
+    left = path is not None and Path(path).is_dir() and bool(checkpoints(path))
+    waits = left and config.resume_from_checkpoint is None and not config.overwrite_output_dir
+    return ranks.from_lead(waits, "whether output_dir holds a run")
 
 
 def _find(folder, config, say):

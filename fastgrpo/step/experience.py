@@ -296,7 +296,7 @@ def _logged(draws):
         errors += draw.errors
         for name, values in draw.logged.items():
             logged[name] += values
-    means = {f"custom/{name}": sum(values) / len(values) for name, values in logged.items()}
+    means = {name: sum(values) / len(values) for name, values in logged.items()}
     return {f"rewards/{name}/errors": count for name, count in errors.items()} | means
 
 

@@ -108,12 +108,13 @@ def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedToke
     return Opened(module, module.build(config, tokenizer), tokenizer)
 
 
-def reward_functions(task: Task, names: Sequence[str]) -> list[Callable]:
+def reward_functions(task: Task, names: Sequence[str], trust_remote_code: bool = False) -> list[Callable]:
     """Find the reward functions that settings name.
 
     Args:
         task: The task.
         names: The setting reward_funcs.
+        trust_remote_code: Whether Python code that comes with a reward model may run.
 
     Returns:
         The functions; all of the task's own where none is named.
@@ -121,7 +122,7 @@ def reward_functions(task: Task, names: Sequence[str]) -> list[Callable]:
     Raises:
         ValueError: There is no function of a name.
     """
-    return [load_reward(name, task.reward_funcs) for name in names] or task.reward_funcs
+    return [load_reward(name, task.reward_funcs, trust_remote_code) for name in names] or task.reward_funcs
 
 
 def needed_rewards(task: Task, config: Any) -> list[Callable]:
@@ -129,7 +130,7 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
 
     Args:
         task: The task.
-        config: The settings; task and reward_funcs are used.
+        config: The settings; task, reward_funcs and trust_remote_code are used.
 
     Returns:
         At least one function.
@@ -137,7 +138,7 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
     Raises:
         ValueError: There is no function of a name, or none is named and the task has none of its own.
     """
-    functions = reward_functions(task, config.reward_funcs)
+    functions = reward_functions(task, config.reward_funcs, config.trust_remote_code)
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     return functions

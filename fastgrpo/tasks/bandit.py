@@ -40,7 +40,7 @@ JUDGE = "reward_model_seed"
 
 TRUE = torch.softmax(2 * torch.randn(5, 10, generator=torch.Generator().manual_seed(PREFERENCES_SEED)), 1)  # [5, 10]
 
-DRAWN = "eval/sampled/custom"
+DRAWN = "eval/sampled"
 PANELS = (
     Panel("Reward", "mean total reward", ("reward",)),
     Panel(

@@ -8,41 +8,41 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.records import Stateful, Step, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
-from fastgrpo.evaluation.heldout import evaluate, progress_bar
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.load import stop_token_ids
-from fastgrpo.policy.lora import merged
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.card import model_card
-from fastgrpo.run.checkpoint import save_model
-from fastgrpo.run.checkpointer import Checkpointer
-from fastgrpo.run.curves import Panel, conclude, table
+from fastgrpo.run.curves import Panel
 from fastgrpo.run.digest import digest_of_rows, refuse_differences
-from fastgrpo.run.followed import open_log
-from fastgrpo.run.health import Watch
+from fastgrpo.run.history import Summary
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.inputs import inputs_of
 from fastgrpo.run.log import RunLog
-from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops
-from fastgrpo.run.resume import set_aside
+from fastgrpo.run.profiling import StageTimer, needed_steps, peak_flops
+from fastgrpo.run.resume import may_go_on, set_aside
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
+from fastgrpo.trainer.callbacks import Arguments, Callbacks
+from fastgrpo.trainer.evaluating import Evaluating
+from fastgrpo.trainer.given import with_adapters
+from fastgrpo.trainer.held_out import all_rows, read_held_out
+from fastgrpo.trainer.leaving import Leaving
+from fastgrpo.trainer.opening import Opening
 from fastgrpo.trainer.policy import make_policy
 
 
-class Trainer(ABC):
+class Trainer(Opening, Evaluating, Leaving, ABC):
     """Trains a causal LM step by step, evaluates and saves it. A subclass says what one step is.
 
     Args:
@@ -50,10 +50,12 @@ class Trainer(ABC):
         reward_funcs: A reward function or a list of them, see `Rewards`.
         args: The settings; None for the defaults.
         train_dataset: Training rows, or a `Source` of them.
-        eval_dataset: Held-out rows, or None.
+        eval_dataset: Held-out rows, or a dict of them by name, or None.
         processing_class: The tokenizer; None loads the model's.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
         panels: What the picture of the run shows.
+        callbacks: Callbacks of transformers, as instances or classes.
+        peft_config: A `peft.LoraConfig`, which stands for the settings of LoRA.
 
     Raises:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
@@ -70,37 +72,44 @@ class Trainer(ABC):
         reward_funcs: Callable | Sequence[Callable],
         args: TrainingConfig | None,
         train_dataset: Source | Iterable[dict] | None,
-        eval_dataset: Iterable[dict] | None,
+        eval_dataset: Iterable[dict] | dict[str, Iterable[dict]] | None,
         processing_class: PreTrainedTokenizerBase | None,
         log: RunLog | None,
         panels: Sequence[Panel],
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        peft_config: Any = None,
     ):
-        self.args = args = self._checked(args, processing_class)
+        args = self._checked(args, processing_class)
+        model, args, wrapper = with_adapters(model, peft_config, args)
+        self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = join(args.device, args.ddp_timeout)
         if train_dataset is None:
             raise ValueError(f"train_dataset is needed: {self.needed_rows}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
-        self.eval_rows = None
-        if eval_dataset is not None:
-            count = args.max_eval_samples
-            self.eval_rows = as_rows(eval_dataset, "eval_dataset", count, "max_eval_samples").head(count)
+        self.held_out = read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs)
-        made = make_policy(model, processing_class, args, self.ranks)
+        self.made = made = make_policy(model, processing_class, args, self.ranks, wrapper)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
+        if self.rewards is not None:
+            self.rewards.place(self.policy.device)
         self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)
         if self.ranks.size > 1:
             rows = self.digests["data"], len(self.source)
-            refuse_differences(self.ranks, training_rows=rows, held_out_rows=digest_of_rows(self.eval_rows or ()))
-        self.state = TrainerState(0, self._count_steps(), 0.0, args.max_completion_length)
+            refuse_differences(self.ranks, training_rows=rows, held_out_rows=digest_of_rows(all_rows(self.held_out)))
+        self.state = TrainerState(
+            0, self._count_steps(), 0.0, args.max_completion_length, logging_steps=args.logging_steps,
+            eval_steps=args.eval_steps or 0, save_steps=args.save_steps or 0, num_train_epochs=args.num_train_epochs,
+            is_world_process_zero=self.ranks.lead, is_local_process_zero=self.ranks.lead,
+        )  # fmt: skip
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
         self.sampling = SamplingParams(
             max_tokens=args.max_completion_length, stop_token_ids=stop_token_ids(self.policy, self.tokenizer)
         )
         self.optimizer = MasterAdamW(
-            self.model,
+            self.policy.module,
             learning_rate=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
@@ -127,17 +136,20 @@ class Trainer(ABC):
         self.engine = make_backend(self.policy.for_rollouts, args, self._to_come) if judged else None
         self._prepare()
         functions = self.rewards.functions if judged else []
-        self.log = log or open_log(args, inputs_of(args, functions, model, (train_rows, self.eval_rows)), self.ranks)
-        self.checkpoints = Checkpointer(args, self.log, self.ranks)
+        self.inputs = inputs_of(args, functions, model, (train_rows, *self.held_out.values()))
         self.copies = HostCopies()
         self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
-        self.watch = Watch(args, self.checkpoints)
-        self.profiler = Profiler(args.profile if self.ranks.lead else 0, self.log.folder, self.log.say)
         self.panels = panels
-        if self.plan and math.isfinite(self.plan.room):
-            self.log.say(f"memory of this run\n{table(self.plan.rows())}")
-        if self.ranks.size > 1:
-            self.log.say(f"{self.ranks.size} processes share the run by {made.parallel} ({made.why})")
+        self.callbacks = Callbacks(
+            callbacks, self.state, self.model, self.tokenizer, self.optimizer.adamw, self.schedule, self.ranks
+        )
+        self.log = None
+        # TRL's scripts say in `train` what to go on from, in a folder that a run has left.
+        if log or not may_go_on(args, self.ranks):
+            self._open(log)
+        else:
+            self.callbacks.args = Arguments(args, self.ranks, Path(args.output_dir), bool(self.held_out))
+        self.callbacks.call("on_init_end")
 
     def _to_come(self):
         """Count the bytes that an update will take beyond those that are taken now."""
@@ -162,7 +174,7 @@ class Trainer(ABC):
 
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
-        for rows in (train_rows, self.eval_rows or ()):
+        for rows in (train_rows, *self.held_out.values()):
             limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
             check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
 
@@ -193,8 +205,8 @@ class Trainer(ABC):
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model inside of the policy."""
-        return self.policy.module
+        """The transformers model inside of the policy; where it has adapters, peft's `PeftModel` of it."""
+        return self.policy.module if self.made.wrapper is None else self.made.wrapper
 
     def _count_steps(self):
         """Count the steps of the run. Raises ValueError where they are too few to be profiled."""
@@ -231,17 +243,21 @@ class Trainer(ABC):
             "data_digest": self.digests["data"],
             "model_digest": self.digests["model"],
             "dtype": str(self.policy.dtype),
-            "gradient_checkpointing": self.model.is_gradient_checkpointing,
+            "gradient_checkpointing": self.policy.module.is_gradient_checkpointing,
             "config": dataclasses.asdict(self.args),
         }
 
-    def train(self) -> dict[str, Any]:
-        """Train until the end, starting from the checkpoint that the log found, if it found one.
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> Summary:
+        """Train until the end, starting from a checkpoint if there is one to go on from.
 
         The first SIGINT or SIGTERM lets the step end and saves. A second one ends the process at once.
 
+        Args:
+            resume_from_checkpoint: The folder of a checkpoint; True for the newest one in output_dir; None for what
+                the settings say.
+
         Returns:
-            The summary, which is also written to summary.json.
+            The summary, which is also written to summary.json. It has the attributes of transformers' `TrainOutput`.
 
         Raises:
             ValueError: A checkpoint could not be read or written, or the run has ended already.
@@ -249,6 +265,7 @@ class Trainer(ABC):
             SystemExit: The run was stopped after everything was saved: by SIGTERM, with the exit code 143, or because
                 nobody reads the output any more, with 141.
         """
+        self._go_on_from(resume_from_checkpoint)
         with StopSignals(self.ranks) as stop, self.log:
             with self.checkpoints, self.ranks.failing():
                 stopped_after = self._run(stop)
@@ -263,41 +280,67 @@ class Trainer(ABC):
 
     def _run(self, stop):
         """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
-        log = self.log
+        log, callbacks, control = self.log, self.callbacks, self._control
+        callbacks.begin()
         if log.checkpoint is None:
             set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
         else:
             restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
+            callbacks.restore()
+        epoch = None  # the epoch that callbacks know to have begun
         while True:
             self.checkpoints.check()
             if not self._stopping(stop):
                 self._evaluate_if_due()
             step, stopping = self.state.global_step, self._stopping(stop)
-            last = step == self.state.max_steps
-            if stopping or self.checkpoints.due(step, last):
-                self.checkpoints.save(step, self._snapshot)
+            last = step == self.state.max_steps or control().should_training_stop
+            if last and not stopping:
+                log.flush()
+            if stopping or self.checkpoints.due(step, last) or control().should_save:
+                self._save(step)
             if stopping or last:
+                callbacks.call("on_train_end")
                 return step if stopping else None
             if log.bar is None:
                 log.progress(self.state.max_steps, self.title, done=step)
+            if epoch is None:
+                epoch = int(self.state.epoch)
+                callbacks.call("on_epoch_begin")
+            callbacks.call("on_step_begin")
             values = self.step()
-            log.step(step + 1, values, last=step + 1 == self.state.max_steps)
+            callbacks.call("on_step_end")
+            callbacks.agree(f"what the callbacks want after step {step + 1}")
+            last = step + 1 == self.state.max_steps or control().should_training_stop
+            line = log.step(step + 1, values, last=last or control().should_log)
+            if line is not None:
+                callbacks.call("on_log", logs=line)
             log.advance(**{short: values[name] for short, name in self.shown.items() if name in values})
+            if last or int(self.state.epoch) > epoch:
+                epoch = None
+                callbacks.call("on_epoch_end")
+                callbacks.agree(f"what the callbacks want after the epoch of step {step + 1}")
+
+    def _control(self):
+        """Return what the callbacks have decided, which may be another object after each event."""
+        return self.callbacks.control
+
+    def _save(self, step):
+        """Save a checkpoint. Where a callback waits for it, so does the run."""
+        self.checkpoints.save(step, self._snapshot)
+        if self.callbacks.hear("on_save"):
+            self.checkpoints.wait()
+        self.callbacks.call("on_save")
 
     def _stopping(self, stop):
         """Whether the run shall stop: one rank's signal stops all of them after the same step."""
         return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def _snapshot(self):
+        self.state.stateful_callbacks = self.callbacks.export()
         card = self._card(adapters=self.args.use_peft)
         return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks, card)
-
-    def _card(self, adapters):
-        model, rows, rewards = self.model.name_or_path, len(self.source), self.rewards.names if self.rewards else ()
-        name = self.log.dir.name
-        return model_card(self.args, self.state, name=name, base=model, rows=rows, rewards=rewards, adapters=adapters)
 
     def step(self) -> dict[str, float]:
         """Make one step, from rows to updated weights.
@@ -308,6 +351,7 @@ class Trainer(ABC):
         Raises:
             ValueError: The run has ended.
         """
+        self.open()
         self.log.folder.check()
         step = self.state.global_step + 1
         logged = self.args.logs(step) or step == self.state.max_steps
@@ -321,78 +365,9 @@ class Trainer(ABC):
         state.epoch = rows / len(self.source)
         for warning in self.watch.observe(done.values, done.norms):
             self.log.say(f"step {step}: {warning}")
-        values = done.values | self.timer.stop() | {"num_tokens": state.num_tokens}
+        values = done.values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
         if "memory/peak_gib" in values:
             values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
         values |= rates(done.tokens, values["time/rollout"], time.perf_counter() - started)
         self.profiler.step(values, left=state.max_steps - step)
         return values
-
-    def evaluate(self) -> dict[str, float] | None:
-        """Measure the held-out rows, and log what was measured, unless the run has ended.
-
-        Returns:
-            The metrics by name, or None without held-out rows.
-        """
-        if not self.eval_rows:
-            if self.state.global_step == 0:
-                self.log.say("no held-out rows: accuracy is not measured")
-            return None
-        draws = self.args.eval_num_generations
-        sampling = dataclasses.replace(
-            self.sampling,
-            temperature=self.args.eval_temperature,
-            top_p=self.args.eval_top_p,
-            top_k=self.args.eval_top_k,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            seed=self.args.seed,
-        )
-        where = f"the evaluation after step {self.state.global_step}"
-        with progress_bar("evaluate", shown=self._shows_bars) as bar, self.ranks.waiting(where):
-            result = evaluate(
-                self.engine, self.tokenizer, self.eval_rows, self.rewards, sampling, self.state, bar.update, draws,
-                self.ranks, self.args.template_kwargs,
-            )  # fmt: skip
-        if self.log.folder.held:
-            self.log.write(self.state.global_step, result.metrics())
-        self.log.say(f"step {self.state.global_step}: held-out {result.summary()}")
-        return result.values
-
-    def _evaluate_if_due(self):
-        """Evaluate at the start (with eval_on_start), at the end, and every eval_steps steps, once each.
-
-        A run that was stopped just before an evaluation makes it after it is resumed.
-        """
-        state, every = self.state, self.args.eval_steps
-        step = state.global_step
-        due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
-        due = due or step == state.max_steps
-        if due and state.evaluated_at != step:
-            values = self.evaluate()
-            state.evaluated_at = step
-            if values is not None and "eval/accuracy" in values:
-                state.accuracy_after = values["eval/accuracy"]
-                state.accuracy_before = state.accuracy_after if step == 0 else state.accuracy_before
-
-    def _finish(self):
-        """Write the files that a finished run leaves, and return its summary."""
-        state = self.state
-        summary = {
-            "accuracy_before": state.accuracy_before,
-            "accuracy_after": state.accuracy_after,
-            "steps": state.global_step,
-            "wall_seconds": round(time.perf_counter() - self.log.started, 2),
-            "num_tokens": state.num_tokens,
-        }
-        if self.args.use_peft:
-            with self.policy.gather():  # which all ranks open together
-                if self.ranks.lead:
-                    whole = merged(self.policy.for_rollouts.module)
-                    path, card = self.log.folder.claim("merged"), self._card(adapters=False)
-                    save_model(path, whole, self.tokenizer, card=card)
-        if not self.ranks.lead:
-            return summary
-        left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
-        self.log.say("\n" + left)
-        return summary

@@ -1,18 +1,18 @@
 """One GRPO step after another: prompts -> rollouts -> rewards -> advantages -> updates."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Completion, Stateful, Step
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.call import Rewards, found
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog
@@ -21,22 +21,37 @@ from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
 from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.measure import sample_rows
 from fastgrpo.trainer.base import Trainer
+from fastgrpo.trainer.given import advice, refuse_given, refuse_images
+
+Reward = Callable | PreTrainedModel | str
 
 
 class GRPOTrainer(Trainer):
     """Trains a causal LM by GRPO, under TRL's names.
 
     Args:
-        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place.
-        reward_funcs: A function or a list of them, `f(prompts, completions, **columns) -> list[float | None]`: see
-            `Rewards`.
+        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place, or peft's
+            `PeftModel` of one, whose adapters are trained.
+        reward_funcs: A reward or a list of them: a function `f(prompts, completions, **columns) -> list[float | None]`
+            (see `Rewards`), a model of sequence classification with one label, or a name: the folder or hub id
+            (ORG/MODEL) of such a model, or module:function.
         args: The settings; None for the defaults.
         train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
             `Source` of them. An IterableDataset is read as far as the max_steps of the run can need. All rows are
             checked here.
-        eval_dataset: Held-out rows, which are checked here too, or None for no evaluation. Of an IterableDataset
-            max_eval_samples rows are read.
+        eval_dataset: Held-out rows, or a dict of them by name, which are checked here too, or None for no evaluation.
+            Of an IterableDataset max_eval_samples rows are read.
         processing_class: The tokenizer; None loads the model's.
+        reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs; None, also in the
+            list, loads the model's.
+        callbacks: Callbacks of transformers, as instances or classes.
+        optimizers: TRL's name for an optimizer and a scheduler, which are refused.
+        quantization_config: TRL's name for a quantized model, which is refused.
+        peft_config: A `peft.LoraConfig`, which stands for the settings use_peft, lora_r, lora_alpha and
+            lora_target_modules.
+        tools: TRL's name for functions that the model calls, which are refused.
+        rollout_func: TRL's name for a function that draws, which is refused.
+        environment_factory: TRL's name for environments, which are refused.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
         panels: What the picture of the run shows.
 
@@ -50,18 +65,64 @@ class GRPOTrainer(Trainer):
     def __init__(
         self,
         model: str | Path | PreTrainedModel,
-        reward_funcs: Callable | Sequence[Callable],
+        reward_funcs: Reward | Sequence[Reward] | None = None,
         args: GRPOConfig | None = None,
         train_dataset: Source | Iterable[dict] | None = None,
-        eval_dataset: Iterable[dict] | None = None,
+        eval_dataset: Iterable[dict] | Mapping[str, Iterable[dict]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
         log: RunLog | None = None,
         panels: Sequence[Panel] = PANELS,
     ):
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
+        refuse_given(
+            optimizers,
+            quantization_config=quantization_config,
+            tools=tools,
+            rollout_func=rollout_func,
+            environment_factory=environment_factory,
+        )
+        self.tokenizers_of_rewards = reward_processing_classes
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels, callbacks,
+            peft_config,
+        )  # fmt: skip
+
+    @property
+    def reward_funcs(self) -> list[Callable]:
+        """The rewards as functions; a reward model is a `RewardModel`."""
+        return self.rewards.functions[: self.rewards.judges]
+
+    @property
+    def reward_processing_classes(self) -> list[PreTrainedTokenizerBase | None]:
+        """The tokenizer of each reward model, and None for each function."""
+        return [getattr(function, "tokenizer", None) for function in self.reward_funcs]
+
+    @property
+    def ref_model(self) -> PreTrainedModel | None:
+        """The frozen reference; None at beta 0, and where the reference is the policy without its adapters."""
+        apart = self.reference is not None and self.reference.policy is not self.policy
+        return self.reference.policy.module if apart else None
 
     def _make_rewards(self, reward_funcs):
-        return Rewards(reward_funcs, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
+        template, code = self.args.template_kwargs, self.args.trust_remote_code
+        functions = found(reward_funcs, self.tokenizers_of_rewards, template, code)
+        return Rewards(functions, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
+
+    def _check_rows(self, train_rows):
+        for rows in (train_rows, *self.held_out.values()):
+            refuse_images(rows)
+        super()._check_rows(train_rows)
+
+    def _advice(self):
+        return advice(self.args)
 
     def _prepare(self):
         args = self.args

@@ -6,18 +6,22 @@ All ranks begin with the same weights.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.policy.load import policy_and_tokenizer
-from fastgrpo.policy.lora import add_lora, refuse_adapters
+from fastgrpo.policy.lora import base_weights, refuse_adapters, taken_over, wrap_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.run.digest import digest_of_weights, refuse_differences
 from fastgrpo.step.budget import Plan
 from fastgrpo.step.plan import choose_parallel, plan_run
+
+if TYPE_CHECKING:  # an extra
+    from peft import PeftModel
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Made:
         digest: The digest of the weights before any adapters, where a resumed run needs the very same; else None.
         parallel: How the ranks share the run, ddp or fsdp2.
         why: Why, as a text for people.
+        wrapper: Peft's view of the model, where it has adapters; else None.
     """
 
     policy: Policy
@@ -39,6 +44,7 @@ class Made:
     digest: str | None
     parallel: str
     why: str
+    wrapper: "PeftModel | None"
 
 
 def make_policy(
@@ -46,6 +52,7 @@ def make_policy(
     tokenizer: PreTrainedTokenizerBase | None,
     args: TrainingConfig,
     ranks: Ranks,
+    wrapper: "PeftModel | None" = None,
 ) -> Made:
     """Make the policy of a run.
 
@@ -55,6 +62,7 @@ def make_policy(
         tokenizer: The tokenizer; None loads the model's.
         args: The settings.
         ranks: The ranks.
+        wrapper: Peft's view of the model, where it came with adapters.
 
     Returns:
         The policy and what belongs to it.
@@ -80,11 +88,13 @@ def make_policy(
         ranks.share([*policy.parameters(), *policy.module.buffers()], "the weights of the model")
     # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
     needed = args.keeps_first_weights or ranks.size > 1
-    digest = digest_of_weights(policy.state_dict()) if needed else None
+    digest = digest_of_weights(base_weights(policy.module)) if needed else None
     refuse_differences(ranks, weights_of_the_model=digest)
     refuse_adapters(policy.module)
-    if args.use_peft:
-        add_lora(
+    if wrapper is not None:
+        taken_over(wrapper)
+    elif args.use_peft:
+        wrapper = wrap_lora(
             policy.module,
             r=args.lora_r,
             alpha=args.lora_alpha,
@@ -99,4 +109,4 @@ def make_policy(
             reshard_after_forward=args.fsdp_reshard_after_forward,
             cpu_offload=args.fsdp_cpu_offload,
         )
-    return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why)
+    return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)

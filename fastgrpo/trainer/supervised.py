@@ -65,14 +65,23 @@ class SFTTrainer(Trainer):
 
     def _check_rows(self, train_rows):
         self.stops = stop_token_ids(self.policy, self.tokenizer)
-        how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
-        for _ in examples_of(train_rows, *how):
+        for _ in self._read(train_rows):
             pass
-        self.held_out = []
-        if any(map(is_example, self.eval_rows or ())):
-            self.held_out = list(examples_of(self.eval_rows, *how))
+        self.examples = {id(rows): self._examples(rows) for rows in self.held_out.values()}
         if self.rewards is not None:
             super()._check_rows(train_rows.head(0))
+        else:
+            self.unmeasured = "no held-out completions and no reward functions: nothing is measured on held-out rows"
+
+    def _examples(self, rows):
+        """Return the completions of held-out rows; none where no row has any."""
+        if not any(map(is_example, rows)):
+            return []
+        return list(self._read(rows))
+
+    def _read(self, rows):
+        how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
+        return examples_of(rows, *how)
 
     def _prepare(self):
         """Nothing is needed beyond what every training has."""
@@ -90,20 +99,11 @@ class SFTTrainer(Trainer):
             values |= {"loss": learned.loss, "grad_norm": norm}
         return Step(values, [norm], len(rows), learned.tokens, sum(map(len, examples)))
 
-    def evaluate(self) -> dict[str, float] | None:
-        """Measure the loss of held-out completions and the accuracy on held-out prompts, as far as there are any.
-
-        Returns:
-            The metrics by name, or None without held-out rows.
-        """
-        values = {}
-        if self.held_out:
-            values["eval/loss"] = mean_loss(self.policy, self.held_out, self.updater.dealer)
-            if self.log.folder.held:
-                self.log.write(self.state.global_step, values)
-            self.log.say(f"step {self.state.global_step}: held-out loss {values['eval/loss']:.4f}")
-        if self.rewards is not None:
-            values |= super().evaluate() or {}
-        elif not values and self.state.global_step == 0:
-            self.log.say("no held-out completions and no reward functions: nothing is measured on held-out rows")
-        return values or None
+    def _measure(self, rows, prefix):
+        """Measure the loss of held-out completions and the accuracy on held-out prompts, as far as there are any."""
+        values, examples = {}, self.examples[id(rows)] if id(rows) in self.examples else self._examples(rows)
+        if examples:
+            values[f"{prefix}/loss"] = loss = mean_loss(self.policy, examples, self.updater.dealer)
+            self._write(values)
+            self.log.say(f"step {self.state.global_step}: held-out loss {loss:.4f}")
+        return values | (super()._measure(rows, prefix) if self.rewards is not None else {})

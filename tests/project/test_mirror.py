@@ -71,7 +71,7 @@ TOGETHER = {
     ),
     "tests/trainer/test_*.py": (
         "each trainer is tested with the loop that all of them share",
-        ["fastgrpo/trainer/base.py"],
+        ["fastgrpo/trainer/base.py", "fastgrpo/trainer/evaluating.py"],
     ),
     "tests/config/test_settings.py": (
         "the settings are declared over several files and used as one record",

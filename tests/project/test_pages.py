@@ -142,7 +142,7 @@ def test_the_run_from_python(tmp_path, monkeypatch, without_curves):
     names = run_small(block, tmp_path, short | {"beta=0.04": "beta=0.04, max_completion_length=5"})
     assert names["summary"]["steps"] == 2
     folder = tmp_path / "runs" / "ten-words"
-    assert '"custom/words"' in (folder / "metrics.jsonl").read_text()
+    assert '"words"' in (folder / "metrics.jsonl").read_text()
     assert '"words"' in (folder / "samples.jsonl").read_text()
 
 

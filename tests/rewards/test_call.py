@@ -292,7 +292,7 @@ def test_functions_of_one_name_are_told_apart():
         return [0.0] * len(completions)
 
     rewards = Rewards([made(1.0), made(2.0), near_2, made(3.0), Judge(), Judge(), partial(near_2)])
-    assert rewards.names == ["near", "near_2", "near_2_2", "near_3", "Judge", "Judge_2", "partial"]
+    assert rewards.names == ["near", "near_2", "near_2_2", "near_3", "Judge", "Judge_2", "near_2_3"]
     assert list(judge(rewards).completions[0].rewards.values()) == [1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0]
 
 

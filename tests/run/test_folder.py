@@ -13,6 +13,7 @@ EVERY_NAME = (
     "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "trace.json.gz", "merged",
     "warm-start", "tensorboard", "wandb", "checkpoint-4", "stale-checkpoint-4", "stale-checkpoint-4+",
     ".tmp-checkpoint-4", "sweep.csv", "sweep.png", "beta=0.1,seed=0.log",
+    "final", "trainer_state.json", "eval_results.json",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def test_the_other_ranks_write_nothing_and_remember_the_metrics(tmp_path, capfd)
         assert log.latest == {}
         log.step(2, {"reward": 2.0})
         log.samples([{"step": 1}])
-        log.load_state_dict({"pending": [[3, {"reward": 4.0}]]})
+        log.load_state_dict({"pending": [[3, {"reward": 4.0}]], "metrics_bytes": 0})
         log.step(4, {"reward": 2.0})
         assert log.latest == {"reward": (4, 3.0)}
         assert log.folder.claim("merged") == Path(tmp_path / "merged") and log.folder.held

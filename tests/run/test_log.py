@@ -48,7 +48,7 @@ def test_the_first_step_has_a_line_where_it_is_asked_for(tmp_path):
         ("completions/min_length", [4, 2, 5], 2),
         ("skipped_updates", [1, 0, 2], 3),
         ("rewards/judge/errors", [1, 0, 2], 3),
-        ("custom/api/errors", [1, 0, 2], 1),
+        ("api/errors", [1, 0, 2], 1),
         ("learning_rate", [3e-6, 2e-6, 1e-6], 1e-6),
         ("curriculum/level", [0, 1, 1], 1),
         ("completions/mean_length", [3.0, 4.0, 8.0], 5.0),
@@ -77,7 +77,7 @@ def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
         log.step(1, {"reward": 1.0})
         assert "reward" not in log.latest
         log.step(2, {"reward": 2.0})
-        assert log.latest == {"eval/accuracy": (0, 0.25), "reward": (2, 1.5)}
+        assert log.latest == {"eval/accuracy": (0, 0.25), "eval_accuracy": (0, 0.25), "reward": (2, 1.5)}
 
 
 def test_every_line_is_reported_too(tmp_path, monkeypatch):

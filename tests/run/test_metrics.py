@@ -10,7 +10,7 @@ def test_every_rule_is_about_a_metric_that_exists():
     assert set(metrics._REDUCED) <= set(METRICS)
 
 
-@pytest.mark.parametrize("name", [None, "reward", "rewards/judge/mean", "eval/pass@4", "custom/anything"])
+@pytest.mark.parametrize("name", [None, "reward", "rewards/judge/mean", "eval/pass@4", "eval_reward", "words_logged"])
 def test_names_of_metrics(name):
     check_metric(name)
 
@@ -24,7 +24,7 @@ def test_names_that_are_no_metrics(name):
 @pytest.mark.parametrize(
     "name, value",
     [("loss", 2.0), ("ratio/max", 3.0), ("completions/min_length", 1.0), ("learning_rate", 2.0),
-     ("rewards/judge/errors", 6.0), ("custom/judge/errors", 2.0)],
+     ("rewards/judge/errors", 6.0), ("judge/errors", 2.0)],
 )  # fmt: skip
 def test_the_values_of_several_steps_become_one(name, value):
     assert reduced(name, [1.0, 3.0, 2.0]) == value

@@ -165,7 +165,7 @@ def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
 
     trainer = make_trainer(folder, tmp_path, "1110" + "0" * 10, reward, max_num_gen_batches=3)
     values, experience = stepped(trainer)
-    assert values["dynamic_sampling/num_gen_batches"] == 3 and values["custom/batch"] == (16 + 4 + 4) / 3
+    assert values["dynamic_sampling/num_gen_batches"] == 3 and values["batch"] == (16 + 4 + 4) / 3
     assert [completion.extras for completion in experience.completions] == [
         {"mark": mark} for mark in [*range(16), *[None] * 8]
     ]

@@ -77,7 +77,7 @@ def held(trainer):
     """Bytes that all ranks together hold: what the plan calls policy and optimizer."""
     states = [value for state in trainer.optimizer.adamw.state.values() for value in state.values() if value.ndim]
     states += [master for _, master in trainer.optimizer.pairs]
-    mine = {"policy": trainer.model.parameters(), "optimizer": states}
+    mine = {"policy": trainer.policy.module.parameters(), "optimizer": states}
     sizes = {name: sum(local(tensor.detach()).nbytes for tensor in tensors) for name, tensors in mine.items()}
     every = trainer.ranks.gather(sizes, "what the ranks hold")
     return {name: sum(sizes[name] for sizes in every) for name in sizes}
@@ -98,9 +98,9 @@ def main(out, model, cases):
         config = GRPOConfig(output_dir=str(out.parent / name), **SETTINGS, **settings)
         trainer = GRPOTrainer(model, spread, config, PROMPTS)
         counted.host_group = trainer.ranks.group.group_name
-        trained = [p.numel() for p in trainer.model.parameters() if p.requires_grad]
-        units = [sum(p.numel() for p in layer.parameters()) for layer in trainer.model.base_model.layers]
-        units.append(sum(p.numel() for p in trainer.model.parameters()) - sum(units))
+        trained = [p.numel() for p in trainer.policy.module.parameters() if p.requires_grad]
+        units = [sum(p.numel() for p in layer.parameters()) for layer in trainer.policy.module.base_model.layers]
+        units.append(sum(p.numel() for p in trainer.policy.module.parameters()) - sum(units))
         with counted:
             trainer.step()
         trainer.log.close_bar()

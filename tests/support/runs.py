@@ -16,6 +16,10 @@ def share_of_a(completions, **_):
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
+# Arguments of the trainer; every other name is a setting.
+GIVEN = ("callbacks", "peft_config", "reward_processing_classes", "optimizers", "tools")
+
+
 def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat=False, **settings):
     defaults = {
         "output_dir": str(tmp_path / "run"),
@@ -28,8 +32,11 @@ def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat
         "device": "cpu",
         "gradient_checkpointing": False,
     }
-    path = tiny.save(tmp_path / "model", chat)
-    return GRPOTrainer(str(path), reward, GRPOConfig(**{**defaults, **settings}), rows, eval_rows)
+    given = {name: settings.pop(name) for name in GIVEN if name in settings}
+    model = settings.pop("model", None) or str(tiny.save(tmp_path / "model", chat))
+    if not isinstance(model, str):
+        given["processing_class"] = tiny.tokenizer(chat)
+    return GRPOTrainer(model, reward, GRPOConfig(**{**defaults, **settings}), rows, eval_rows, **given)
 
 
 def lines(path):

@@ -97,10 +97,12 @@ def test_two_steps(tmp_path, monkeypatch, capfd, without_curves, function):
     argv = ["--task", "bandit", "--reward_funcs", function, "--output_dir", str(tmp_path), "--device", "cpu"]
     assert main([*argv, "--max_steps", "2", "--eval_num_generations", "4"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "custom/true_reward" in row] == [1, 2]
+    assert [row["step"] for row in rows if "true_reward" in row] == [1, 2]
     measured = {name for row in rows for name in row}
     shown = {name for panel in bandit.PANELS for name in panel.metrics + panel.dashed}
-    assert all(name in measured and (name in METRICS or "/custom/" in name) for name in shown), shown - measured
+    assert all(name in measured and (name in METRICS or name.startswith(bandit.DRAWN)) for name in shown), (
+        shown - measured
+    )
     assert "True reward by context: E" in capfd.readouterr().out
 
 
@@ -140,7 +142,7 @@ def test_grpo_gets_closer_to_what_is_preferred(tmp_path):
     gains = []
     for seed in range(3):
         rows = ran(tmp_path / str(seed), "--seed", str(seed))
-        true = [row["eval/sampled/custom/true_reward"] for row in rows if "eval/sampled/custom/true_reward" in row]
+        true = [row["eval/sampled/true_reward"] for row in rows if "eval/sampled/true_reward" in row]
         gains.append(true[-1] - true[0])
     assert sum(gains) / 3 >= 0.03, gains
 

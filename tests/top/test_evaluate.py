@@ -58,6 +58,8 @@ def test_everything_that_is_measured():
     result, engine = measured()
     expected = {
         "accuracy": 0.5,
+        "reward": 0.5 + (0.5 + 0.3) / 2,
+        "sampled/reward": 3 / 8 + (0.5 * 2 + 0.3 * 4) / 8,
         "rewards/correctness/mean": 0.5,
         "rewards/format_reward/mean": (0.5 + 0.3) / 2,
         "format_rate": 0.5,
@@ -131,7 +133,7 @@ def test_what_reward_functions_log_is_measured_too():
     engine = Script(["77", "1"], ["7", "7", "1", "7"])
     rows, sampling = [{"prompt": "6x7?"}, {"prompt": "1?"}], SamplingParams(max_tokens=50)
     values = evaluate(engine, engine.tokenizer, rows, Rewards(judge), sampling, STATE, None, 2).values
-    assert (values["eval/custom/sevens"], values["eval/sampled/custom/sevens"]) == (1.0, 0.75)
+    assert (values["eval/sevens"], values["eval/sampled/sevens"]) == (1.0, 0.75)
 
 
 def test_every_completion_is_kept():

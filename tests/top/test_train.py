@@ -27,7 +27,7 @@ def test_flags_reach_the_trainer(tmp_path, monkeypatch, capsys):
     trainer.log.close()
     assert trainer.args is config and trainer.state.max_steps == 7
     assert [row["prompt"] for row in trainer.source.rows] == ["train 0", "train 1", "train 2"]
-    assert [row["prompt"] for row in trainer.eval_rows] == ["test 0", "test 1"]
+    assert [row["prompt"] for row in trainer.held_out[""]] == ["test 0", "test 1"]
     assert trainer.rewards.names == ["brief"]
     told = capsys.readouterr().out
     assert f"run folder {tmp_path / 'run'}" in told and "7 steps of 8 prompts x 8 completions" in told

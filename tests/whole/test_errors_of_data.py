@@ -132,7 +132,7 @@ REFUSED = {
     "dict": ({"train_dataset": {"train": PROMPTS}}, r"train_dataset is of type dict; .* such as data\['train'\]"),
     "stream without max_steps": ({"train_dataset": STREAM}, "train_dataset is of type Iterable.* so pass max_steps"),
     "generator": ({"train_dataset": (row for row in PROMPTS)}, r"train_dataset .* generator; .* pass list\(...\)"),
-    "held-out dict": ({"eval_dataset": {"test": PROMPTS}}, "eval_dataset is of type dict; pass one split"),
+    "held-out dicts in a dict": ({"eval_dataset": {"test": {"a": PROMPTS}}}, "is of type dict; pass one split"),
     "held-out stream": (
         {"eval_dataset": STREAM, "args": GRPOConfig(max_eval_samples=None)},
         "eval_dataset is of type Iterable.* so pass max_eval_samples",
@@ -165,7 +165,7 @@ def test_rows_from_python_are_told_by_their_index(which, tmp_path):
 
 
 def test_held_out_rows_beyond_those_evaluated_are_not_looked_at(tmp_path):
-    assert len(make_trainer(tmp_path, eval_rows=[*PROMPTS, 7], max_eval_samples=4).eval_rows) == 4
+    assert len(make_trainer(tmp_path, eval_rows=[*PROMPTS, 7], max_eval_samples=4).held_out[""]) == 4
 
 
 def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
@@ -182,7 +182,7 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
 def test_a_stream_is_read_as_far_as_a_run_with_refills_can_need(tmp_path):
     settings = {"prompts_per_step": 2, "dynamic_sampling": True, "max_num_gen_batches": 3, "max_steps": 2}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **settings)
-    assert (len(trainer.source), len(trainer.eval_rows)) == (12, 5)
+    assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
 
 
 def test_rows_are_the_persons_own_and_stay_as_they_are(tmp_path):

@@ -106,7 +106,7 @@ def test_what_is_logged_may_be_nan(tmp_path, saved, monkeypatch):
         "    return [0.0] * len(completions)\n"
     )
     assert train.main(case.argv(reward_funcs="own_rewards:f")) == 0
-    assert strictly(case.run / "metrics.jsonl")[0]["custom/m"] is None
+    assert strictly(case.run / "metrics.jsonl")[0]["m"] is None
     assert {sample["note"] for sample in strictly(case.run / "samples.jsonl")} == {None}
 
 
@@ -165,7 +165,7 @@ def test_a_run_is_the_same_with_a_function_that_spoils_all_that_it_gets(tmp_path
     assert torch.get_default_dtype() == torch.float32 and torch.get_default_device() == torch.device("cpu")
 
 
-@pytest.mark.parametrize("functions", ["own_rewards:share", None, [], [None], dict, {"f": polite}])
+@pytest.mark.parametrize("functions", [None, [], [None], dict, {"f": polite}])
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_what_is_no_reward_function_constructs_no_trainer(functions, on_error, tmp_path):
     with pytest.raises(ValueError, match=r"^(reward_funcs: .*; pass |at least one reward function is needed)"):

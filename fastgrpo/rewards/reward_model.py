@@ -1,0 +1,149 @@
+"""Reward models: a sequence classifier with one label judges prompt and completion, called as a reward function is.
+
+A reward may be given as a function, as a model of transformers, or as a name, which one rule reads: an existing folder
+and ORG/MODEL are reward models, and module:function is a function.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fastgrpo.policy.files import loading
+
+BATCH = 32  # texts of one forward pass
+
+
+class RewardModel:
+    """A reward model with its tokenizer, as a reward function.
+
+    Args:
+        model: A sequence classifier with one label. It is put into evaluation mode.
+        tokenizer: Its tokenizer; None loads the one from where the model came from.
+        template: Further arguments of the tokenizer's chat template.
+        trust_remote_code: Whether Python code that comes with the tokenizer may run.
+
+    Attributes:
+        name_or_path: Where the model came from; empty where it was made in memory.
+
+    Raises:
+        ValueError: The model has not one label, there is no tokenizer, or the tokenizer has no padding token.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        template: dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.name_or_path = getattr(model.config, "_name_or_path", "")
+        self.__name__ = self.name_or_path.rstrip("/").split("/")[-1] or type(model).__name__
+        if not type(model).__name__.endswith("ForSequenceClassification") or model.config.num_labels != 1:
+            raise ValueError(
+                f"reward_funcs: {self.__name__} is a {type(model).__name__} with {model.config.num_labels} labels; a "
+                "reward model is loaded by AutoModelForSequenceClassification with num_labels=1. What another model "
+                "says is a reward by way of a function f(prompts, completions, **columns) of your own"
+            )
+        if tokenizer is None:
+            if not self.name_or_path:
+                raise ValueError(
+                    f"reward_funcs: {self.__name__} was made in memory and has no tokenizer to load; pass "
+                    "reward_processing_classes"
+                )
+            with loading(self.name_or_path, "tokenizer"):
+                tokenizer = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=trust_remote_code)
+        if tokenizer.pad_token_id is None:
+            raise ValueError(
+                f"reward_funcs: the tokenizer of {self.__name__} has no padding token, and the model reads its reward "
+                "before the first one; set tokenizer.pad_token to a token that no text has (the end token ends turns "
+                "of a chat too), and pass the tokenizer as reward_processing_classes"
+            )
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        self.model, self.tokenizer, self.template = model.eval(), tokenizer, template or {}
+
+    @classmethod
+    def load(cls, path: str, **settings: Any) -> "RewardModel":
+        """Load a reward model and its tokenizer.
+
+        Args:
+            path: A folder or a hub id.
+            settings: Arguments of `RewardModel`.
+
+        Returns:
+            The reward model.
+
+        Raises:
+            ValueError: It cannot be loaded, or for the reasons of `RewardModel`.
+        """
+        code = settings.get("trust_remote_code", False)
+        with loading(path, "reward model"):
+            model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, trust_remote_code=code)
+        return cls(model, **settings)
+
+    def place(self, device: torch.device) -> None:
+        """Move the model to a device.
+
+        Args:
+            device: That of the policy.
+        """
+        self.model.to(device)
+
+    @torch.inference_mode()
+    def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float]:
+        """Judge completions.
+
+        Args:
+            prompts: Texts, or lists of messages.
+            completions: The same kind, one for each prompt.
+            columns: What else reward functions get.
+
+        Returns:
+            The model's logit for each completion after its prompt.
+
+        Raises:
+            ValueError: The prompts are messages, and the tokenizer has no chat template.
+        """
+        rewards = []
+        texts = self._texts(prompts, completions)
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
+            tokens = self.tokenizer(
+                text=batch, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+            )
+            logits = self.model(**tokens.to(self.model.device)).logits
+            rewards += logits[:, 0].float().tolist()
+        return rewards
+
+    def _texts(self, prompts, completions):
+        """Return prompt and completion of each as one text."""
+        if prompts and isinstance(prompts[0], list):
+            if self.tokenizer.chat_template is None:
+                raise ValueError(
+                    f"the prompts are lists of messages, and the tokenizer of the reward model {self.__name__} has no "
+                    "chat template; pass one that has as reward_processing_classes"
+                )
+            return [
+                self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self.template)
+                for prompt, completion in zip(prompts, completions, strict=True)
+            ]
+        return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def names_model(name: str) -> bool:
+    """Tell whether a name is that of a reward model and not of a function.
+
+    Args:
+        name: The name.
+
+    Returns:
+        True for an existing folder, and for ORG/MODEL.
+    """
+    return Path(name).is_dir() or (":" not in name and "/" in name)

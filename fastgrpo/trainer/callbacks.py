@@ -1,0 +1,212 @@
+"""The callbacks of transformers in our loop: events, what they decide, and what a checkpoint keeps of them.
+
+The order of events is that of transformers: on_step_begin, the step, on_step_end, on_log, on_evaluate, on_save. A step
+is a rollout with all of its updates. Events of single updates and of batches in an evaluation do not exist here.
+
+On several ranks every rank calls its callbacks, and what one of them decides holds for all.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+from transformers.trainer_utils import IntervalStrategy
+
+from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.data.records import TrainerState
+from fastgrpo.ranks import Ranks
+from fastgrpo.run.history import evaluated
+
+logger = logging.getLogger(__name__)
+
+NEVER = ("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_prediction_step", "on_predict")
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+CONTROL = "TrainerControl"  # the name under which a checkpoint has the flags, as transformers' have
+
+
+class Arguments:
+    """The settings of a run as callbacks read them: ours, and names of transformers that follow from them.
+
+    Args:
+        config: The settings.
+        ranks: The ranks.
+        output_dir: The folder of the run.
+        evaluates: Whether there are held-out rows.
+        greater: Whether a greater value of metric_for_best_model is better.
+    """
+
+    load_best_model_at_end = False
+    n_gpu = 1
+    logging_first_step = False
+    eval_delay = 0
+
+    def __init__(
+        self, config: TrainingConfig, ranks: Ranks, output_dir: Path, evaluates: bool, greater: bool = True
+    ) -> None:
+        self.config = config
+        self.output_dir = str(output_dir)
+        self.greater_is_better = greater
+        self.world_size, self.process_index = ranks.size, ranks.rank
+        self.should_save = self.should_log = ranks.lead
+        steps, no = IntervalStrategy.STEPS, IntervalStrategy.NO
+        self.logging_strategy = self.save_strategy = steps
+        self.eval_strategy = steps if evaluates and config.eval_steps else no
+        metric = config.metric_for_best_model
+        if metric is not None and metric.startswith("eval/"):
+            metric = next(iter(evaluated({metric: 0.0})))
+        self.metric_for_best_model = metric
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a setting. Raises AttributeError where there is none of that name."""
+        if name.startswith("__") or name == "config":
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+
+class Callbacks:
+    """Calls the callbacks of a run, by transformers' own handler.
+
+    Args:
+        callbacks: Instances or classes.
+        state: How far the run is.
+        model: What callbacks get as the model.
+        tokenizer: What they get as the processing class.
+        optimizer: What they get as the optimizer.
+        schedule: What they get as the scheduler of the learning rate.
+        ranks: The ranks.
+
+    Attributes:
+        handler: transformers' handler, whose callbacks can be added to and removed from.
+        control: What the callbacks have decided.
+        args: The settings as callbacks read them; they are known once the folder of the run is claimed.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None,
+        state: TrainerState,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        optimizer: Any,
+        schedule: Any,
+        ranks: Ranks,
+    ) -> None:
+        self.state, self.ranks, self.control, self.args = state, ranks, TrainerControl(), None
+        self.decide = False  # whether any rank has callbacks
+        # The handler warns where nothing decides when to log, evaluate and save. Our loop does.
+        self.handler = CallbackHandler([DefaultFlowCallback], model, tokenizer, optimizer, schedule)
+        self.handler.pop_callback(DefaultFlowCallback)
+        for callback in callbacks or ():
+            self.add(callback)
+
+    def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, and warn of events in it that never happen here.
+
+        Args:
+            callback: An instance or a class.
+
+        Raises:
+            ValueError: It is no callback of transformers.
+        """
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise ValueError(f"callbacks: {kind.__name__} is no transformers.TrainerCallback; inherit from it")
+        never = [name for name in NEVER if getattr(kind, name) is not getattr(TrainerCallback, name)]
+        if never:
+            logger.warning("%s of %s is never called: a step is a whole rollout here", ", ".join(never), kind.__name__)
+        self.handler.add_callback(callback)
+
+    def begin(self) -> None:
+        """Begin the training, and find out whether any rank has callbacks, whose decisions all must hear of then.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
+        """
+        self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
+        self.call("on_train_begin")
+
+    def hear(self, event: str) -> bool:
+        """Tell whether any callback has something to do at an event.
+
+        Args:
+            event: The name of the event.
+
+        Returns:
+            Whether one of them overrides it.
+        """
+        mine = getattr(TrainerCallback, event)
+        return any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
+
+    def call(self, event: str, **values: Any) -> None:
+        """Call an event of all callbacks.
+
+        Args:
+            event: Its name.
+            values: What it gets besides the arguments of every event: `metrics` or `logs`.
+        """
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **values)
+
+    def agree(self, what: str) -> None:
+        """Make the decisions of every rank those of all.
+
+        Args:
+            what: What was decided on, as `Ranks.waiting` takes it.
+
+        Raises:
+            ValueError: A callback wants to leave an epoch early.
+            RankLost: Another rank failed or did not come.
+        """
+        flags = [[getattr(self.control, flag) for flag in FLAGS]]
+        if self.ranks.size > 1 and self.decide:
+            flags = self.ranks.gather(flags[0], what)
+        for flag, wanted in zip(FLAGS, zip(*flags, strict=True), strict=True):
+            setattr(self.control, flag, any(wanted))
+        if self.control.should_epoch_stop:
+            raise ValueError(
+                "a callback set should_epoch_stop, and rows are drawn without an end here; set should_training_stop"
+            )
+
+    def note_best(self, measured: dict[str, float]) -> None:
+        """Note the best value of metric_for_best_model, as transformers does after an evaluation.
+
+        Args:
+            measured: What was measured on held-out rows, by TRL's names.
+        """
+        state, name = self.state, self.args.metric_for_best_model
+        value = measured.get(name, measured.get(f"eval_{name}"))
+        if value is None or value != value:
+            return
+        best = state.best_metric
+        if best is None or (value > best if self.args.greater_is_better else value < best):
+            state.best_metric, state.best_global_step = value, state.global_step
+            state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{state.global_step}"
+
+    def export(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the callbacks: the state of those that have one, and the decisions."""
+        kept = {}
+        for callback in self._stateful():
+            kept.setdefault(type(callback).__name__, []).append(callback.state())
+        return {name: states[0] if len(states) == 1 else states for name, states in kept.items()} | (
+            {CONTROL: self.control.state()} if self.handler.callbacks else {}
+        )
+
+    def restore(self) -> None:
+        """Give callbacks the state that the run's state has for them, one after the other where a class has several."""
+        kept = dict(self.state.stateful_callbacks)
+        for flag, value in kept.pop(CONTROL, {}).get("args", {}).items():
+            setattr(self.control, flag, value)
+        kept = {name: list(states) if isinstance(states, list) else [states] for name, states in kept.items()}
+        for callback in self._stateful():
+            states = kept.get(type(callback).__name__)
+            if states:
+                for name, value in states.pop(0)["attributes"].items():
+                    setattr(callback, name, value)
+        best = self.state.best_global_step
+        if best is not None:
+            self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{best}"
+
+    def _stateful(self) -> Iterable[Any]:
+        return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]

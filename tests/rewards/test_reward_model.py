@@ -1,0 +1,93 @@
+"""Reward models: what they are made of, what they judge, and which names are theirs."""
+
+import pytest
+import tiny
+import torch
+from transformers import LlamaForSequenceClassification, Qwen2ForSequenceClassification
+
+from fastgrpo.rewards.call import Rewards, found, load_reward
+from fastgrpo.rewards.reward_model import RewardModel, names_model
+
+
+def classifier(seed=0, labels=1, name="qwen2", **changes):
+    torch.manual_seed(seed)
+    kind = {"qwen2": Qwen2ForSequenceClassification, "llama": LlamaForSequenceClassification}[name]
+    config = tiny.config(name, **{"vocab_size": 258, "pad_token_id": None, **changes})
+    config.num_labels = labels
+    return kind(config)
+
+
+def saved(path, chat=False, **settings):
+    classifier(**settings).save_pretrained(path)
+    tiny.tokenizer(chat).save_pretrained(path)
+    return path
+
+
+def truth(model, text):
+    """The logit of one text alone, which nothing pads."""
+    ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
+    with torch.no_grad():
+        return model(ids).logits[0, 0].item()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_each_text_is_judged_as_if_it_were_alone(name, monkeypatch):
+    monkeypatch.setattr("fastgrpo.rewards.reward_model.BATCH", 2)
+    model = classifier(name=name)
+    judge = RewardModel(model, tiny.tokenizer())
+    prompts, completions = ["ab", "c", "hello "], ["x", "yyyyyyy", ""]
+    rewards = judge(prompts, completions, answer=[1, 2, 3])
+    assert rewards == pytest.approx([truth(model, p + c) for p, c in zip(prompts, completions, strict=True)], abs=1e-5)
+    assert len(set(rewards)) == 3
+
+
+def test_messages_go_through_the_template_of_the_reward_model():
+    model = classifier()
+    prompt, completion = [{"role": "user", "content": "ab"}], [{"role": "assistant", "content": "c"}]
+    rewards = RewardModel(model, tiny.tokenizer(chat=True))([prompt], [completion])
+    assert rewards == pytest.approx([truth(model, "<user>ab\n<assistant>c\n")], abs=1e-5)
+    with pytest.raises(ValueError, match=r"has no chat template; pass one that has as reward_processing_classes"):
+        RewardModel(model, tiny.tokenizer())([prompt], [completion])
+
+
+def test_what_a_reward_model_needs():
+    with pytest.raises(ValueError, match=r"Qwen2ForSequenceClassification with 2 labels"):
+        RewardModel(classifier(labels=2), tiny.tokenizer())
+    with pytest.raises(ValueError, match=r"is a Qwen2ForCausalLM .* a function f\(prompts"):
+        RewardModel(tiny.model(), tiny.tokenizer())
+    with pytest.raises(ValueError, match=r"in memory and has no tokenizer to load; pass reward_processing_classes"):
+        RewardModel(classifier())
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match=r"has no padding token.*set tokenizer.pad_token to a token that no text has"):
+        RewardModel(classifier(), tokenizer)
+
+
+def test_one_rule_reads_names(tmp_path):
+    folder = saved(tmp_path / "judge")
+    assert names_model(str(folder)) and names_model("org/model") and not names_model("math:sqrt")
+    assert isinstance(load_reward(str(folder)), RewardModel)
+    with pytest.raises(ValueError, match=r"no reward function 'accuracy'.* model by its folder or as ORG/MODEL"):
+        found("accuracy", None)
+    with pytest.raises(ValueError, match=r"the reward model of 'no/such' cannot be loaded"):
+        found("no/such", None)
+
+
+def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
+    def length(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    tokenizer = tiny.tokenizer()
+    mixed = [length, str(saved(tmp_path / "judge", seed=1)), classifier()]
+    functions = found(mixed, [None, None, tokenizer])
+    assert functions[0] is length and functions[2].tokenizer is tokenizer
+    assert Rewards(functions).names == ["length", "judge", "Qwen2ForSequenceClassification"]
+    Rewards(functions).place(torch.device("meta"))
+    assert functions[1].model.device.type == functions[2].model.device.type == "meta"
+
+
+def test_there_are_as_many_tokenizers_as_rewards():
+    with pytest.raises(ValueError, match=r"has 1 entries, which must match the 2 reward_funcs"):
+        found([classifier(), classifier()], tiny.tokenizer())
+    judge = found(classifier(), tiny.tokenizer())
+    assert len(judge) == 1

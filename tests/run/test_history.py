@@ -1,0 +1,42 @@
+"""The history of a run: entries by TRL's names, and what `train` returns."""
+
+import math
+
+from fastgrpo.run.history import Summary, entry, evaluated, last_training, mean_loss, read
+
+
+def test_what_was_sampled_goes_by_trls_names_before_what_was_greedy():
+    values = {"eval/reward": 1.0, "eval/sampled/reward": 0.5, "eval/mean_length": 7.0, "eval/time": 2.0}
+    assert evaluated(values) == {"eval_reward": 0.5, "eval_completions/mean_length": 7.0, "eval_runtime": 2.0}
+    assert evaluated({"eval_math/accuracy": 1.0}, "eval_math") == {"eval_math_accuracy": 1.0}
+
+
+def test_an_entry_has_the_step_and_none_in_place_of_nan():
+    assert entry(3, {"reward": 1.0, "kl": math.nan, "epoch": 0.5}) == {
+        "reward": 1.0,
+        "kl": None,
+        "epoch": 0.5,
+        "step": 3,
+    }
+    made = entry(3, {"eval_a/reward": 1.0, "eval/reward": 2.0, "epoch": 0.5})
+    assert made == {"eval_a_reward": 1.0, "eval_reward": 2.0, "epoch": 0.5, "step": 3}
+
+
+def test_only_what_the_checkpoint_knows_is_read_back(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    known = '{"step": 1, "loss": 2.0}\nspoilt\n{"step": 3, "eval/reward": null}\n'
+    path.write_text(known + '{"step": 4, "loss": 9.0}\n')
+    assert read(path, len(known)) == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
+    assert read(tmp_path / "nothing", 10) == []
+
+
+def test_the_mean_loss_weighs_a_line_by_its_steps():
+    lines = [{"step": 2, "loss": 1.0}, {"step": 2, "eval_reward": 5.0}, {"step": 3, "loss": 4.0}]
+    assert mean_loss(lines) == 2.0 and mean_loss([]) == 0.0
+    assert last_training([*[{"learning_rate": 1.0}], *lines]) == {"learning_rate": 1.0} and last_training(lines) == {}
+
+
+def test_a_summary_is_a_dict_and_an_output_of_training():
+    summary = Summary({"steps": 4}, {"train_loss": 0.25})
+    assert summary == {"steps": 4} and summary.global_step == 4
+    assert summary.training_loss == 0.25 and summary.metrics == {"train_loss": 0.25}

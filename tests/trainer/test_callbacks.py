@@ -1,0 +1,174 @@
+"""transformers' callbacks in our loop: events in their order, decisions, state over a checkpoint, and ranks."""
+
+import json
+import logging
+
+import pytest
+from runs import PROMPTS, lines, make_trainer, share_of_a
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, TrainerCallback
+
+from fastgrpo.run.checkpoint import read_state
+
+pytestmark = pytest.mark.usefixtures("without_curves")
+EVENTS = (
+    "on_init_end", "on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate",
+    "on_save", "on_epoch_end", "on_train_end",
+)  # fmt: skip
+
+
+class Recorder(TrainerCallback):
+    """Notes every event with the step, and what it gets."""
+
+    def __init__(self):
+        self.seen, self.got = [], {}
+
+    def _note(self, event, args, state, control, **given):
+        self.seen.append((event, state.global_step))
+        self.got[event] = given
+        assert args.max_completion_length == 6 and state.max_steps >= state.global_step
+
+
+for _event in EVENTS:
+    setattr(
+        Recorder, _event,
+        lambda self, args, state, control, event=_event, **given: self._note(event, args, state, control, **given),
+    )  # fmt: skip
+
+
+def test_events_come_in_transformers_order_with_what_they_need(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(
+        tmp_path, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, callbacks=[recorder], eval_on_start=False
+    )
+    assert recorder.seen == [("on_init_end", 0)]
+    trainer.train()
+    step = ["on_step_begin", "on_step_end", "on_log"]
+    # every step of these four prompts is an epoch
+    steps = ["on_epoch_begin", *step, "on_epoch_end", "on_log", "on_evaluate", "on_save"]
+    events = [event for event, _ in recorder.seen]
+    assert events == ["on_init_end", "on_train_begin", *steps, *steps, "on_train_end", "on_log"]
+    assert [at for event, at in recorder.seen if event == "on_step_begin"] == [0, 1]
+    assert [at for event, at in recorder.seen if event == "on_save"] == [1, 2]
+    given = recorder.got["on_step_end"]
+    assert given["model"] is trainer.model and given["processing_class"] is trainer.tokenizer
+    assert given["optimizer"].param_groups and given["lr_scheduler"] is trainer.schedule
+    assert {"eval_reward", "eval_accuracy", "eval_runtime", "epoch"} <= set(recorder.got["on_evaluate"]["metrics"])
+    assert recorder.got["on_log"]["logs"]["train_loss"] is not None
+
+
+class Wishes(TrainerCallback):
+    """Sets a flag after one step."""
+
+    def __init__(self, flag, step=1, event="on_step_end"):
+        self.flag = flag
+
+        def wish(args, state, control, **_):
+            if state.global_step == step:
+                setattr(control, flag, True)
+            return control
+
+        setattr(self, event, wish)
+
+
+def test_stopping_ends_the_run_as_its_end_does(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_rows=PROMPTS[:2], max_steps=5, logging_steps=4, callbacks=[Wishes("should_training_stop")]
+    )
+    result = trainer.train()
+    run = tmp_path / "run"
+    assert result.global_step == result["steps"] == 1 and (run / "checkpoint-1").is_dir()
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+    assert [sorted({"reward", "eval/accuracy"} & set(row)) for row in lines(run / "metrics.jsonl")] == [
+        ["eval/accuracy"], ["reward"], ["eval/accuracy"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", ["should_save", "should_evaluate", "should_log"])
+def test_a_wish_is_fulfilled_after_its_step(tmp_path, flag):
+    trainer = make_trainer(
+        tmp_path, eval_rows=PROMPTS[:2], max_steps=3, logging_steps=3, eval_on_start=False, callbacks=[Wishes(flag)]
+    )
+    trainer.train()
+    run = tmp_path / "run"
+    rows = lines(run / "metrics.jsonl")
+    assert (run / "checkpoint-1").exists() == (flag == "should_save")
+    assert any(row["step"] == 1 and "eval/accuracy" in row for row in rows) == (flag == "should_evaluate")
+    assert any(row["step"] == 1 and "reward" in row for row in rows) == (flag == "should_log")
+    assert rows[-1]["step"] == 3
+
+
+def falling(completions, trainer_state, **_):
+    """A reward that falls with every step, and differs within a group."""
+    return [value - trainer_state.global_step for value in share_of_a(completions)]
+
+
+@pytest.mark.parametrize("metric", ["eval_reward", "eval/reward"])
+def test_early_stopping_by_the_best_metric(tmp_path, metric):
+    trainer = make_trainer(
+        tmp_path, falling, eval_rows=PROMPTS[:2], max_steps=6, eval_steps=1, save_steps=1, eval_on_start=False,
+        metric_for_best_model=metric, callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )  # fmt: skip
+    assert trainer.train().global_step == 3
+    assert trainer.state.best_global_step == 1
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-1")
+    history = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert trainer.state.best_metric == history[0] > history[1] > history[2]
+
+
+def test_a_resumed_run_has_the_callbacks_state(tmp_path):
+    def make(**settings):
+        return make_trainer(
+            tmp_path, falling, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, eval_on_start=False,
+            metric_for_best_model="eval/reward", callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+            lr_scheduler_type="constant", **settings,
+        )  # fmt: skip
+
+    make(max_steps=2).train()
+    kept = read_state(tmp_path / "run" / "checkpoint-2")["stateful_callbacks"]
+    assert kept["EarlyStoppingCallback"]["attributes"] == {"early_stopping_patience_counter": 1}
+    resumed = make(max_steps=6, resume_from_checkpoint="auto")
+    assert resumed.train().global_step == 3  # the second worse one in a row
+    assert resumed.state.best_global_step == 1
+    assert [entry["step"] for entry in resumed.state.log_history if "eval_reward" in entry] == [1, 2, 3]
+
+
+def test_callbacks_are_added_popped_and_removed(tmp_path, caplog):
+    recorder = Recorder()
+    trainer = make_trainer(tmp_path, callbacks=[PrinterCallback])
+    trainer.add_callback(recorder)
+    trainer.add_callback(ProgressCallback())
+    assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(recorder)
+    assert trainer.callbacks.handler.callbacks == [] and trainer.pop_callback(Recorder) is None
+    with pytest.raises(ValueError, match=r"callbacks: list is no transformers.TrainerCallback"):
+        trainer.add_callback([])
+    with caplog.at_level(logging.WARNING):
+        trainer.add_callback(type("Substeps", (TrainerCallback,), {"on_substep_end": lambda *_, **__: None}))
+    assert "on_substep_end of Substeps is never called" in caplog.text
+
+
+def test_leaving_an_epoch_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[Wishes("should_epoch_stop", step=1)])
+    with pytest.raises(ValueError, match=r"set should_epoch_stop.*set should_training_stop"):
+        trainer.train()
+
+
+def test_what_one_rank_wants_holds_for_all(tmp_path):
+    trainer = make_trainer(tmp_path)
+
+    class Two:
+        size = 2
+
+        def gather(self, flags, what):
+            return [flags, [False, False, True, False, False]]
+
+        def any(self, flag, what):
+            return True
+
+    trainer.callbacks.ranks = Two()
+    trainer.callbacks.begin()
+    trainer.callbacks.control.should_log = True
+    trainer.callbacks.agree("a step")
+    control = trainer.callbacks.control
+    assert (control.should_save, control.should_log, control.should_training_stop) == (True, True, False)

@@ -1,0 +1,87 @@
+"""What a trainer leaves when it is told to: models, metrics, its state, and an upload."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import huggingface_hub
+import pytest
+import torch
+from runs import make_trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    trainer = make_trainer(tmp_path_factory.mktemp("leaving"))
+    trainer.result = trainer.train()
+    return trainer
+
+
+def same(path, trainer):
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert AutoTokenizer.from_pretrained(path).vocab_size == trainer.tokenizer.vocab_size
+    return all(torch.equal(loaded.get_parameter(name), value) for name, value in trainer.model.named_parameters())
+
+
+def test_the_model_is_saved_where_it_is_asked_for(trainer, tmp_path):
+    trainer.save_model(tmp_path / "model")
+    assert same(tmp_path / "model", trainer)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_in_the_folder_of_the_run_the_model_has_a_folder_of_its_own(trainer, named, capsys):
+    trainer.save_model(str(trainer.log.dir) if named else None)
+    assert same(trainer.log.dir / "final", trainer)
+    assert "the model is saved in" in capsys.readouterr().out
+    assert json.loads((trainer.log.dir / "config.json").read_text())["command"] == "train"
+
+
+def test_metrics_and_state_are_written(trainer, capsys):
+    trainer.log_metrics("train", trainer.result.metrics)
+    assert "***** train metrics *****" in capsys.readouterr().out
+    trainer.save_metrics("train", trainer.result.metrics)
+    trainer.save_metrics("eval", {"eval_reward": 1.0})
+    trainer.save_state()
+    read = {
+        name: json.loads((trainer.log.dir / f"{name}_results.json").read_text()) for name in ("train", "eval", "all")
+    }
+    assert read["all"] == read["train"] | read["eval"] and read["train"]["train_loss"] == trainer.result.training_loss
+    state = json.loads((trainer.log.dir / "trainer_state.json").read_text())
+    assert state["global_step"] == 2 and state["log_history"][-1]["train_loss"] == trainer.result.training_loss
+    assert trainer.is_world_process_zero() and trainer.is_local_process_zero()
+
+
+class Hub:
+    """A stand-in for HfApi that notes what it is asked for."""
+
+    asked: ClassVar[list] = []
+
+    def create_repo(self, name, **settings):
+        self.asked.append((name, settings))
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    def upload_folder(self, folder_path, **settings):
+        self.asked.append((sorted(path.name for path in Path(folder_path).iterdir()), settings))
+        return "the commit"
+
+
+@pytest.mark.parametrize("name", [None, "org/mine"])
+def test_the_model_is_uploaded(trainer, monkeypatch, name):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [])
+    object.__setattr__(trainer.args, "hub_model_id", name)
+    assert trainer.push_to_hub(commit_message="done", dataset_name="mine") == "the commit"
+    (repo, settings), (files, upload) = Hub.asked
+    assert repo == name or (name is None and repo == trainer.log.dir.name)
+    assert settings == {"private": None, "exist_ok": True}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert upload == {"repo_id": f"me/{repo}", "commit_message": "done"}
+
+
+def test_a_run_uploads_at_its_end_where_it_is_told_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "asked", [])
+    make_trainer(tmp_path, push_to_hub=True, hub_model_id="org/mine", hub_private_repo=True).train()
+    assert Hub.asked[0][0] == "org/mine" and Hub.asked[0][1]["private"] is True
