@@ -188,9 +188,9 @@ def parts() -> list[Part]:
         own("rollout", 75, *(() if SMALL else (f"{ROLLOUT_SIZE}: share of the bandwidth limit, {LAYERS}",)),
             f"{ROLLOUT_SIZE}: graphs, times without", **KERNELS_ONLY),
         own("step", 110, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
-        own("trl", 75, *TRL_BARS, **KERNELS_ONLY),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
             f"{size_name(FP32_SIZE)} in fp32: time of triton, of chunked", **interpreted, **KERNELS_ONLY),
+        own("trl", 75, *TRL_BARS, **KERNELS_ONLY),
         own("times", 45),
         # Without the caching allocator the sanitizer knows where each tensor ends. It watches the kernels alone.
         Part("sanitizer", watched if sanitizer else None, 90, (f"errors of {SANITIZER}",), read_sanitizer,
