@@ -73,6 +73,8 @@ def trained(trainer):
         {"off_policy_mask_threshold": 0.5},
         {"entropy_coef": 0.01},
         {"top_p": 0.9, "top_k": 10, "min_p": 0.01},
+        {"repetition_penalty": 1.2},
+        {"generation_kwargs": {"top_k": 10, "repetition_penalty": 1.2}, "cast_lm_head_to_fp32": True},
         {"gradient_checkpointing": True},
         {"use_cpu": True},
         {"bf16": True, "use_cpu": True},
