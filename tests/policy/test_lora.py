@@ -80,7 +80,7 @@ def test_the_reward_climbs_and_the_base_does_not_move(tmp_path):
     trainer.train()
     rewards = [row["reward"] for row in lines(run / "metrics.jsonl") if "reward" in row]
     assert rewards[0] <= 0.2 and max(rewards) >= 0.9
-    after = base_weights(trainer.model)
+    after = base_weights(trainer.policy.module)
     assert all(torch.equal(after.pop(name), p) for name, p in before.named_parameters()) and not after
     kls = [row["kl"] for row in lines(run / "metrics.jsonl") if "kl" in row]
     assert kls[0] == pytest.approx(0, abs=1e-6) and kls[-1] > 0.1

@@ -3,6 +3,7 @@
 import importlib.util
 import tempfile
 import weakref
+from pathlib import Path
 
 import tiny
 import torch
@@ -271,7 +272,7 @@ def a_folder_that_transformers_reads(ranks):
     weights = sharded.full_state_dict()
     if ranks.rank == 0:
         with tempfile.TemporaryDirectory() as folder:
-            save_model(folder, sharded.module, tiny.tokenizer(), dict(weights))
+            save_model(Path(folder), sharded.module, tiny.tokenizer(), dict(weights))
             read = type(model()).from_pretrained(folder)
         assert read.config.architectures == ["Qwen2ForCausalLM"]
         assert all(torch.equal(weights[name], value) for name, value in read.state_dict().items())
