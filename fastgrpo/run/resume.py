@@ -1,6 +1,7 @@
 """Resuming a run: finds the folder and the checkpoint to continue from, and compares the settings."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -60,7 +61,7 @@ def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
         Whether there are checkpoints, and the settings neither go on from one nor delete them.
     """
     path = config.output_dir
-    left = path is not None and Path(path).is_dir() and bool(checkpoints(path))
+    left = path is not None and os.path.isdir(path) and bool(checkpoints(path))
     waits = left and config.resume_from_checkpoint is None and not config.overwrite_output_dir
     return ranks.from_lead(waits, "whether output_dir holds a run")
 
