@@ -20,15 +20,15 @@ class GRPO(L.LightningModule):
     def __init__(self, name, learning_rate=2e-4, max_new_tokens=28):
         super().__init__()
         self.save_hyperparameters()
-        self.model = AutoModelForCausalLM.from_pretrained(name)
-        self.reference = AutoModelForCausalLM.from_pretrained(name).requires_grad_(False)
+        self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        self.reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
         self.tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
 
     def complete(self, rows, **sampling):
         prompts = self.tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True).to(self.device)
         ids = self.model.generate(**prompts, max_new_tokens=self.hparams.max_new_tokens, **sampling)
         completions = ids[:, prompts.input_ids.shape[1] :]
-        stops = completions == self.tokenizer.eos_token_id
+        stops = torch.isin(completions, torch.tensor(self.model.generation_config.eos_token_id, device=self.device))
         mask = stops.cumsum(1) - stops.long() == 0  # up to the first stop token, which counts too
         attention = torch.cat([prompts.attention_mask, mask.long()], 1)
         inputs = {"input_ids": ids, "attention_mask": attention, "position_ids": (attention.cumsum(1) - 1).clamp(min=0)}

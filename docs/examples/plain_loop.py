@@ -23,7 +23,7 @@ def complete(model, tokenizer, prompts, group, max_new_tokens):
     full_softmax = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     ids = model.generate(**read, **full_softmax, max_new_tokens=max_new_tokens)
     completions = ids[:, read.input_ids.shape[1] :]
-    stops = completions == tokenizer.eos_token_id
+    stops = torch.isin(completions, torch.tensor(model.generation_config.eos_token_id, device=model.device))
     mask = stops.cumsum(1) - stops.long() == 0  # up to the first stop token, which counts too
     attention = torch.cat([read.attention_mask, mask.long()], 1)
     positions = (attention.cumsum(1) - 1).clamp(min=0)
@@ -58,7 +58,8 @@ def main(name=None):
     if name is None:
         model, tokenizer = character_model(" abcdefghijklmnopqrstuvwxyz", seed=0, layers=2)
         return train(model, tokenizer, PROMPTS, vowels, steps=25, learning_rate=3e-3)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # AdamW loses small steps in bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(name)
     return train(model, tokenizer, PROMPTS, vowels, steps=40, learning_rate=1e-5)
 
 

@@ -22,7 +22,9 @@ from fastgrpo.integrations.trl_loss import SURROGATES, objective_of, score
 
 # A class that has these of its own would lose them here, or have its loss without the gradient that belongs to it.
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
-TOLERANCE = 1e-3  # of the first loss, against TRL's own code: a version of TRL with another formula differs by more
+# The first losses are compared with TRL's own code, which differs by more than the tolerance where a version of TRL has
+# another formula. One is not enough: in the very first, ratios are 1, the KL is 0, and advantages may all be 0.
+COMPARED, TOLERANCE = 16, 1e-3
 
 
 class FusedGRPOTrainer(GRPOTrainer):
@@ -50,9 +52,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         value = super()._compute_loss(scored, inputs)
         (output,) = outputs
         ours = output.loss.detach()
-        if not (self._compared or self.aux_loss_enabled):
+        if self._compared < COMPARED and not self.aux_loss_enabled:
             _compare(ours, value.detach(), inputs["advantages"])
-            self._compared = True
+            self._compared += 1
         return value + (output.loss - ours)  # TRL's value, which has the auxiliary loss, and the gradient of ours
 
     def _get_per_token_logps_and_entropies(self, model, *args, compute_entropy=False, **kwargs):
@@ -89,7 +91,8 @@ def patch(trainer: GRPOTrainer) -> FusedGRPOTrainer:
 def _take_over(trainer):
     """Check what the trainer wants, and attach the head to its model and to its reference."""
     _refuse(trainer)
-    trainer._fused_objective, trainer._compared = objective_of(trainer), False
+    objective_of(trainer)  # refuses numbers out of range
+    trainer._compared = 0
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             model = trainer.accelerator.unwrap_model(model)
@@ -98,18 +101,28 @@ def _take_over(trainer):
 
 
 def _refuse(trainer):
-    """Raise a ValueError that names what cannot be served. `objective_of` refuses numbers out of range."""
+    """Raise a ValueError that names what cannot be served."""
     args, kind, model = trainer.args, trainer.loss_type, trainer.accelerator.unwrap_model(trainer.model)
     adapters = getattr(model, "peft_config", {}).values()
     prompts = [type(adapter).__name__ for adapter in adapters if adapter.is_prompt_learning]
-    weight = model.get_output_embeddings().weight
+    head = model.get_output_embeddings()
+    own_weights = type(trainer).get_gamma_weights is not GRPOTrainer.get_gamma_weights
     by_sequence = trainer.importance_sampling_level == "sequence"
     corrected = trainer.beta != 0 and args.use_bias_correction_kl
     for refused, why in (
         (prompts, f"peft_config={', '.join(prompts)}: prompt tuning is not served; use LoRA"),
         (args.torch_compile, "torch_compile=True: the loss reads each batch inside of the forward; leave it out"),
         (is_deepspeed_zero3_enabled(), "deepspeed: ZeRO stage 3 hides the weight of the head; use stage 2 or FSDP"),
-        (not weight.is_floating_point(), f"quantization_config: the head is {weight.dtype}; leave the head out of it"),
+        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process: start one for each by torchrun or accelerate launch"),
+        (
+            not head.weight.is_floating_point(),
+            f"quantization_config: the head is {head.weight.dtype}; leave the head out of it",
+        ),
+        (
+            type(head).__name__ == "TrainableTokensWrapper",
+            "peft_config: trainable_token_indices of the head; train them in the embedding alone",
+        ),
+        (kind == "vespo" and own_weights, f"{type(trainer).__name__}.get_gamma_weights: leave vespo's weights to TRL"),
         (kind not in SURROGATES, f"loss_type={kind!r}: choose one of {', '.join(SURROGATES)}"),
         (
             kind == "cispo" and not trainer.epsilon_high > 0,

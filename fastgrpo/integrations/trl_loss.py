@@ -80,7 +80,8 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> 
             known = head.score(scored, with_entropy=True)
     if some_alone:
         chosen = trainer.get_high_entropy_mask(known.entropies.detach(), mask, 1 - trainer.top_entropy_quantile)
-    objective = replace(trainer._fused_objective, entropy_coef=0.0 if bonus_apart else coefficient)
+    # Anew each time: a callback may have changed a setting of the trainer.
+    objective = replace(objective_of(trainer), entropy_coef=0.0 if bonus_apart else coefficient)
     gains, old_logps = _gains(trainer, inputs, mask, known, chosen), inputs.get("old_per_token_logps")
     sampler_logps = _sampler(trainer, inputs, mask)
     if trainer.loss_type == "cispo" and trainer.epsilon_high < 1:

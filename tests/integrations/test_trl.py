@@ -1,5 +1,6 @@
 """TRL's trainer with our head and loss takes the same steps as TRL's own, in every setting that it serves."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from trl_pairs import (
     weights,
 )
 
+from fastgrpo.integrations import trl_loss
 from fastgrpo.integrations.trl import FusedGRPOTrainer, patch
 
 TYPES = {
@@ -226,6 +228,42 @@ def test_prompt_tuning_is_refused(path, tmp_path):
     tuned = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
     with pytest.raises(ValueError, match="peft_config=PromptTuningConfig: prompt tuning"):
         trainer(FusedGRPOTrainer, path, tmp_path, peft_config=tuned)
+
+
+def test_settings_that_change_in_a_run_change_the_gradient(path, tmp_path):
+    """As a callback does that lowers the KL step by step."""
+    trls = pair(path, tmp_path, beta=0.3, num_iterations=2, **SEQUENCE)
+    inputs = make_inputs(trls.theirs)
+    assert_same_gradients(trls, inputs)
+    for one in (trls.theirs, trls.ours):
+        one.beta, one.epsilon_low = 0.01, 0.05
+    assert_same_gradients(trls, inputs)
+
+
+def test_weights_of_vespo_of_ones_own_are_refused(path, tmp_path):
+    class Theirs(trl.GRPOTrainer):
+        def get_gamma_weights(self, *args, **kwargs):
+            return 1
+
+    with pytest.raises(ValueError, match="get_gamma_weights: leave vespo's weights to TRL"):
+        patch(trainer(Theirs, path, tmp_path, loss_type="vespo"))
+
+
+def test_several_gpus_in_one_process_are_refused(path, tmp_path):
+    theirs = trainer(trl.GRPOTrainer, path, tmp_path)
+    theirs.args._n_gpu = 2
+    with pytest.raises(ValueError, match="2 GPUs in one process: start one for each"):
+        patch(theirs)
+
+
+def test_another_formula_of_trl_is_noticed_after_the_first_loss(path, tmp_path, monkeypatch):
+    """In the first one every ratio is 1, so that a version of TRL that clips otherwise has the same."""
+    one = trainer(FusedGRPOTrainer, path, tmp_path, loss_type="grpo")
+    narrow = dataclasses.replace(trl_loss.objective_of(one), epsilon=1e-6, epsilon_high=1e-6)
+    monkeypatch.setattr(trl_loss, "objective_of", lambda trainer: narrow)
+    gradients(one, make_inputs(one, old=False))
+    with pytest.raises(RuntimeError, match="another loss than fastgrpo knows"):
+        gradients(one, make_inputs(one))
 
 
 def test_another_formula_of_trl_is_noticed(path, tmp_path, monkeypatch):
