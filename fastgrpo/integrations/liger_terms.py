@@ -14,6 +14,14 @@ from fastgrpo.kernels.products import compute_dtype
 from fastgrpo.loss.objective import LOSS_TYPES, POSITIVE, Objective
 
 Tensor = torch.Tensor
+# The surrogate -> the settings that only some surrogates read, and this one does.
+READ = {
+    "clip": ("epsilon", "epsilon_high"),
+    "cispo": ("epsilon_high",),
+    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
+    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+}
+LAMBDA_MIN = 1e-4  # Liger holds vespo's lambda above it
 
 
 class Terms(NamedTuple):
@@ -40,7 +48,8 @@ def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective
     """Make the objective that Liger means by its settings.
 
     LUSPO with ratios per token, which `Objective` refuses by that name, is a sum over the tokens of a sequence and a
-    mean over sequences: dr_grpo with the constant 1. A cap of CISPO below 1 is left to `translate`.
+    mean over sequences: dr_grpo with the constant 1. A cap of CISPO below 1 is left to `translate`. A setting that the
+    surrogate does not read may have any value, as in Liger.
 
     Args:
         loss_type: Liger's.
@@ -53,14 +62,19 @@ def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective
     Raises:
         ValueError: `Objective` refuses a field, or the cap of cispo is not positive.
     """
-    if loss_type == "cispo":
+    surrogate = LOSS_TYPES.get(loss_type, ("clip",))[0]
+    if surrogate == "cispo":
         POSITIVE.check("epsilon_high", epsilon_high)
         epsilon_high = max(epsilon_high, 1.0)
+    knobs["epsilon_high"] = epsilon_high
+    unread = {name for names in READ.values() for name in names} - {*READ[surrogate]}
+    knobs = {name: value for name, value in knobs.items() if name not in unread}
     if loss_type == "luspo" and knobs["importance_sampling_level"] == "token":
         loss_type, knobs = "dr_grpo", knobs | {"max_completion_length": 1}
     if loss_type == "vespo":  # its weights against the sampler are bounded inside of W alone
+        knobs |= {name: max(knobs[name], LAMBDA_MIN) for name in READ["vespo"] if "lambda" in name and name in knobs}
         knobs |= {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}
-    return Objective(loss_type=loss_type, epsilon_high=epsilon_high, **knobs)
+    return Objective(loss_type=loss_type, **knobs)
 
 
 def translate(

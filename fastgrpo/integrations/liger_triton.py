@@ -55,7 +55,7 @@ def triton_grpo_loss(
         vllm_is_ratio: [B, T], [B, 1] or [B]: weight of the surrogate against the sampler, or None.
         delta: Upper bound on the unclipped ratio, or None.
         use_bias_correction_kl: Whether the KL is multiplied by the ratio.
-        num_items_in_batch: Tokens of the whole step on all processes, or None for those of this call.
+        num_items_in_batch: Tokens of the whole step on all processes, or None for those of this call on all processes.
         vespo_k_pos: k of VESPO's weight for tokens with advantage >= 0.
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.

@@ -1,5 +1,6 @@
 """Our LigerFusedLinearGRPOLoss: Liger's signature, the truth everywhere, and Liger's numbers where they are right."""
 
+import importlib
 import inspect
 import os
 import subprocess
@@ -16,7 +17,7 @@ from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_lo
 
 @pytest.fixture(scope="module")
 def liger():
-    return pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="Liger is not installed")
+    return importlib.import_module("liger_kernel.chunked_loss.grpo_loss")
 
 
 def parameters(function):
@@ -167,7 +168,7 @@ def test_settings_may_be_set_between_calls():
         ({"loss_type": "dr_grpo"}, "max_completion_length"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level='token'"),
         ({"loss_type": "cispo", "epsilon_high": 0.0}, "epsilon_high"),
-        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos"),
         ({"delta": 0.0}, "delta"),
     ],
 )

@@ -87,3 +87,18 @@ def test_two_processes_divide_by_two(tmp_path):
     multiprocessing.set_forkserver_preload(["torch", "fastgrpo.loss"])
     mp.start_processes(count_on_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["[2.5, 3.5, 3.5, None]", "[2.5, 3.5, 3.5]"]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "unread"),
+    [
+        ("dapo", {"vespo_k_neg": -1.0, "sapo_temperature_pos": 0.0}),
+        ("cispo", {"epsilon": 1.5}),
+        ("sapo", {"epsilon": 1.5, "epsilon_high": -2.0}),
+        ("vespo", {"epsilon": 1.5, "vespo_lambda_pos": 0.0}),
+    ],
+)
+def test_settings_that_are_not_read_may_have_any_value(loss_type, unread):
+    knobs = {"epsilon": 0.2, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0, "importance_sampling_level": "token"}
+    made = objective_of(loss_type, unread.pop("epsilon_high", 1.2), **knobs | unread)
+    assert made.loss_type == loss_type and made.vespo_lambda_pos == (1e-4 if loss_type == "vespo" else 3.0)

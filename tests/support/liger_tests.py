@@ -119,8 +119,9 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionfinish(session):
-    """Tests that ran without a call of ours have tested something else."""
-    if session.testscollected and not calls and not session.config.option.collectonly:
+    """Test files that ran without calls of class and function of ours have tested something else."""
+    files = {item.path for item in session.items}
+    if len(calls) < len(files) and not session.config.option.collectonly:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
