@@ -79,7 +79,7 @@ SAME = {
     "entropy_target": "",
     "top_entropy_quantile": "Of the tokens of an update; TRL takes them of a micro-batch of all processes.",
     "off_policy_mask_threshold": "",
-    "use_bias_correction_kl": "",
+    "use_bias_correction_kl": "With beta above 0 the gradient of the KL is another one: state True for TRL's.",
 }
 # TRL's defaults of those whose own default differs.
 OTHER_DEFAULTS = {

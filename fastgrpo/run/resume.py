@@ -58,12 +58,12 @@ def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
         ranks: The ranks, which go by what rank 0 finds.
 
     Returns:
-        Whether there are checkpoints, and the settings neither go on from one nor delete them.
+        Whether there are checkpoints, and the settings do not say from which one to go on. Settings that delete them
+        wait as well: what `train` is told comes first.
     """
     path = config.output_dir
     left = path is not None and os.path.isdir(path) and bool(checkpoints(path))
-    waits = left and config.resume_from_checkpoint is None and not config.overwrite_output_dir
-    return ranks.from_lead(waits, "whether output_dir holds a run")
+    return ranks.from_lead(left and config.resume_from_checkpoint is None, "whether output_dir holds a run")
 
 
 def _find(folder, config, say):

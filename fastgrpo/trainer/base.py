@@ -208,6 +208,11 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
         """The transformers model inside of the policy; where it has adapters, peft's `PeftModel` of it."""
         return self.policy.module if self.made.wrapper is None else self.made.wrapper
 
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, by TRL's name."""
+        return self.tokenizer
+
     def _count_steps(self):
         """Count the steps of the run. Raises ValueError where they are too few to be profiled."""
         args, steps = self.args, self.args.max_steps
@@ -291,6 +296,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
             callbacks.restore()
         epoch = None  # the epoch that callbacks know to have begun
         while True:
+            callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
             self.checkpoints.check()
             if not self._stopping(stop):
                 self._evaluate_if_due()
@@ -300,9 +306,11 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
                 log.flush()
             if stopping or self.checkpoints.due(step, last) or control().should_save:
                 self._save(step)
-            if stopping or last:
+            if stopping:
                 callbacks.call("on_train_end")
-                return step if stopping else None
+                return step
+            if last:
+                return None
             if log.bar is None:
                 log.progress(self.state.max_steps, self.title, done=step)
             if epoch is None:
@@ -320,7 +328,6 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
             if last or int(self.state.epoch) > epoch:
                 epoch = None
                 callbacks.call("on_epoch_end")
-                callbacks.agree(f"what the callbacks want after the epoch of step {step + 1}")
 
     def _control(self):
         """Return what the callbacks have decided, which may be another object after each event."""
@@ -329,7 +336,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
     def _save(self, step):
         """Save a checkpoint. Where a callback waits for it, so does the run."""
         self.checkpoints.save(step, self._snapshot)
-        if self.callbacks.hear("on_save"):
+        if self.callbacks.any_hears("on_save"):
             self.checkpoints.wait()
         self.callbacks.call("on_save")
 

@@ -40,7 +40,6 @@ class Arguments:
 
     load_best_model_at_end = False
     n_gpu = 1
-    logging_first_step = False
     eval_delay = 0
 
     def __init__(
@@ -128,17 +127,21 @@ class Callbacks:
         self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
         self.call("on_train_begin")
 
-    def hear(self, event: str) -> bool:
-        """Tell whether any callback has something to do at an event.
+    def any_hears(self, event: str) -> bool:
+        """Tell whether any callback of any rank has something to do at an event. All ranks ask this together.
 
         Args:
             event: The name of the event.
 
         Returns:
             Whether one of them overrides it.
+
+        Raises:
+            RankLost: Another rank failed or did not come.
         """
         mine = getattr(TrainerCallback, event)
-        return any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
+        hears = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
+        return self.ranks.any(hears, f"whether a callback has an {event}") if self.decide else hears
 
     def call(self, event: str, **values: Any) -> None:
         """Call an event of all callbacks.

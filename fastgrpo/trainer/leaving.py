@@ -82,7 +82,7 @@ class Leaving:
 
         Args:
             commit_message: The message of the commit.
-            settings: What the model card says of the model, as in TRL: it is read where it has a meaning here.
+            settings: What TRL's scripts say for its model card; it is not used, since the card is made from the run.
 
         Returns:
             What `HfApi.upload_folder` returns, on rank 0; None on the others.
@@ -104,6 +104,7 @@ class Leaving:
             split: What they were measured on: train, eval or any other name.
             metrics: The metrics by name.
         """
+        self.open()
         if self.ranks.lead:
             width = max(map(len, metrics), default=0)
             lines = [f"  {name:{width}} = {value}" for name, value in sorted(metrics.items())]
@@ -117,6 +118,7 @@ class Leaving:
             metrics: The metrics by name.
             combined: Whether all_results.json gets them too.
         """
+        self.open()
         if not self.ranks.lead:
             return
         files = [f"{split}_results.json", *(["all_results.json"] if combined else [])]
@@ -127,6 +129,7 @@ class Leaving:
 
     def save_state(self) -> None:
         """Write trainer_state.json, with the log, to the folder of the run."""
+        self.open()
         if self.ranks.lead:
             state = {**self.state.state_dict(), "log_history": self.state.log_history}
             self.log.folder.claim("trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
@@ -158,6 +161,7 @@ class Leaving:
         }
         history.append({**last_training(history), **metrics, "step": state.global_step})
         self.callbacks.call("on_log", logs=history[-1])
+        self.callbacks.call("on_train_end")
         result = Summary(summary, metrics)
         if self.args.use_peft:
             with self.policy.gather():  # which all ranks open together
@@ -165,9 +169,9 @@ class Leaving:
                     whole = merged(self.policy.for_rollouts.module)
                     card = self._card(adapters=False)
                     save_model(self.log.folder.claim("merged"), whole, self.tokenizer, card=card)
-        if self.args.push_to_hub:
-            self.push_to_hub()
         if self.ranks.lead:
             left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
             self.log.say("\n" + left)
+        if self.args.push_to_hub:
+            self.push_to_hub()
         return result

@@ -43,12 +43,13 @@ class Opening:
         """Open the run that `train` was told to go on with; without a word of it a new one, or that of the settings."""
         if checkpoint in (None, False):
             return self.open()
-        if self.log is not None:
-            if self.state.global_step or self.log.checkpoint is not None:
-                raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; make a new one")
-            self.log.discard()
+        begun = self.log is not None and (self.state.global_step or self.log.checkpoint is not None or self.log.history)
+        if begun:
+            raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; make a new one")
         resume = "auto" if checkpoint is True else str(checkpoint)
         self.args = dataclasses.replace(self.args, resume_from_checkpoint=resume, overwrite_output_dir=False)
+        if self.log is not None:
+            self.log.discard()
         self._open()
 
     def _advice(self):

@@ -46,7 +46,7 @@ def test_events_come_in_transformers_order_with_what_they_need(tmp_path):
     # every step of these four prompts is an epoch
     steps = ["on_epoch_begin", *step, "on_epoch_end", "on_log", "on_evaluate", "on_save"]
     events = [event for event, _ in recorder.seen]
-    assert events == ["on_init_end", "on_train_begin", *steps, *steps, "on_train_end", "on_log"]
+    assert events == ["on_init_end", "on_train_begin", *steps, *steps, "on_log", "on_train_end"]
     assert [at for event, at in recorder.seen if event == "on_step_begin"] == [0, 1]
     assert [at for event, at in recorder.seen if event == "on_save"] == [1, 2]
     given = recorder.got["on_step_end"]

@@ -17,13 +17,15 @@ def whole(tmp_path):
     return states(trainer)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])  # scripts say so though they go on: nothing is deleted
 @pytest.mark.parametrize("resume", [True, "checkpoint-2"])
-def test_train_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, resume):
+def test_train_goes_on_from_a_checkpoint_bit_for_bit(tmp_path, resume, overwrite):
     def make(**settings):
         return make_trainer(tmp_path, lr_scheduler_type="constant", save_steps=2, **settings)
 
     make(max_steps=2).train()
-    trainer = make(max_steps=4)  # the folder is not empty, and nothing is said of it yet
+    # The folder is not empty, and nothing is said of it yet.
+    trainer = make(max_steps=4, overwrite_output_dir=overwrite)
     resume = resume if resume is True else str(tmp_path / "run" / resume)
     assert trainer.train(resume_from_checkpoint=resume).global_step == 4
     expected = whole(tmp_path)
@@ -37,6 +39,24 @@ def test_without_a_word_of_it_a_run_is_not_written_over(tmp_path):
     trainer = make_trainer(tmp_path)
     with pytest.raises(ValueError, match=r"is not empty; choose another folder"):
         trainer.train()
+
+
+def test_a_run_that_is_to_be_overwritten_goes_when_the_next_one_begins(tmp_path):
+    make_trainer(tmp_path, max_steps=3).train()
+    trainer = make_trainer(tmp_path, overwrite_output_dir=True)
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+    trainer.train()
+    assert [row["step"] for row in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert not (tmp_path / "run" / "checkpoint-3").exists()
+
+
+def test_what_was_measured_before_is_not_given_up(tmp_path):
+    make_trainer(tmp_path).train()
+    trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "other"), eval_rows=[{"prompt": "ab"}])
+    trainer.evaluate()
+    with pytest.raises(ValueError, match=r"this trainer has begun a run; make a new one"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert lines(tmp_path / "other" / "metrics.jsonl")
 
 
 def test_a_new_run_gives_its_folder_back(tmp_path, monkeypatch):
