@@ -4,9 +4,10 @@ Both rollout backends draw by temperature, filters and repetition penalty alone,
 refused by name. One whose value changes no draw is taken and does nothing.
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from fastgrpo.config.fields import keywords
 
 # The option -> our setting. The first group is transformers', the second vLLM's names of the same.
 SETTINGS = {
@@ -64,18 +65,8 @@ def generation(stated: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: It is no dict, or an option is refused; the option is named with the remedy.
     """
-    options = stated["generation_kwargs"]
-    if isinstance(options, str):
-        try:
-            options = json.loads(options)
-        except ValueError:
-            raise ValueError(f"generation_kwargs must be a dict or its JSON text, got {options!r:.80}") from None
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
-        raise ValueError(f"generation_kwargs must be a dict or its JSON text, got {options!r:.80}")
     settings = {}
-    for name, value in options.items():
+    for name, value in keywords("generation_kwargs", stated["generation_kwargs"]).items():
         if name in SETTINGS:
             if value is not None:  # transformers' own default, which is ours
                 settings[SETTINGS[name]] = value

@@ -73,36 +73,32 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> 
     scored, coefficient = head.labels != -100, _entropy_coefficient(trainer)
     windows = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
     some_alone = trainer.top_entropy_quantile < 1
-    bonus_apart = some_alone and coefficient != 0  # linear_grpo_loss has that of all tokens
     known = chosen = None
     if some_alone or trainer.off_policy_mask_threshold is not None:  # what is masked depends on the scores
-        with torch.set_grad_enabled(bonus_apart and torch.is_grad_enabled()):
+        with torch.no_grad():
             known = head.score(scored, with_entropy=True)
     if some_alone:
-        chosen = trainer.get_high_entropy_mask(known.entropies.detach(), mask, 1 - trainer.top_entropy_quantile)
+        chosen = trainer.get_high_entropy_mask(known.entropies, mask, 1 - trainer.top_entropy_quantile)
     # Anew each time: a callback may have changed a setting of the trainer.
-    objective = replace(objective_of(trainer), entropy_coef=0.0 if bonus_apart else coefficient)
+    objective = replace(objective_of(trainer), entropy_coef=coefficient)
     gains, old_logps = _gains(trainer, inputs, mask, known, chosen), inputs.get("old_per_token_logps")
     sampler_logps = _sampler(trainer, inputs, mask)
     if trainer.loss_type == "cispo" and trainer.epsilon_high < 1:
         objective, gains, old_logps = _capped(trainer.epsilon_high, objective, gains, old_logps)
+    counted = mask if chosen is None else mask * chosen  # the bonus is a mean over these tokens
     out = linear_grpo_loss(
         head.hidden, head.weight, head.labels, gains.expand(mask.shape), mask=mask, old_logps=old_logps,
         ref_logps=inputs["ref_per_token_logps"] if trainer.beta != 0 else None, sampler_logps=sampler_logps,
         token_weights=_token_weights(trainer, mask, inputs["num_items_in_batch"], windows),
-        num_items_in_batch=mask.sum().clamp(min=1) * windows,  # the bonus alone reads it: a mean over the tokens here
+        entropy_weights=counted / (counted.sum().clamp(min=1) * windows) if coefficient != 0 else None,
         temperature=head.temperature, bias=head.bias, logit_softcap=head.softcap, return_entropy=known is None,
         compact="sync", objective=objective,
     )  # fmt: skip
-    loss = out.loss
-    if bonus_apart:
-        counted = mask * chosen
-        loss = loss - coefficient * (known.entropies * counted).sum() / counted.sum().clamp(min=1) / windows
     if known is None:
         with torch.no_grad():
             rest = head.score(scored & ~out.active, with_entropy=True)  # no gradient flows to them: one product
         known = Scores(out.logps + rest.logps, out.entropies + rest.entropies)
-    return loss, Scores(known.logps.detach(), known.entropies.detach())
+    return out.loss, known
 
 
 def _gains(trainer, inputs, mask, known, chosen):
