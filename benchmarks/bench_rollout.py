@@ -26,7 +26,7 @@ from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_p
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish, name_of
 from benchmarks.layers import LAYERS, LIGER
 from benchmarks.models import EMBEDDED, QWEN, random_model
-from fastgrpo.check.clock import copy_limit
+from fastgrpo.kernel_checks.clock import copy_limit
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine

@@ -34,7 +34,7 @@ from benchmarks.first_sizes import (
 from benchmarks.harness import CUDA, SMALL, Bar, none_of
 from benchmarks.layers import LAYERS
 from benchmarks.report import bar_table
-from fastgrpo.check.processes import Ended, run_limited
+from fastgrpo.kernel_checks.processes import Ended, run_limited
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 470  # of the 8 minutes, for the parts together

@@ -6,9 +6,9 @@ are few imports, because everything is slow under the sanitizer.
 
 import torch
 
-from fastgrpo.check.cases import modes_here
-from fastgrpo.check.runner import TABLE
-from fastgrpo.check.worker import find_cases, place_of
+from fastgrpo.kernel_checks.cases import modes_here
+from fastgrpo.kernel_checks.runner import TABLE
+from fastgrpo.kernel_checks.worker import find_cases, place_of
 
 NAMES = ("linear_grpo_loss", "linear_logprob, entropy", "group_decode, width 64", "group_decode, width 128")
 

@@ -32,9 +32,9 @@ from benchmarks.first_sizes import (
 from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_most, name_of, none_of
 from benchmarks.peers import PEERS, peers
 from fastgrpo import linear_grpo_loss
-from fastgrpo.check import runner
-from fastgrpo.check.cases import Case, modes_here
-from fastgrpo.check.worker import find_cases
+from fastgrpo.kernel_checks import runner
+from fastgrpo.kernel_checks.cases import Case, modes_here
+from fastgrpo.kernel_checks.worker import find_cases
 
 ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape

@@ -232,7 +232,7 @@ def doctor(argv: list[str]) -> int:
         raise ValueError("flags of training go with --model PATH; the memory that such a run would take is then shown")
     if not checks:
         return 0
-    from fastgrpo.check import runner
+    from fastgrpo.kernel_checks import runner
 
     print()
     return runner.check_all(runner.TABLE)

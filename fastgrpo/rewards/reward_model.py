@@ -1,11 +1,6 @@
-"""Reward models: a sequence classifier with one label judges prompt and completion, called as a reward function is.
-
-A reward may be given as a function, as a model of transformers, or as a name, which one rule reads: an existing folder
-and ORG/MODEL are reward models, and module:function is a function.
-"""
+"""Reward models: a sequence classifier with one label judges prompt and completion, called as a reward function is."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,15 +130,3 @@ class RewardModel:
                 for prompt, completion in zip(prompts, completions, strict=True)
             ]
         return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-
-
-def names_model(name: str) -> bool:
-    """Tell whether a name is that of a reward model and not of a function.
-
-    Args:
-        name: The name.
-
-    Returns:
-        True for an existing folder, and for ORG/MODEL.
-    """
-    return Path(name).is_dir() or (":" not in name and "/" in name)

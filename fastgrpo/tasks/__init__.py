@@ -25,7 +25,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
 from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer
-from fastgrpo.rewards.call import load_reward
+from fastgrpo.rewards.finding import find_reward
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.step.optim import check_schedule
@@ -122,7 +122,7 @@ def reward_functions(task: Task, names: Sequence[str], trust_remote_code: bool =
     Raises:
         ValueError: There is no function of a name.
     """
-    return [load_reward(name, task.reward_funcs, trust_remote_code) for name in names] or task.reward_funcs
+    return [find_reward(name, task.reward_funcs, trust_remote_code) for name in names] or task.reward_funcs
 
 
 def needed_rewards(task: Task, config: Any) -> list[Callable]:

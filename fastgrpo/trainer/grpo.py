@@ -12,7 +12,8 @@ from fastgrpo.data.records import Completion, Stateful, Step
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.call import Rewards, found
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.finding import found
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog

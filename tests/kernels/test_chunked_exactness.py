@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastgrpo import linear_grpo_loss, linear_logprob
-from fastgrpo.check.heads import relative_error
+from fastgrpo.kernel_checks.heads import relative_error
 from fastgrpo.kernels import reference
 
 

@@ -10,7 +10,7 @@ from torch.distributions import Categorical, kl_divergence
 import fastgrpo.loss.checks
 from benchmarks.compare import compare
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, logits_grpo_loss
-from fastgrpo.check.heads import relative_error
+from fastgrpo.kernel_checks.heads import relative_error
 from fastgrpo.kernels import chunked, reference
 
 FULL = {"beta": 0.3, "kl": "full"}

@@ -14,9 +14,9 @@ from benchmarks.compare import COMMIT
 from benchmarks.contestants import Contestant
 from benchmarks.first_gpu import Outcome, Part, bar_rows, read_json, read_sanitizer, read_tests, run_parts
 from benchmarks.first_sizes import PREDICTED
-from fastgrpo.check import runner
-from fastgrpo.check.cases import CASES
-from fastgrpo.check.processes import Ended, run_limited
+from fastgrpo.kernel_checks import runner
+from fastgrpo.kernel_checks.cases import CASES
+from fastgrpo.kernel_checks.processes import Ended, run_limited
 
 BAR = {"rows": [], "bars": {"time": {"value": 1.5, "at most": 2.0, "met": True}}, "note": "", "machine": {}}
 TOLD = f"print({json.dumps(json.dumps(BAR))}, flush=True)"

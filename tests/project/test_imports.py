@@ -19,7 +19,7 @@ FLOORS = (
     {"policy"},
     {"run"},
     {"rollout", "rewards"},
-    {"evaluation", "step", "check"},
+    {"evaluation", "step", "kernel_checks"},
     {"trainer", "tasks", "recipes"},
     {"train", "sft", "distill", "stages", "evaluate", "chat", "doctor", "report", "__init__"},
     {"__main__"},

@@ -47,9 +47,9 @@ TOGETHER = {
         ["kernels/softmax.py"],
     ),
     "tests/ranks/test_matrix.py": ("compares trajectories of any number of ranks", ["fastgrpo/policy/dealing.py"]),
-    "tests/check/test_cases.py": (
+    "tests/kernel_checks/test_cases.py": (
         "runs every trial of the table, by the worker",
-        [f"fastgrpo/check/{name}.py" for name in ("losses", "places", "worker")],
+        [f"fastgrpo/kernel_checks/{name}.py" for name in ("losses", "places", "worker")],
     ),
     "tests/kernels/test_vocab_parallel.py": ("the same on the PyTorch backend", ["kernels/softmax.py"]),
     "tests/kernels/test_aot*.py": (

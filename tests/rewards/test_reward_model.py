@@ -5,8 +5,9 @@ import tiny
 import torch
 from transformers import LlamaForSequenceClassification, Qwen2ForSequenceClassification
 
-from fastgrpo.rewards.call import Rewards, found, load_reward
-from fastgrpo.rewards.reward_model import RewardModel, names_model
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.finding import find_reward, found, names_model
+from fastgrpo.rewards.reward_model import RewardModel
 
 
 def classifier(seed=0, labels=1, name="qwen2", **changes):
@@ -66,7 +67,7 @@ def test_what_a_reward_model_needs():
 def test_one_rule_reads_names(tmp_path):
     folder = saved(tmp_path / "judge")
     assert names_model(str(folder)) and names_model("org/model") and not names_model("math:sqrt")
-    assert isinstance(load_reward(str(folder)), RewardModel)
+    assert isinstance(find_reward(str(folder)), RewardModel)
     with pytest.raises(ValueError, match=r"no reward function 'accuracy'.* model by its folder or as ORG/MODEL"):
         found("accuracy", None)
     with pytest.raises(ValueError, match=r"the reward model of 'no/such' cannot be loaded"):

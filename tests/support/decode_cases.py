@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fastgrpo.check.rollouts import draw_errors, kept_tokens, random_decode
+from fastgrpo.kernel_checks.rollouts import draw_errors, kept_tokens, random_decode
 from fastgrpo.kernels import sampling
 
 

@@ -1,7 +1,7 @@
-"""Heads to try the Triton kernels on, and the tolerance that they are held to, from fastgrpo/check/heads.py."""
+"""Heads to try the Triton kernels on, and the tolerance that they are held to, from fastgrpo/kernel_checks/heads.py."""
 
-from fastgrpo.check import heads
-from fastgrpo.check.heads import FACTORS, SLACK, Head, error, judge, plain, random_head, truth
+from fastgrpo.kernel_checks import heads
+from fastgrpo.kernel_checks.heads import FACTORS, SLACK, Head, error, judge, plain, random_head, truth
 
 
 def check(ours, head, scalar):

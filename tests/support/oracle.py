@@ -1,7 +1,8 @@
 """The truth of the losses, for every test of them, and packed batches to try the losses on.
 
-The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of` of fastgrpo/check/heads.py. The
-tests of the Triton kernels (heads.py) and of the objectives (objective_cases.py) have the same one.
+The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of` of
+fastgrpo/kernel_checks/heads.py. The tests of the Triton kernels (heads.py) and of the objectives (objective_cases.py)
+have the same one.
 
 Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
 """
@@ -15,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo import Objective
-from fastgrpo.check.heads import policy_loss, policy_scalar, truth_of
+from fastgrpo.kernel_checks.heads import policy_loss, policy_scalar, truth_of
 from fastgrpo.kernels import chunked, reference
 from fastgrpo.kernels.policy_rows import PolicyRows
 from fastgrpo.kernels.products import compute_dtype

@@ -1,4 +1,4 @@
-"""Checks that fail in every way a kernel can, for the tests of `doctor --check`: a table as fastgrpo/check/cases.py."""
+"""Checks that fail in every way a kernel can, for the tests of `doctor --check`: a table as kernel_checks/cases.py."""
 
 import os
 import signal
@@ -7,8 +7,8 @@ import time
 import torch
 from triton.runtime.errors import OutOfResources
 
-from fastgrpo.check.cases import Case
-from fastgrpo.check.places import Trial
+from fastgrpo.kernel_checks.cases import Case
+from fastgrpo.kernel_checks.places import Trial
 
 FAR = 1e-3  # the error of the wrong kernel, where 1e-5 is allowed
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.check.rollouts import random_decode
+from fastgrpo.kernel_checks.rollouts import random_decode
 from fastgrpo.kernels import group_decode
 from fastgrpo.kernels.sampling import sample as fused
 from fastgrpo.loss import self_check

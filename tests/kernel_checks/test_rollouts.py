@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastgrpo.check import rollouts
+from fastgrpo.kernel_checks import rollouts
 from fastgrpo.kernels import reference
 
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from fastgrpo.check.losses import fused_loss, logits_loss, logprob, token_losses
-from fastgrpo.check.places import Place, Trial
-from fastgrpo.check.rollouts import decode, draws
+from fastgrpo.kernel_checks.losses import fused_loss, logits_loss, logprob, token_losses
+from fastgrpo.kernel_checks.places import Place, Trial
+from fastgrpo.kernel_checks.rollouts import decode, draws
 from fastgrpo.kernels import launch
 from fastgrpo.loss.checks import HAS_TRITON
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastgrpo.check import heads
-from fastgrpo.check.heads import FACTORS, SLACK, Head
-from fastgrpo.check.places import Place, Trial
+from fastgrpo.kernel_checks import heads
+from fastgrpo.kernel_checks.heads import FACTORS, SLACK, Head
+from fastgrpo.kernel_checks.places import Place, Trial
 from fastgrpo.kernels import objectives, reference
 from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss import Objective

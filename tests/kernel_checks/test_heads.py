@@ -3,7 +3,7 @@
 import torch
 
 from fastgrpo import Objective
-from fastgrpo.check import heads
+from fastgrpo.kernel_checks import heads
 
 
 def test_a_wrong_gradient_is_beyond_what_is_allowed():

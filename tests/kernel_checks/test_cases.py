@@ -1,6 +1,6 @@
 """The table of checks: every case passes on the CPU and in the interpreter, and together they launch every kernel.
 
-This file mirrors the trials too, fastgrpo/check/losses.py, and what they are made of.
+This file mirrors the trials too, fastgrpo/kernel_checks/losses.py, and what they are made of.
 """
 
 import json
@@ -13,15 +13,15 @@ import pytest
 import torch
 from paths import ROOT
 
-from fastgrpo.check.cases import CASES
-from fastgrpo.check.runner import reason
-from fastgrpo.check.worker import times_of, values_of
+from fastgrpo.kernel_checks.cases import CASES
+from fastgrpo.kernel_checks.runner import reason
+from fastgrpo.kernel_checks.worker import times_of, values_of
 
 RUN = """
 import json, sys, warnings
 from triton.runtime.interpreter import InterpretedFunction
-from fastgrpo.check.cases import CASES
-from fastgrpo.check.worker import values_of
+from fastgrpo.kernel_checks.cases import CASES
+from fastgrpo.kernel_checks.worker import values_of
 warnings.simplefilter("ignore", RuntimeWarning)
 launched, get = set(), InterpretedFunction.__getitem__
 InterpretedFunction.__getitem__ = lambda self, grid: (launched.add(self.fn.__name__), get(self, grid))[1]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fastgrpo.check.processes import Server, run_limited
+from fastgrpo.kernel_checks.processes import Server, run_limited
 
 ENVIRONMENT = dict(os.environ)
 

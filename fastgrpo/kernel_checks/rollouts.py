@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from fastgrpo.check.heads import SLACK, relative_error
-from fastgrpo.check.places import Place, Trial
+from fastgrpo.kernel_checks.heads import SLACK, relative_error
+from fastgrpo.kernel_checks.places import Place, Trial
 from fastgrpo.kernels import reference
 from fastgrpo.loss.checks import HAS_TRITON
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.check.cases import Case, modes_here
-from fastgrpo.check.processes import Server
-from fastgrpo.check.worker import STEPS, find_cases
+from fastgrpo.kernel_checks.cases import Case, modes_here
+from fastgrpo.kernel_checks.processes import Server
+from fastgrpo.kernel_checks.worker import STEPS, find_cases
 
-TABLE = "fastgrpo.check.cases:CASES"
+TABLE = "fastgrpo.kernel_checks.cases:CASES"
 SECONDS = 120.0  # time limit of one step of a check
 HOW = {"gpu": "GPU", "cpu": "CPU, without Triton", "interpreter": "CPU, interpreted"}
 COLUMNS = "{:<34} {:<19} {:<6} {:<34} {:>9} {:>7} {:>14} {:>8}"
@@ -108,7 +108,7 @@ class Checks:
     """
 
     def __init__(self, table: str, mode: str, variables: dict[str, str], seconds: float = SECONDS):
-        self.command = [sys.executable, "-m", "fastgrpo.check.worker", table, mode]
+        self.command = [sys.executable, "-m", "fastgrpo.kernel_checks.worker", table, mode]
         self.seconds, self.server = seconds, None
         self.environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         self.environment["FASTGRPO_SELF_CHECK"] = "0"  # a kernel that fails there would not be compared here

@@ -1,4 +1,4 @@
-"""Runs checks in a process of its own: python -m fastgrpo.check.worker TABLE MODE.
+"""Runs checks in a process of its own: python -m fastgrpo.kernel_checks.worker TABLE MODE.
 
 TABLE names a table of cases, as module:attribute. Each line of the input is a JSON object with the name of a case and
 a step, "values" or "times"; the answer is a line too. "values" gives the errors with the largest ones that are allowed,
@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from fastgrpo.check.cases import Case
-from fastgrpo.check.clock import copy_limit, medians, product_limit
-from fastgrpo.check.places import Place
+from fastgrpo.kernel_checks.cases import Case
+from fastgrpo.kernel_checks.clock import copy_limit, medians, product_limit
+from fastgrpo.kernel_checks.places import Place
 
 
 def find_cases(table: str) -> tuple[Case, ...]:

@@ -9,7 +9,7 @@ from paths import ROOT
 from planted_cases import CASES
 
 from fastgrpo import doctor
-from fastgrpo.check import cases, runner
+from fastgrpo.kernel_checks import cases, runner
 
 TABLE = "planted_cases:CASES"
 OTHER = {"TRITON_PTXAS_PATH": "/bundled/ptxas-blackwell"}

@@ -2,7 +2,7 @@
 
 import torch
 
-from fastgrpo.check.clock import medians
+from fastgrpo.kernel_checks.clock import medians
 
 CPU = torch.device("cpu")
 
