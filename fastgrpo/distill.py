@@ -19,7 +19,7 @@ from fastgrpo.evaluation.selection import REASONS, select
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import join
-from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -43,7 +43,7 @@ def distill(argv: list[str]) -> None:
     ranks = join(config.device)
     tokenizer = load_tokenizer(config.model, config.trust_remote_code)
     task = find_task(config.task).build(config, tokenizer)
-    rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
+    rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
     rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
     policy, _ = load_policy(
         config.model,
@@ -59,7 +59,7 @@ def distill(argv: list[str]) -> None:
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
     output = config.output if ranks.lead else None
-    with whole_file(output) as file, progress_bar("distill", shown=ranks.lead) as bar:
+    with rewards, whole_file(output) as file, progress_bar("distill", shown=ranks.lead) as bar:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             sampling = SamplingParams(

@@ -30,7 +30,7 @@ from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import join
-from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks import find_task, needed_rewards
@@ -117,7 +117,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
         )
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
-    rewards = Rewards(needed_rewards(task, config), on_error=config.reward_errors)
+    rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     draws = config.eval_num_generations
     policy, _ = load_policy(
@@ -139,7 +139,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
     )
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    with progress_bar(str(path), shown=ranks.lead) as bar:
+    with rewards, progress_bar(str(path), shown=ranks.lead) as bar:
         return evaluate(
             engine, tokenizer, rows, rewards, sampling, state, bar.update, draws, ranks, config.template_kwargs
         )

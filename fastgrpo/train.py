@@ -81,12 +81,12 @@ def check_runs(runs: Sequence[SweepRun]) -> None:
 
 def _checked(config, load):
     """Open the task of a run, its rows and its reward functions. A mistake in any of them raises ValueError."""
-    from fastgrpo.rewards.call import Rewards
+    from fastgrpo.rewards.call import Rewards, rewards_settings
     from fastgrpo.tasks import needed_rewards, open_task
 
     opened = open_task(config, load)
     train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
-    Rewards(functions, config.reward_weights)
+    Rewards(functions, config.reward_weights, **rewards_settings(config))
     return opened, train, test, functions
 
 

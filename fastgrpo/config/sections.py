@@ -14,6 +14,7 @@ MIN_P = Interval(at_least=0, at_most=1)
 REPETITION_PENALTY = Interval(above=0)
 MEMORY_UTILIZATION = Interval(above=0, at_most=1)
 REWARD_ERRORS = ("raise", "skip")
+POOL_WORKERS = 8  # processes of a pool for rewards where their number is not stated, at most
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # a task -> the data set on the hub that it reads where dataset_name is None
 EVAL_SAMPLES = (
     "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."
@@ -161,6 +162,21 @@ class RewardConfig:
         "What happens when a reward function fails: raise ends the run; skip treats the reward as not given and counts "
         "the failure in the metrics.",
         choices=REWARD_ERRORS,
+        resume="free",
+    )
+    reward_timeout: float | None = setting(
+        None,
+        "Seconds that a reward function may take for one completion. The functions then run in processes of their own; "
+        "what takes longer is killed, and its reward counts as not given. None sets no limit.",
+        within=Interval(above=0),
+        resume="free",
+    )
+    reward_workers: int | None = setting(
+        None,
+        "Number of processes that judge completions on each rank, also while others are still drawn; 0 judges in the "
+        f"trainer's own process. None is 0 where reward_timeout is None, and else the number of cores, at most "
+        f"{POOL_WORKERS}.",
+        within=Interval(at_least=0),
         resume="free",
     )
 

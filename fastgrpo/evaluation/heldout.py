@@ -241,6 +241,12 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
             f"warning: reward function {name!r} failed on {count} of {len(completions)} held-out completions, which "
             "count as not right and have no reward from it"
         )
+    for name, count in judged.timeouts.items():
+        means.values[f"{prefix}rewards/{name}/timeouts"] = count
+        means.notes.append(
+            f"warning: reward function {name!r} took too long for {count} of {len(completions)} held-out completions, "
+            "which count as not right and have no reward from it"
+        )
     columns = {"reward": rewards.total(per_function)}
     columns |= {f"rewards/{name}/mean": column for name, column in zip(rewards.names, per_function.T, strict=True)}
     shares = {}

@@ -7,8 +7,9 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,8 +17,10 @@ from transformers import PreTrainedModel
 from fastgrpo.config.sections import REWARD_ERRORS
 from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
-from fastgrpo.rewards.guard import Failure, attempt, awaited
-from fastgrpo.rewards.notes import Notes
+from fastgrpo.rewards.guard import Failure, attempt, awaited, slowness_told
+from fastgrpo.rewards.notes import LOGS, Notes
+from fastgrpo.rewards.pool import TIMED_OUT
+from fastgrpo.rewards.pooled import Call, Pooled, arguments, pooled, workers_of
 from fastgrpo.rewards.reward_model import RewardModel
 from fastgrpo.rewards.values import NUMBER, number, read_verdicts, shown
 
@@ -32,11 +35,13 @@ class Judged:
         completions: The completions with `rewards` and `extras` filled in.
         errors: How many completions each function failed on, by name; empty where none did.
         logged: The values that functions passed to log_metric, by name.
+        timeouts: For how many completions each function took too long, by name; empty where none did.
     """
 
     completions: list[Completion]
     errors: Counter
     logged: dict[str, list[float]]
+    timeouts: Counter = field(default_factory=Counter)
 
 
 def reward_matrix(completions: Sequence[Completion]) -> torch.Tensor:
@@ -65,6 +70,9 @@ class Rewards:
 
     A function is named by its `__name__`, and a second one of the same name by name_2.
 
+    With a limit of time or with workers, functions run in processes of their own: see `Pooled`. There, one gets a
+    single completion in a call, and the global random generators are seeded for each call.
+
     Args:
         functions: A function, or a list of them.
         weights: One weight for each function. Empty makes every weight 1.
@@ -72,10 +80,13 @@ class Rewards:
             failure.
         shaping: Further functions, whose weight is 1. A completion to which `functions` give no reward gets none from
             these either.
+        timeout: Seconds that a function may take for one completion, or None. A reward that took longer was not given.
+        workers: The number of processes; None takes none without a timeout, and else as many as there are cores.
+        seed: The seed of the run, which the seeds of calls in other processes follow.
 
     Raises:
-        ValueError: There are no functions, one cannot be called or has a `full_mark` that is no number, or there are
-            not as many weights as functions.
+        ValueError: There are no functions, one cannot be called or has a `full_mark` that is no number, there are not
+            as many weights as functions, or one cannot be sent to another process.
     """
 
     def __init__(
@@ -84,6 +95,9 @@ class Rewards:
         weights: Sequence[float] = (),
         on_error: str = "raise",
         shaping: Sequence[Callable] = (),
+        timeout: float | None = None,
+        workers: int | None = None,
+        seed: int = 0,
     ):
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
         if not functions:
@@ -101,6 +115,11 @@ class Rewards:
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.on_error = on_error
         self.told = False  # whether a completion without any reward has been told of
+        if timeout is not None and workers == 0:
+            raise ValueError("reward_timeout needs processes that can be killed: leave reward_workers out, or raise it")
+        others = {name: f for name, f in zip(self.names, self.functions, strict=True) if pooled(f)}
+        count = workers_of(timeout, workers)
+        self.pooled = Pooled(others, timeout, count, seed) if count and others else None
 
     def place(self, device: torch.device) -> None:
         """Move reward models to a device.
@@ -112,12 +131,47 @@ class Rewards:
             if isinstance(function, RewardModel):
                 function.place(device)
 
+    def __enter__(self) -> "Rewards":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what the functions keep open: processes and connections. They open again where they are called again."""
+        if self.pooled is not None:
+            self.pooled.close()
+        for function in self.functions:
+            if not pooled(function) and hasattr(function, "close"):
+                function.close()
+
+    def begin(
+        self,
+        completions: Sequence[Completion],
+        trainer_state: TrainerState | None = None,
+        columns: Iterable[str] = (),
+        key: int = 0,
+    ) -> dict[str, list[Call]]:
+        """Begin to judge completions in other processes, where there are any.
+
+        Args:
+            completions: The completions of one prompt, or all there are.
+            trainer_state: How far the run is.
+            columns: As in `__call__`.
+            key: A number of these completions in their step, which decides the seeds of the calls.
+
+        Returns:
+            The calls by the name of the function. `__call__` waits for them.
+        """
+        return {} if self.pooled is None else self.pooled.begin(key, completions, trainer_state, columns)
+
     def __call__(
         self,
         completions: Sequence[Completion],
         trainer_state: TrainerState | None = None,
         allow_none: bool = False,
         columns: Iterable[str] = (),
+        begun: dict[str, list[Call]] | None = None,
     ) -> Judged:
         """Judge completions.
 
@@ -126,6 +180,7 @@ class Rewards:
             trainer_state: How far the run is, which is passed to the functions.
             allow_none: Whether it is allowed that no completion gets any reward.
             columns: Names of columns that the functions get in any case: None for each completion whose row has none.
+            begun: What `begin` returned for these completions; None begins now.
 
         Returns:
             The completions with their rewards, and what was counted and logged.
@@ -136,15 +191,24 @@ class Rewards:
         """
         count = len(completions)
         notes = [Notes(count) for _ in self.functions]
+        begun = self.begin(completions, trainer_state, columns) if begun is None else begun
         calls = [
             partial(_call, function, completions, trainer_state, own, columns)
-            for function, own in zip(self.functions, notes, strict=True)
+            for name, function, own in zip(self.names, self.functions, notes, strict=True)
+            if name not in begun
         ]
-        results = awaited([attempt(call) for call in calls])
-        per_function, errors = [], Counter()
+        with slowness_told([name for name in self.names if name not in begun]):
+            here = iter(awaited([attempt(call) for call in calls]))
+        results = [
+            self.pooled.collect(begun[name], own) if name in begun else next(here)
+            for name, own in zip(self.names, notes, strict=True)
+        ]
+        per_function, errors, timeouts = [], Counter(), Counter()
         logged, extras, owners = defaultdict(list), {}, {}
         for name, result, own in zip(self.names, results, notes, strict=True):
-            verdicts = result if isinstance(result, Failure) else attempt(partial(read_verdicts, result, count))
+            verdicts = result
+            if name not in begun and not isinstance(result, Failure):
+                verdicts = attempt(partial(read_verdicts, result, count))
             for metric, values in own.metrics.items():
                 logged[metric] += values
             for column, values in own.columns.items():
@@ -152,7 +216,7 @@ class Rewards:
                     extras[column] = values
                 elif not isinstance(verdicts, Failure):
                     verdicts = f"logs the column {column!r}, which {owners[column]!r} logs too; choose another name"
-            per_function.append(self._checked(name, verdicts, completions, errors))
+            per_function.append(self._checked(name, verdicts, completions, errors, timeouts))
         per_function = torch.stack(per_function, 1)
         per_function[per_function[:, : self.judges].isnan().all(1), self.judges :] = math.nan
         done = [
@@ -166,7 +230,7 @@ class Rewards:
         if not allow_none:
             self.refuse_none(done)
         self._tell_silence(done)
-        return Judged(done, errors, dict(logged))
+        return Judged(done, errors, dict(logged), timeouts)
 
     def _tell_silence(self, completions):
         """Warn once where no function gives a completion a reward."""
@@ -194,20 +258,22 @@ class Rewards:
                 "completions a reward; do the rows have the columns that the functions read?"
             )
 
-    def _checked(self, name, verdicts, completions, errors):
+    def _checked(self, name, verdicts, completions, errors, timeouts):
         """Return the rewards of one function, [S] fp64. `verdicts` are as `read_verdicts` gives them, or a failure."""
         count, first = len(completions), next(iter(completions), None)
         rewards = torch.full((count,), math.nan, dtype=torch.float64)
         if isinstance(verdicts, Failure):
-            columns = ", ".join(first.prompt.columns if first else ()) or "(none)"
-            problem = f"raised {verdicts}; the rows have the columns {columns}"
-            self._fail(name, problem, errors, count, first, verdicts.error)
+            self._fail(name, _raised(verdicts, first), errors, count, first, verdicts.error)
         elif isinstance(verdicts, str):
             self._fail(name, verdicts, errors, count, first)
         else:
             for i, verdict in enumerate(verdicts):
                 if isinstance(verdict, str):
                     self._fail(name, verdict, errors, 1, completions[i])
+                elif isinstance(verdict, Failure):
+                    self._fail(name, _raised(verdict, completions[i]), errors, 1, completions[i], verdict.error)
+                elif verdict is TIMED_OUT:
+                    timeouts[name] += 1
                 elif verdict is not None:
                     rewards[i] = verdict
         return rewards
@@ -233,6 +299,29 @@ class Rewards:
         """
         total = (per_function * self.weights).nansum(1)
         return torch.where(per_function.isnan().all(1), math.nan, total)
+
+
+def rewards_settings(config: Any) -> dict[str, Any]:
+    """Read from settings how reward functions are called.
+
+    Args:
+        config: The settings of a command.
+
+    Returns:
+        The arguments of `Rewards`, by name.
+    """
+    return {
+        "on_error": config.reward_errors,
+        "timeout": config.reward_timeout,
+        "workers": config.reward_workers,
+        "seed": config.seed,
+    }
+
+
+def _raised(failure, completion):
+    """Say what a function raised, and what it could have read."""
+    columns = ", ".join(completion.prompt.columns if completion else ()) or "(none)"
+    return f"raised {failure}; the rows have the columns {columns}"
 
 
 def _check_function(function):
@@ -272,16 +361,6 @@ def _names(functions):
 
 def _call(function, completions, trainer_state, notes, columns):
     """Call a function with copies made for it alone."""
-    names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.prompt.columns)])
-    columns = {name: [copied(completion.prompt.columns.get(name)) for completion in completions] for name in names}
-    return function(
-        **columns
-        | {
-            "prompts": [copied(completion.prompt.prompt) for completion in completions],
-            "completions": [copied(completion.content) for completion in completions],
-            "completion_ids": [list(completion.rollout.ids) for completion in completions],
-            "trainer_state": copied(trainer_state),
-            "log_metric": notes.log_metric,
-            "log_extra": notes.log_extra,
-        }
-    )
+    given = {name: [copied(item) for item in items] for name, items in arguments(completions, columns).items()}
+    logs = {name: getattr(notes, name) for name in LOGS}
+    return function(**given | logs | {"trainer_state": copied(trainer_state)})

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import contextvars
 import inspect
+import logging
 import os
 import threading
 import traceback
@@ -16,12 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-_PACKAGE = str(Path(__file__).parent.parent)
+from fastgrpo.rewards.pool_worker import told
+
+logger = logging.getLogger(__name__)
+SLOW = 60.0  # seconds after which a call of reward functions is told of
+_TOLD = set()  # the functions that were told of
 _OWN = threading.local()  # the event loop of each thread
 os.register_at_fork(after_in_child=lambda: vars(_OWN).clear())  # two processes must not wait in one loop
 
@@ -31,25 +35,16 @@ class Failure:
     """What a reward function raised.
 
     Attributes:
-        error: The exception.
+        error: The exception; None where it was raised in another process.
+        told: What is said of it in place of what `error` says.
     """
 
-    error: BaseException
+    error: BaseException | None
+    told: str = ""
 
     def __str__(self) -> str:
-        """Describe the exception, and where it was raised, on one line. Of several at once, the first is described."""
-        error = self.error
-        while isinstance(error, BaseExceptionGroup):  # as asyncio.TaskGroup raises them
-            error = error.exceptions[0]
-        try:
-            text = " ".join(str(error).split())[:200]
-        except Exception:  # the class of the exception may be the user's own, too
-            text = "(without a text)"
-        frames = traceback.extract_tb(error.__traceback__) or traceback.extract_tb(self.error.__traceback__)
-        theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
-        frame = (theirs or frames)[-1]
-        told = type(error).__name__ + (f": {text}" if text else "")
-        return f"{told} ({frame.filename}:{frame.lineno})"
+        """Describe the exception, and where it was raised, on one line."""
+        return self.told or told(self.error).told
 
 
 def attempt(call: Callable[[], Any]) -> Any:
@@ -135,6 +130,37 @@ def modes_kept() -> Iterator[None]:
         for (read, write), value in zip(_MODES, before, strict=True):
             if read() != value:
                 write(value)
+
+
+@contextlib.contextmanager
+def slowness_told(names: Sequence[str]) -> Iterator[None]:
+    """Make a context that warns once where the reward functions that are called in it take longer than a minute.
+
+    Args:
+        names: The names of the functions.
+
+    Yields:
+        Nothing.
+    """
+    new = [name for name in names if name not in _TOLD]
+
+    def tell() -> None:
+        _TOLD.update(new)
+        logger.warning(
+            "the reward functions %s have been running for %g seconds; --reward_timeout SECONDS runs them in processes "
+            "of their own and ends what takes longer",
+            ", ".join(new),
+            SLOW,
+        )
+
+    timer = threading.Timer(SLOW, tell)
+    timer.daemon = True
+    if new:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def awaited(results: Sequence[Any]) -> list[Any]:

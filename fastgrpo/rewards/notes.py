@@ -14,6 +14,9 @@ SAMPLE_COLUMNS = (
     "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
 )  # fmt: skip
 
+# The functions that a reward function gets to log by.
+LOGS = ("log_metric", "log_extra")
+
 
 class Notes:
     """What one reward function logs during one call.
@@ -72,6 +75,18 @@ class Notes:
             self.columns[column] = json_values(items)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
+
+    def take(self, other: "Notes", start: int) -> None:
+        """Take over what was logged for some of the completions.
+
+        Args:
+            other: What one call logged.
+            start: The index of its first completion. The others have None in a column that it alone logged.
+        """
+        for name, values in other.metrics.items():
+            self.metrics[name] += values
+        for column, values in other.columns.items():
+            self.columns.setdefault(column, [None] * self.count)[start : start + other.count] = values
 
 
 def _check_name(function, name):

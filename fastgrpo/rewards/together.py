@@ -14,6 +14,81 @@ from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judged, Rewards
 
 
+class Judging:
+    """Judges groups of completions as they come, where other processes can, and gathers what all ranks drew.
+
+    A reward function that runs in this process sees the completions of its own rank in one call.
+
+    Args:
+        rewards: The reward functions.
+        prompts: The prompts that were dealt to the ranks.
+        tokenizer: The policy's tokenizer.
+        trainer_state: How far the run is, which is passed to the functions.
+        ranks: The ranks.
+    """
+
+    def __init__(
+        self,
+        rewards: Rewards,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        trainer_state: TrainerState | None = None,
+        ranks: Ranks = ALONE,
+    ):
+        self.rewards, self.prompts, self.tokenizer, self.state, self.ranks = (
+            rewards, prompts, tokenizer, trainer_state, ranks,
+        )  # fmt: skip
+        self.columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of all ranks
+        self.groups, self.begun = {}, {}
+
+    def add(self, i: int, rollouts: Sequence[Rollout]) -> None:
+        """Take what this rank drew for a prompt, and begin to judge it.
+
+        Args:
+            i: The index of the prompt.
+            rollouts: Its completions.
+        """
+        self.groups[i] = group = [to_completion(self.prompts[i], rollout, self.tokenizer) for rollout in rollouts]
+        self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
+
+    def result(self, allow_none: bool = False) -> Judged:
+        """Wait for the verdicts, and gather those of all ranks.
+
+        Args:
+            allow_none: Whether it is allowed that no completion gets any reward.
+
+        Returns:
+            The completions of all ranks in the order of their prompts, and what was counted and logged, on every rank
+            the same.
+
+        Raises:
+            ValueError: For the reasons of `Rewards`.
+            RankLost: Another rank failed or did not come.
+        """
+        mine = sorted(self.groups)
+        completions, begun = [completion for i in mine for completion in self.groups[i]], defaultdict(list)
+        for i in mine:
+            for name, calls in self.begun[i].items():
+                begun[name] += calls
+        judged = Judged([], Counter(), {})
+        if completions:
+            judged = self.rewards(completions, self.state, allow_none or self.ranks.size > 1, self.columns, begun)
+        if self.ranks.size == 1:
+            return judged
+        packed = _pack(judged, {i: len(self.groups[i]) for i in mine})
+        groups, errors, timeouts, logged = {}, Counter(), Counter(), defaultdict(list)
+        for other in self.ranks.gather(packed, "the completions that the ranks drew"):
+            groups |= _unpacked(other, self.prompts)
+            errors += other.errors
+            timeouts += other.timeouts
+            for name, values in other.logged.items():
+                logged[name] += values
+        completions = list(chain.from_iterable(group for _, group in sorted(groups.items())))
+        if not allow_none:
+            self.rewards.refuse_none(completions)
+        return Judged(completions, errors, dict(logged), timeouts)
+
+
 def judge_together(
     rewards: Rewards,
     drawn: Mapping[int, Sequence[Rollout]],
@@ -26,8 +101,6 @@ def judge_together(
 ) -> Judged:
     """Judge what this rank drew, and gather what all ranks drew.
 
-    A reward function sees the completions of its own rank in one call.
-
     Args:
         rewards: The reward functions.
         drawn: The completions that this rank drew, by the index of their prompt.
@@ -38,31 +111,16 @@ def judge_together(
         allow_none: Whether it is allowed that no completion gets any reward.
 
     Returns:
-        The completions of all ranks in the order of their prompts, and what was counted and logged, on every rank the
-        same.
+        What `Judging.result` returns.
 
     Raises:
         ValueError: For the reasons of `Rewards`.
         RankLost: Another rank failed or did not come.
     """
-    completions = [to_completion(prompts[i], rollout, tokenizer) for i, group in drawn.items() for rollout in group]
-    judged = Judged([], Counter(), {})
-    if completions:
-        columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of the other ranks too
-        judged = rewards(completions, trainer_state, allow_none or ranks.size > 1, columns)
-    if ranks.size == 1:
-        return judged
-    mine = _pack(judged, {i: len(group) for i, group in drawn.items()})
-    groups, errors, logged = {}, Counter(), defaultdict(list)
-    for packed in ranks.gather(mine, "the completions that the ranks drew"):
-        groups |= _unpacked(packed, prompts)
-        errors += packed.errors
-        for name, values in packed.logged.items():
-            logged[name] += values
-    completions = list(chain.from_iterable(group for _, group in sorted(groups.items())))
-    if not allow_none:
-        rewards.refuse_none(completions)
-    return Judged(completions, errors, dict(logged))
+    judging = Judging(rewards, prompts, tokenizer, trainer_state, ranks)
+    for i, rollouts in drawn.items():
+        judging.add(i, rollouts)
+    return judging.result(allow_none)
 
 
 class _Packed(NamedTuple):
@@ -77,6 +135,7 @@ class _Packed(NamedTuple):
         rest: What else is known of each completion: finish reason, content, rewards, extras.
         errors: As in `Judged`.
         logged: As in `Judged`.
+        timeouts: As in `Judged`.
     """
 
     groups: dict[int, int]
@@ -87,6 +146,7 @@ class _Packed(NamedTuple):
     rest: list[tuple]
     errors: Counter
     logged: dict[str, list[float]]
+    timeouts: Counter
 
 
 def _pack(judged, groups):
@@ -105,6 +165,7 @@ def _pack(judged, groups):
         [(c.rollout.finish_reason, c.content, c.rewards, c.extras) for c in judged.completions],
         judged.errors,
         judged.logged,
+        judged.timeouts,
     )
 
 

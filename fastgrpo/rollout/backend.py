@@ -241,6 +241,7 @@ def first_finished(
     num_generations: int,
     sampling: SamplingParams,
     count: int,
+    finished: Callable[[int, list[Rollout]], object] | None = None,
 ) -> tuple[dict[int, list[Rollout]], int]:
     """Draw completions of all prompts until `count` prompts have finished, and abort the others.
 
@@ -250,6 +251,8 @@ def first_finished(
         num_generations: Completions of each prompt.
         sampling: How to draw.
         count: How many prompts are wanted.
+        finished: A function that is called with the request_id and the rollouts of each of these prompts as soon as
+            it has finished, or None.
 
     Returns:
         The rollouts of each finished prompt by its request_id, in rising order; and the number of tokens that
@@ -263,6 +266,8 @@ def first_finished(
             for output in engine.step():
                 if len(groups) < count:
                     groups[output.request_id] = output.rollouts
+                    if finished is not None:
+                        finished(output.request_id, output.rollouts)
                 else:  # it finished in the same step as the last one that was wanted
                     lost += sum(len(rollout.ids) for rollout in output.rollouts)
     finally:

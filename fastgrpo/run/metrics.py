@@ -24,6 +24,8 @@ METRICS = {
     "rewards/{function}/std": "standard deviation of what one reward function gave, over the completions of the step",
     "rewards/{function}/errors": "number of completions on which one reward function failed, summed over the logged "
     "steps; with --reward_errors skip",
+    "rewards/{function}/timeouts": "number of completions for which one reward function took longer than "
+    "--reward_timeout, summed over the logged steps",
     "accuracy": "share of completions to which the first reward function gave at least 1",
     "frac_reward_zero_std": "share of groups whose advantages are all 0, which teach nothing",
     "frac_informative": "share of groups with an advantage that is not 0",
@@ -89,6 +91,8 @@ METRICS = {
     "eval/rewards/{function}/mean": "mean of one reward function over the greedy completions of held-out prompts",
     "eval/rewards/{function}/errors": "number of greedy completions on which one reward function failed, with "
     "--reward_errors skip",
+    "eval/rewards/{function}/timeouts": "number of greedy completions for which one reward function took longer than "
+    "--reward_timeout",
     "eval/format_rate": "share of greedy completions with the full mark of the reward function named ...format_reward; "
     "absent without one",
     "eval/mean_length": "mean length of the greedy completions in tokens",
@@ -100,6 +104,8 @@ METRICS = {
     "prompts",
     "eval/sampled/rewards/{function}/errors": "number of sampled completions on which one reward function failed, with "
     "--reward_errors skip",
+    "eval/sampled/rewards/{function}/timeouts": "number of sampled completions for which one reward function took "
+    "longer than --reward_timeout",
     "eval/sampled/format_rate": "share of sampled completions with the full mark of the reward function named "
     "...format_reward; absent without one",
     "eval/sampled/mean_length": "mean length of the sampled completions in tokens",
@@ -152,7 +158,7 @@ def reduced(name: str, values: Sequence[float]) -> float:
     Returns:
         Their mean, sum, extreme or last value, as the meaning of the metric asks for.
     """
-    counted = name.startswith("rewards/") and name.endswith("/errors")
+    counted = name.startswith("rewards/") and name.endswith(("/errors", "/timeouts"))
     return (sum if counted else _REDUCED.get(name, _mean))(values)
 
 
@@ -164,7 +170,7 @@ def _last(values):
     return values[-1]
 
 
-# How the values of logging_steps steps become one where their mean would be wrong. `reduced` adds up the errors.
+# How the values of logging_steps steps become one where their mean would be wrong. `reduced` adds up what is counted.
 _REDUCED = {
     "num_tokens": _last,
     "learning_rate": _last,

@@ -27,7 +27,7 @@ from fastgrpo.loss.advantage import decoupled_advantages, group_advantages
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards, reward_matrix
-from fastgrpo.rewards.together import judge_together
+from fastgrpo.rewards.together import Judging
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.digest import digest_of_rows
@@ -46,6 +46,7 @@ class Draw:
     Attributes:
         completions: [S] completions with rewards and advantages.
         errors: How many completions each reward function failed on, by name.
+        timeouts: For how many completions each reward function took too long, by name.
         logged: The values that reward functions logged, by name.
         live: What the rollout backend measured.
         taken: How many prompts were taken from the source, including those of aborted groups.
@@ -54,6 +55,7 @@ class Draw:
 
     completions: list[Completion]
     errors: Counter
+    timeouts: Counter
     logged: dict[str, list[float]]
     live: dict[str, float]
     taken: int
@@ -174,14 +176,16 @@ class ExperienceMaker:
         # Each batch begins at another rank, so that the few prompts of refills do not all fall to the same one.
         mine = [i for i in range(taken) if (i + batch) % self.ranks.size == self.ranks.rank]
         wanted = sum(i < count for i in mine)
+        judging = Judging(self.rewards, prompts, self.tokenizer, state, self.ranks)
         with self.timer.stage("rollout"):
             with self.engine.policy.gather():
-                groups, lost = first_finished(
+                _, lost = first_finished(
                     self.engine,
                     {i: prompts[i].ids for i in mine},
                     self.args.num_generations,
                     dataclasses.replace(self.sampling, seed=seed),
                     wanted,
+                    judging.add,
                 )
             # All ranks wait for the slowest here, so that the time of the stage is that of the whole rollout.
             told = self.engine.metrics() if wanted else {}, lost, digest_of_rows(rows)
@@ -192,11 +196,10 @@ class ExperienceMaker:
                 "must follow from its state and from the settings alone"
             )
         with self.timer.stage("reward"):
-            judged = judge_together(
-                self.rewards, groups, prompts, self.tokenizer, state, ranks=self.ranks, allow_none=batch > 0
-            )
+            judged = judging.result(allow_none=batch > 0)
         completions = self.with_advantages(judged.completions)
-        return Draw(completions, judged.errors, judged.logged, _means(list(filter(None, live))), taken, sum(lost))
+        measured = _means(list(filter(None, live)))
+        return Draw(completions, judged.errors, judged.timeouts, judged.logged, measured, taken, sum(lost))
 
     def with_advantages(self, completions: Sequence[Completion]) -> list[Completion]:
         """Turn the rewards of completions that are trained on together into advantages.
@@ -290,14 +293,15 @@ def _joined(draws):
 
 
 def _logged(draws):
-    """Return the errors of reward functions, and the means of the values that they logged, as metrics."""
-    errors, logged = Counter(), defaultdict(list)
+    """Return errors and timeouts of reward functions, and the means of the values that they logged, as metrics."""
+    counts, logged = Counter(), defaultdict(list)
     for draw in draws:
-        errors += draw.errors
+        counts.update({f"rewards/{name}/errors": count for name, count in draw.errors.items()})
+        counts.update({f"rewards/{name}/timeouts": count for name, count in draw.timeouts.items()})
         for name, values in draw.logged.items():
             logged[name] += values
     means = {name: sum(values) / len(values) for name, values in logged.items()}
-    return {f"rewards/{name}/errors": count for name, count in errors.items()} | means
+    return dict(counts) | means
 
 
 def _means(measured):

@@ -5,6 +5,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from fastgrpo.data.sources import Source, as_source
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.ranks import join
-from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.curves import Panel
@@ -170,7 +171,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
 
     def _make_rewards(self, reward_funcs) -> Rewards | None:
         """Make the reward functions; None where nothing is judged."""
-        return Rewards(reward_funcs, on_error=self.args.reward_errors)
+        return Rewards(reward_funcs, **rewards_settings(self.args))
 
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
@@ -271,7 +272,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
                 nobody reads the output any more, with 141.
         """
         self._go_on_from(resume_from_checkpoint)
-        with StopSignals(self.ranks) as stop, self.log:
+        with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext():
             with self.checkpoints, self.ranks.failing():
                 stopped_after = self._run(stop)
             if stopped_after is None:

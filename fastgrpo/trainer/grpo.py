@@ -12,7 +12,7 @@ from fastgrpo.data.records import Completion, Stateful, Step
 from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.finding import found
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
@@ -115,7 +115,7 @@ class GRPOTrainer(Trainer):
     def _make_rewards(self, reward_funcs):
         template, code = self.args.template_kwargs, self.args.trust_remote_code
         functions = found(reward_funcs, self.tokenizers_of_rewards, template, code)
-        return Rewards(functions, self.args.reward_weights, self.args.reward_errors, shaping(self.args))
+        return Rewards(functions, self.args.reward_weights, shaping=shaping(self.args), **rewards_settings(self.args))
 
     def _check_rows(self, train_rows):
         for rows in (train_rows, *self.held_out.values()):
