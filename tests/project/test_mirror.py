@@ -82,6 +82,10 @@ TOGETHER = {
         "the pages are compared with the settings",
         ["fastgrpo/config/page.py", "fastgrpo/config/trl_page.py"],
     ),
+    "tests/rewards/test_pool.py": (
+        "from reward functions to the processes that run them",
+        ["fastgrpo/rewards/pooled.py", "fastgrpo/rewards/pool_worker.py"],
+    ),
     "tests/run/test_shards.py": (
         "ranks write together, in threads that exchange things apart from the main ones",
         ["fastgrpo/ranks/apart.py"],
