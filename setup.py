@@ -46,6 +46,7 @@ setup(
             "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",
             "lightning>=2.6,<3",
         ],
+        "rewards": ["httpx>=0.27,<1"],
         "bench": [
             "pytest>=8,<10",
             "pytest-benchmark>=5,<6",
@@ -65,6 +66,7 @@ setup(
             "peft>=0.19,<1",
             "gguf>=0.17,<1",
             "accelerate>=1.10,<2",
+            "uvicorn>=0.30,<1",
         ],
     },
 )

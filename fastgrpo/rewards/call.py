@@ -117,6 +117,9 @@ class Rewards:
         self.told = False  # whether a completion without any reward has been told of
         if timeout is not None and workers == 0:
             raise ValueError("reward_timeout needs processes that can be killed: leave reward_workers out, or raise it")
+        for function in self.functions if timeout is not None else ():
+            if not pooled(function) and hasattr(function, "limit"):
+                function.limit(timeout)
         others = {name: f for name, f in zip(self.names, self.functions, strict=True) if pooled(f)}
         count = workers_of(timeout, workers)
         self.pooled = Pooled(others, timeout, count, seed) if count and others else None

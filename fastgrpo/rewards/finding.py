@@ -1,6 +1,7 @@
 """Finds rewards by what they are given as: a function, a model of transformers, or a name, which one rule reads.
 
-An existing folder and ORG/MODEL are reward models, and module:function is a function.
+http://HOST:PORT/PATH is a scorer on a server, an existing folder and ORG/MODEL are reward models, and module:function
+is a function.
 """
 
 import importlib
@@ -18,7 +19,8 @@ def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bo
     """Find a reward function by its name.
 
     Args:
-        spec: The name of one of `known`, "module:function", or the folder or hub id (ORG/MODEL) of a reward model.
+        spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, or the
+            URL of a server (http://HOST:PORT/PATH).
         known: The task's own functions.
         trust_remote_code: Whether Python code that comes with a reward model may run.
 
@@ -31,13 +33,18 @@ def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bo
     by_name = {function.__name__: function for function in known}
     if spec in by_name:
         return by_name[spec]
+    if spec.startswith(("http://", "https://")):
+        from fastgrpo.rewards.http import HttpScorer
+
+        return HttpScorer(spec)
     if names_model(spec):
         return RewardModel.load(spec, trust_remote_code=trust_remote_code)
     module, separator, name = spec.partition(":")
     if not separator:
         raise ValueError(
             f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
-            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL"
+            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, and a "
+            "server as http://HOST:PORT/PATH"
         )
     function = attempt(lambda: getattr(importlib.import_module(module), name))
     if isinstance(function, Failure):

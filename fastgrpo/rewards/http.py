@@ -1,0 +1,229 @@
+"""A scorer on a server: completions go there by HTTP, and rewards come back.
+
+A request is `POST URL` with JSON: {"prompts": [...], "completions": [...], and the columns of the rows by name}, one
+item a completion. The answer is a list of as many numbers, with null where the server gives no verdict, or an object
+that has this list as "rewards".
+"""
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+
+from fastgrpo.rewards.values import read_verdicts
+
+API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that requests carry
+BATCH = 32  # completions of one request
+CONCURRENCY = 8  # requests at the same time
+TIMEOUT = 60.0  # seconds of a request where reward_timeout says nothing
+RETRIES = 6  # tries after the first one
+FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the bounds within which the wait before a try doubles
+FAILURES = 4  # requests in a row that fail to the end, before no more are sent
+PAUSE = 60.0  # seconds after which the server is tried again
+_RETRIED = {408, 429, 500, 502, 503, 504}
+
+
+class ScorerDown(ConnectionError):
+    """The server did not answer, or said so often that it cannot, that no more requests are sent for a while."""
+
+
+class HttpScorer:
+    """A reward function that asks a server. It is async, so that several scorers wait at the same time.
+
+    Requests that fail by the connection, by a limit of time or by the codes 408, 429, 500, 502, 503 and 504 are sent
+    again, after a random wait below a bound that doubles, or as long as the server's `Retry-After` says. Other codes
+    are errors at once. The value of the environment variable `FASTGRPO_REWARD_API_KEY` is sent as a bearer token.
+
+    Args:
+        url: Where the server listens: http://HOST:PORT/PATH or https://...
+        timeout: Seconds that the server may take for a request.
+        batch: The largest number of completions in a request.
+        concurrency: The largest number of requests at the same time.
+        retries: How often a request is sent again.
+        sleep: What waits between two tries, given the seconds.
+        clock: What tells the time, in seconds.
+
+    Attributes:
+        pooled: False, because a pool of processes would wait no better.
+
+    Raises:
+        ValueError: The URL names no server, or holds a user and a password.
+    """
+
+    pooled = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = TIMEOUT,
+        batch: int = BATCH,
+        concurrency: int = CONCURRENCY,
+        retries: int = RETRIES,
+        sleep: Callable[[float], Awaitable] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        parsed = _parsed(url)
+        self.url, self.timeout, self.batch, self.retries = url, timeout, batch, retries
+        self.sleep, self.clock = sleep, clock
+        self.__name__ = _name(parsed)
+        self.concurrency = concurrency
+        self.failures, self.closed_until = 0, 0.0
+        self.last = ""  # what failed last
+
+    def limit(self, seconds: float) -> None:
+        """Set how long the server may take for a request.
+
+        Args:
+            seconds: The setting reward_timeout.
+        """
+        self.timeout = seconds
+
+    async def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
+        """Judge completions.
+
+        Args:
+            prompts: Texts, or lists of messages.
+            completions: The same kind, one for each prompt.
+            columns: The other columns of the rows, which are sent too, and what else reward functions get.
+
+        Returns:
+            What the server gives for each, None where it gives no verdict.
+
+        Raises:
+            ValueError: A column cannot be written as JSON, or the answer cannot be read.
+            ScorerDown: The server does not answer.
+        """
+        sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
+        bodies = [
+            _body({name: values[i : i + self.batch] for name, values in sent.items()}
+                  | {"prompts": prompts[i : i + self.batch], "completions": completions[i : i + self.batch]})
+            for i in range(0, len(completions), self.batch)
+        ]  # fmt: skip
+        counts = [len(completions[i : i + self.batch]) for i in range(0, len(completions), self.batch)]
+        limit = asyncio.Semaphore(self.concurrency)
+        # A client belongs to the loop that it was used in first, so each call has its own. A redirect is an error: the
+        # key would go to a server that nobody named.
+        async with httpx.AsyncClient(timeout=self.timeout, headers=_headers(), follow_redirects=False) as client:
+
+            async def ask(body: bytes, count: int) -> list[float | None]:
+                async with limit:
+                    return self._read(await self._post(client, body), count)
+
+            async with asyncio.TaskGroup() as tasks:
+                asked = [tasks.create_task(ask(body, count)) for body, count in zip(bodies, counts, strict=True)]
+        return [reward for task in asked for reward in task.result()]
+
+    async def _post(self, client, body):
+        """Send a request until it is answered. Raises ScorerDown where it is not."""
+        if self.clock() < self.closed_until:
+            raise ScorerDown(self._down())
+        for attempt in range(self.retries + 1):
+            wait = None
+            try:
+                answer = await client.post(self.url, content=body)
+            except httpx.TimeoutException:
+                self.last = f"no answer within {self.timeout:g} s"
+            except httpx.TransportError as error:
+                self.last = f"{type(error).__name__}: {error}"
+            else:
+                if answer.status_code not in _RETRIED:
+                    self.failures = 0
+                    return answer
+                self.last = f"it answered {answer.status_code}: {_start(answer)}"
+                wait = _retry_after(answer)
+            if attempt < self.retries:
+                bound = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
+                await self.sleep(_JITTER.uniform(0, bound) if wait is None else min(wait, LONGEST_WAIT))
+        self.failures += 1
+        if self.failures >= FAILURES:
+            self.closed_until = self.clock() + PAUSE  # then one failure more closes it again
+            raise ScorerDown(self._down())
+        raise ScorerDown(f"the reward server {self.url} failed {self.retries + 1} times: {self.last}")
+
+    def _down(self):
+        return (
+            f"the reward server {self.url} failed {self.failures} times in a row, and is not asked for {PAUSE:g} s; "
+            f"the last failure: {self.last}; start it, or look into its log"
+        )
+
+    def _read(self, answer, count):
+        """Read the rewards out of an answer."""
+        said = f"the reward server {self.url} answered"
+        if answer.is_redirect:
+            raise ValueError(
+                f"{said} with a redirect to {answer.headers.get('location')!r}; name that URL if it is right"
+            )
+        if answer.status_code != 200:
+            raise ValueError(f"{said} {answer.status_code}: {_start(answer)}")
+        try:
+            rewards = json.loads(answer.content)
+        except ValueError:
+            raise ValueError(f"{said} with what is no JSON: {_start(answer)}") from None
+        if isinstance(rewards, dict):
+            rewards = rewards.get("rewards")
+        verdicts = read_verdicts(rewards, count) if isinstance(rewards, list) else "has no list of rewards"
+        problem = next((v for v in verdicts if isinstance(v, str)), None) if isinstance(verdicts, list) else verdicts
+        if problem is not None:
+            raise ValueError(f"{said} with JSON that {problem}: {_start(answer)}")
+        return verdicts
+
+
+_JITTER = random.Random()  # not the global generator, which follows the seed of the run
+_NOT_SENT = ("completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
+
+
+def _parsed(url):
+    """Read a URL, or refuse it."""
+    try:
+        parsed = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+        raise ValueError(f"reward_funcs: {url!r} is no URL: {error}") from None
+    if parsed.userinfo:
+        raise ValueError(
+            f"reward_funcs: the URL of {parsed.host} holds a user or a password, which would be logged; put a key into "
+            f"the environment variable {API_KEY}"
+        )
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"reward_funcs: {url!r} names no server; write http://HOST:PORT/PATH")
+    return parsed
+
+
+def _name(url):
+    """Make a name for metrics: http://localhost:8000/score/math -> localhost_score_math."""
+    words = [url.host, *url.path.strip("/").split("/")]
+    return "_".join("".join(c if c.isalnum() else "_" for c in word) for word in words if word)
+
+
+def _headers():
+    key = os.environ.get(API_KEY)
+    return {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+
+
+def _body(columns):
+    """Write the columns of a request as JSON. Raises ValueError where one cannot be."""
+    written = []
+    for name, values in columns.items():
+        try:
+            written.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False)}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the column {name!r} cannot be sent to a reward server as JSON: {error}") from None
+    return f"{{{', '.join(written)}}}".encode()
+
+
+def _start(answer):
+    """Return the start of an answer on one line."""
+    return repr(" ".join(answer.text[:400].split())[:200])
+
+
+def _retry_after(answer):
+    """Return how many seconds an answer asks to wait; None where it does not, or gives a date."""
+    try:
+        return max(float(answer.headers["retry-after"]), 0.0)
+    except (KeyError, ValueError):
+        return None
