@@ -363,7 +363,21 @@ def test_every_combination(path, tmp_path, name, level, kl):
             assert_same_gradients(both, make_inputs(both.theirs, tools=bool(mode)))
 
 
-def test_two_ranks(path, tmp_path):
-    codes, outputs = forked("trl_ranks.py", tmp_path, path)("ranks")
+@pytest.fixture(scope="module")
+def two_ranks(path, tmp_path_factory):
+    """Runs of two ranks: a function from the name of a case to exit codes and outputs."""
+    return forked("trl_ranks.py", tmp_path_factory.mktemp("ranks"), path)
+
+
+def test_two_ranks(two_ranks):
+    codes, outputs = two_ranks("ranks")
     assert codes == [0, 0], outputs
     assert all(output.count("same") == 3 for output in outputs), outputs
+
+
+def test_all_ranks_notice_another_formula_of_trl(two_ranks):
+    """One that stopped alone would leave the other waiting for its gradients."""
+    codes, outputs = two_ranks("formula")
+    assert codes == [0, 0], outputs
+    noticed = "noticed: this version of TRL has another loss than fastgrpo knows"
+    assert all(noticed in output and "(on rank 1)" in output for output in outputs), outputs
