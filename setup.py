@@ -42,7 +42,7 @@ setup(
         "lora": ["peft>=0.19,<1"],
         "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
         "integrations": [
-            "trl>=1.16,<2",
+            "trl>=1.15,<2",
             "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",
             "lightning>=2.6,<3",
         ],

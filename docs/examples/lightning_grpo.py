@@ -5,7 +5,6 @@ import sys
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo import group_advantages, linear_grpo_loss, linear_logprob
@@ -13,7 +12,7 @@ from fastgrpo.tasks.arithmetic import correctness, format_reward, pairs_by_level
 
 GROUP, MU = 8, 2  # completions of a prompt, updates that learn from them
 LOSS = {"loss_type": "grpo", "epsilon": 0.2, "beta": 0.04}
-SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 class GRPO(L.LightningModule):
@@ -21,8 +20,9 @@ class GRPO(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-        self.reference = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).requires_grad_(False)
+        self.reference = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)]  # a list: in no checkpoint
         self.tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 
     def complete(self, rows, **sampling):
         prompts = self.tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True).to(self.device)
@@ -36,20 +36,19 @@ class GRPO(L.LightningModule):
         rewards = [correctness([], texts, [row["answer"] for row in rows]), format_reward([], texts)]
         return inputs, {"targets": completions, "mask": mask}, torch.tensor(rewards, device=self.device)
 
-    def head(self, model, inputs, tokens):
-        states = model.base_model(**inputs).last_hidden_state  # a token is predicted by the state before it
-        return states[:, -tokens["mask"].shape[1] - 1 : -1], model.get_output_embeddings().weight
+    def head(self, model, inputs, tokens):  # the states, of which each predicts the token after it, and the weight
+        return model.base_model(**inputs)[0][:, -tokens["mask"].shape[1] - 1 : -1], model.get_output_embeddings().weight
 
     @torch.no_grad()
     def draw(self, rows):
         inputs, tokens, rewards = self.complete([row for row in rows for _ in range(GROUP)], **SAMPLING)
-        for name, model in {"old_logps": self.model, "ref_logps": self.reference}.items():
+        for name, model in {"old_logps": self.model, "ref_logps": self.reference[0].to(self.device)}.items():
             tokens[name] = linear_logprob(*self.head(model, inputs, tokens), tokens["targets"])
         self.log("reward", rewards.sum(0).mean(), prog_bar=True)
         return inputs, tokens | {"advantages": group_advantages(rewards.sum(0), GROUP)}
 
     def training_step(self, rows, index):
-        if index % MU == 0:  # the same rows come MU times: completed once, and learned from MU times
+        if index % MU == 0 or not hasattr(self, "tokens"):  # the same rows come MU times, and are completed once
             self.inputs, self.tokens = self.draw(rows)
         return linear_grpo_loss(*self.head(self.model, self.inputs, self.tokens), **self.tokens, **LOSS).loss
 
@@ -58,6 +57,8 @@ class GRPO(L.LightningModule):
         self.log("accuracy", right.mean(), batch_size=len(rows), prog_bar=True)
 
     def configure_optimizers(self):
+        if self.trainer.accumulate_grad_batches * self.trainer.world_size != 1:
+            raise ValueError(f"accumulate_grad_batches and devices must be 1: {MU} batches in a row share a rollout")
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.hparams.learning_rate)
         linear = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, self.trainer.estimated_stepping_batches)
         return [optimizer], [{"scheduler": linear, "interval": "step"}]
@@ -66,10 +67,9 @@ class GRPO(L.LightningModule):
 def main(name, updates=200, prompts=16, seed=0, **options):
     L.seed_everything(seed)
     *_, sums, held_out = [[to_row(*pair) for pair in level] for level in pairs_by_level()]
-    batches = [random.sample(sums, prompts) for _ in range(updates // MU)]
-    repeated = DataLoader([rows for rows in batches for _ in range(MU)], batch_size=None)
-    tests = DataLoader([held_out], batch_size=None)
-    trainer = L.Trainer(max_steps=updates, val_check_interval=updates // 4, gradient_clip_val=1.0, **options)
+    batches = [rows for _ in range(updates // MU) for rows in [random.sample(sums, prompts)] * MU]
+    repeated, tests = (torch.utils.data.DataLoader(rows, batch_size=None) for rows in (batches, [held_out]))
+    trainer = L.Trainer(max_steps=updates, val_check_interval=updates // 4, gradient_clip_val=1.0, devices=1, **options)
     module = GRPO(name)
     trainer.validate(module, tests)
     trainer.fit(module, repeated, tests)

@@ -20,7 +20,7 @@ def complete(model, tokenizer, prompts, group, max_new_tokens):
     """Draw a group of completions for each prompt. Returns what the model reads, the completions, and their mask."""
     copies = [prompt for prompt in prompts for _ in range(group)]
     read = tokenizer(copies, return_tensors="pt", padding=True, padding_side="left").to(model.device)
-    full_softmax = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    full_softmax = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
     ids = model.generate(**read, **full_softmax, max_new_tokens=max_new_tokens)
     completions = ids[:, read.input_ids.shape[1] :]
     stops = torch.isin(completions, torch.tensor(model.generation_config.eos_token_id, device=model.device))
@@ -60,6 +60,7 @@ def main(name=None):
         return train(model, tokenizer, PROMPTS, vowels, steps=25, learning_rate=3e-3)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)  # AdamW loses small steps in bfloat16
     tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # some have none, as GPT-2's
     return train(model, tokenizer, PROMPTS, vowels, steps=40, learning_rate=1e-5)
 
 

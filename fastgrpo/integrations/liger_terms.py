@@ -3,25 +3,17 @@
 Shapes: B sequences, T tokens of each (padded).
 """
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.kernels.objectives import LOG_RATIO_MAX, LOG_WEIGHT_MIN, Tokens, vespo_phi
+from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
+from fastgrpo.kernels.objectives import Tokens, vespo_phi
 from fastgrpo.kernels.products import compute_dtype
 from fastgrpo.loss.objective import LOSS_TYPES, POSITIVE, Objective
 
 Tensor = torch.Tensor
-# The surrogate -> the settings that only some surrogates read, and this one does.
-READ = {
-    "clip": ("epsilon", "epsilon_high"),
-    "cispo": ("epsilon_high",),
-    "sapo": ("sapo_temperature_pos", "sapo_temperature_neg"),
-    "vespo": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-}
-LAMBDA_MIN = 1e-4  # Liger holds vespo's lambda above it
 
 
 class Terms(NamedTuple):
@@ -71,9 +63,8 @@ def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective
     knobs = {name: value for name, value in knobs.items() if name not in unread}
     if loss_type == "luspo" and knobs["importance_sampling_level"] == "token":
         loss_type, knobs = "dr_grpo", knobs | {"max_completion_length": 1}
-    if loss_type == "vespo":  # its weights against the sampler are bounded inside of W alone
-        knobs |= {name: max(knobs[name], LAMBDA_MIN) for name in READ["vespo"] if "lambda" in name and name in knobs}
-        knobs |= {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}
+    if loss_type == "vespo":
+        knobs |= vespo_knobs({name: knobs[name] for name in READ["vespo"] if name in knobs})
     return Objective(loss_type=loss_type, **knobs)
 
 
@@ -84,8 +75,7 @@ def translate(
     """Say what Liger is given of a batch in our terms.
 
     The importance weight I of a token is at least 0, and every surrogate but vespo's is linear in the advantage on each
-    side of 0, so I s(A) = s(I A). A cap c of CISPO below 1 is min(r, c) A = min(r / c, 1) c A: the old log-probs move
-    by log c, and the advantages are multiplied by c.
+    side of 0, so I s(A) = s(I A).
 
     Args:
         objective: What `objective_of` made.
@@ -115,21 +105,15 @@ def translate(
         advantages = advantages * ratio
     if objective.surrogate != "cispo" or epsilon_high >= 1:
         return Terms(objective, advantages, old_logps)
-    advantages = epsilon_high * advantages
-    if old_logps is None:  # the ratio is 1, above the cap
-        return Terms(objective, advantages, None, all_clipped=True)
-    scale = 1.0
-    if objective.use_bias_correction_kl:  # its factor r becomes r / c too
-        scale, objective = epsilon_high, replace(objective, beta=epsilon_high * objective.beta)
-    return Terms(objective, advantages, old_logps + math.log(epsilon_high), kl_scale=scale)
+    capped, gains, moved = cap_below_1(epsilon_high, objective, advantages, old_logps)
+    scale = 1.0 if old_logps is None or not objective.use_bias_correction_kl else epsilon_high
+    return Terms(capped, gains, moved, kl_scale=scale, all_clipped=old_logps is None)  # a ratio of 1 is above the cap
 
 
 def _vespo(objective, advantages, mask, old_logps, ratio):
-    """VESPO takes the weights into W, the product over the sequence; that of a whole sequence counts once."""
-    log_ratio = ratio.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX)
-    if ratio.shape[1] == 1:
-        log_ratio = log_ratio / mask.sum(1, keepdim=True).clamp(min=1)
-    log_ratio = log_ratio.expand(mask.shape)
+    """VESPO takes the weights into W, the product over the tokens that count; that of a whole sequence counts once."""
+    ratio = ratio.masked_fill(~mask, 1) if ratio.shape == mask.shape else ratio
+    log_ratio = shared_log_weights(ratio, mask).expand(mask.shape)
     if old_logps is not None:
         return Terms(objective, advantages, old_logps, sampler_logps=old_logps - log_ratio)
     # Without old log-probs W is known: -phi(W) A logp is CISPO's loss for the advantages phi(W) A, its ratio being 1.

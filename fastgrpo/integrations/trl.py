@@ -13,6 +13,7 @@ import functools
 import math
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
@@ -53,7 +54,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         (output,) = outputs
         ours = output.loss.detach()
         if self._compared < COMPARED and not self.aux_loss_enabled:
-            _compare(ours, value.detach(), inputs["advantages"])
+            _compare(ours, value.detach(), inputs["advantages"], self.accelerator)
             self._compared += 1
         return value + (output.loss - ours)  # TRL's value, which has the auxiliary loss, and the gradient of ours
 
@@ -137,11 +138,16 @@ def _refuse(trainer):
             raise ValueError(f"fastgrpo cannot serve {why}")
 
 
-def _compare(ours, theirs, advantages):
-    """Raise where TRL's code, on the same log-probs, has another loss: this version of TRL has another formula."""
-    ours, theirs, size = ours.item(), theirs.item(), advantages.abs().max().item()
-    tolerance = TOLERANCE * max(abs(theirs), size, 1e-3)
-    if math.isfinite(theirs) and not math.isclose(ours, theirs, rel_tol=0, abs_tol=tolerance):
-        raise RuntimeError(
-            f"this version of TRL has another loss than fastgrpo knows: {theirs} of the same log-probs, and not {ours}"
-        )
+def _compare(ours, theirs, advantages, accelerator):
+    """Raise on all ranks where TRL's code, on the same log-probs of one of them, has another loss than ours.
+
+    A rank that stopped alone would leave the others waiting for it in the next sum of gradients.
+    """
+    mine = torch.stack([ours, theirs, advantages.abs().max()]).float()
+    for rank, (ours, theirs, size) in enumerate(accelerator.gather(mine).view(-1, 3).tolist()):
+        tolerance = TOLERANCE * max(abs(theirs), size, 1e-3)
+        if math.isfinite(theirs) and not math.isclose(ours, theirs, rel_tol=0, abs_tol=tolerance):
+            raise RuntimeError(
+                f"this version of TRL has another loss than fastgrpo knows: {theirs} of the same log-probs, and not "
+                f"{ours} (on rank {rank})"
+            )

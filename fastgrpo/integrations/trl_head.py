@@ -16,9 +16,16 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from trl.trainer.utils import FusedCausalLMOutput
 
 from fastgrpo.loss import linear_logprob
+
+try:
+    from trl.trainer.utils import FusedCausalLMOutput
+except ImportError as error:
+    raise ImportError(
+        "fastgrpo.integrations.trl needs trl >= 1.15, < 2, whose trainer asks the model for log-probs; install it by "
+        f"pip install 'trl>=1.15,<2' ({error})"
+    ) from error
 
 
 class Scores(NamedTuple):

@@ -7,15 +7,14 @@ inside. What TRL divides the sums by is in the weights of the tokens.
 Shapes: B completions, T their padded length.
 """
 
-import math
 from dataclasses import replace
 
 import torch
 from accelerate.utils import send_to_device
 from trl import GRPOTrainer
 
+from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
 from fastgrpo.integrations.trl_head import Head, Scores
-from fastgrpo.kernels.objectives import LOG_RATIO_MAX, LOG_WEIGHT_MIN
 from fastgrpo.loss import Objective, linear_grpo_loss
 
 # TRL's loss type -> a loss type of this package that has its surrogate.
@@ -23,7 +22,6 @@ SURROGATES = {
     **dict.fromkeys(("grpo", "bnpo", "dapo", "dr_grpo", "luspo"), "dapo"),
     **{name: name for name in ("cispo", "sapo", "vespo")},
 }
-VESPO_LAMBDA_MIN = 1e-4  # TRL holds vespo's lambda above it
 
 
 def objective_of(trainer: GRPOTrainer) -> Objective:
@@ -45,13 +43,10 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
     if loss_type == "dapo":
         knobs |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high, "delta": args.delta}
     elif loss_type == "cispo":
-        knobs["epsilon_high"] = max(trainer.epsilon_high, 1)  # `_capped` knows lower caps
-    elif loss_type == "sapo":
-        knobs |= {name: getattr(args, name) for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
+        knobs["epsilon_high"] = max(trainer.epsilon_high, 1)  # `score` knows lower caps
     else:
-        knobs |= {"vespo_k_pos": args.vespo_k_pos, "vespo_k_neg": args.vespo_k_neg}
-        knobs |= {name: max(getattr(args, name), VESPO_LAMBDA_MIN) for name in ("vespo_lambda_pos", "vespo_lambda_neg")}
-        knobs |= {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}  # see `_sampler`
+        own = {name: getattr(args, name) for name in READ[loss_type]}
+        knobs |= vespo_knobs(own) if loss_type == "vespo" else own
     return Objective(loss_type=loss_type, **knobs)
 
 
@@ -84,7 +79,7 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> 
     gains, old_logps = _gains(trainer, inputs, mask, known, chosen), inputs.get("old_per_token_logps")
     sampler_logps = _sampler(trainer, inputs, mask)
     if trainer.loss_type == "cispo" and trainer.epsilon_high < 1:
-        objective, gains, old_logps = _capped(trainer.epsilon_high, objective, gains, old_logps)
+        objective, gains, old_logps = cap_below_1(trainer.epsilon_high, objective, gains, old_logps)
     counted = mask if chosen is None else mask * chosen  # the bonus is a mean over these tokens
     out = linear_grpo_loss(
         head.hidden, head.weight, head.labels, gains.expand(mask.shape), mask=mask, old_logps=old_logps,
@@ -121,18 +116,8 @@ def _sampler(trainer, inputs, mask):
     ratio = inputs.get("importance_sampling_ratio")
     if trainer.loss_type != "vespo" or ratio is None:
         return None
-    # TRL sums log I over the whole row, and reads nothing but the sum. Shared by the tokens it is the same sum. Where
-    # there is a ratio, TRL has the old log-probs that it is made of.
-    total = ratio.log().clamp(LOG_WEIGHT_MIN, LOG_RATIO_MAX).sum(-1, keepdim=True)
-    return inputs["old_per_token_logps"] - total / mask.sum(-1, keepdim=True).clamp(min=1)
-
-
-def _capped(cap, objective, gains, old_logps):
-    """Cispo with a cap c below 1, by one of 1: min(r, c) A = min(r / c, 1) c A, and r KL = (r / c) c KL."""
-    if old_logps is None:  # r is 1, and so is min(r, 1)
-        return objective, gains * cap, None
-    beta = objective.beta * (cap if objective.use_bias_correction_kl else 1)
-    return replace(objective, beta=beta), gains * cap, old_logps + math.log(cap)
+    # TRL's product is over the whole row. Where there is a ratio, it has the old log-probs that the ratio is made of.
+    return inputs["old_per_token_logps"] - shared_log_weights(ratio, mask)
 
 
 def _token_weights(trainer, mask, num_items, windows):

@@ -107,7 +107,7 @@ def linear_grpo_loss(
             "triton".
         objective: The objective, in place of `knobs`.
         entropy_weights: [B, T] or [N], the e_n of the entropy bonus in place of 1 / tokens of the step; the mask still
-            applies.
+            applies. None where entropy_coef is 0.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
     Returns:
@@ -116,7 +116,8 @@ def linear_grpo_loss(
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; something by which the loss is not
             differentiated requires grad; beta is not 0 and what the KL needs of the reference is missing; kl is "full"
-            with backend "triton" or a process_group; both objective and knobs are given; or `Objective` refuses a knob.
+            with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both objective
+            and knobs are given; or `Objective` refuses a knob.
             On the CPU also: an active row has a target outside [0, V), or a number that is not finite where it must be;
             rows or cu_seqlens do not rise; or the mask is negative or NaN.
     """

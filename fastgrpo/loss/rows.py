@@ -229,9 +229,14 @@ def _host_lengths(layout, rows, total):
 
 
 def _check(layout, objective, inputs, coupled):
-    """Raise a ValueError where the objective needs an input that is missing."""
+    """Raise a ValueError where the objective needs an input that is missing, or has no use for the entropy weights."""
     if objective.beta != 0 and not objective.full_kl and inputs.ref_logps is None:
         raise ValueError(f"beta={objective.beta} needs ref_logps; pass them, or beta=0")
+    if inputs.entropy_weights is not None and objective.entropy_coef == 0:
+        raise ValueError(
+            f"entropy_weights needs an entropy_coef other than 0, got entropy_coef={objective.entropy_coef}; leave "
+            "entropy_weights out where there is no bonus"
+        )
     mode = objective.importance_sampling_mode
     if inputs.sampler_logps is not None:
         objective.check_sampler()

@@ -5,7 +5,7 @@ Everything in it follows from the state of the run at that step, so that a resum
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +57,7 @@ def model_card(
     rows: int,
     rewards: Sequence[str],
     adapters: bool,
+    inputs: Mapping[str, Path],
 ) -> str:
     """Write the model card of what a run has trained so far.
 
@@ -68,23 +69,25 @@ def model_card(
         rows: Number of training rows.
         rewards: The names of the reward functions.
         adapters: Whether the folder of the card holds adapters and not a whole model.
+        inputs: The files and folders that the run reads, as `inputs_of` found them when it began.
 
     Returns:
         The text of README.md. It names no folder of the machine by its path.
     """
     grpo, data = args.command == "train", args.dataset_name or HUB_DATA.get(args.task)
-    datasets = [data] if data and on_hub(data) else None
+    datasets = [data] if data and on_hub(data, inputs) else None
     head = ModelCardData(
-        base_model=base if on_hub(base) else None,
+        base_model=base if on_hub(base, inputs) else None,
         datasets=datasets,
         library_name="peft" if adapters else "transformers",
         model_name=name,
         pipeline_tag="text-generation",
         tags=["generated_from_trainer", "fastgrpo", "grpo" if grpo else "sft", *(["lora"] if adapters else [])],
     )
+    begun, how = _linked(base, "", inputs), "GRPO" if grpo else "supervised training"
     parts = {
-        f"# {name}": f"{_linked(base, '')} was trained by {'GRPO' if grpo else 'supervised training'} with fastgrpo.",
-        "## Data": _data(args, data, rows, rewards),
+        f"# {name}": f"{begun} was trained by {how} with fastgrpo.",
+        "## Data": _data(args, data, rows, rewards, inputs),
         "## Figures": markdown_table([("figure", "value"), *_figures(state)]),
         "## Settings": _settings(args),
         "## How to load it": LOADING + (SERVING_ADAPTERS.format(rank=args.lora_r) if adapters else SERVING),
@@ -96,28 +99,34 @@ def model_card(
     return ModelCard(f"---\n{head.to_yaml()}\n---\n\n{text}\n").content
 
 
-def on_hub(name: str) -> bool:
-    """Tell whether a name of a model or of data is that of a repository on the hub, and not of something here.
+def on_hub(name: str, inputs: Mapping[str, Path]) -> bool:
+    """Tell whether a name of a model or of data is that of a repository on the hub, and not of a file or folder.
+
+    A folder may have the name of a repository, and then takes its place. Whether it did is known from the beginning of
+    the run: by now the program may work in another folder, or may have written one of that name.
 
     Args:
         name: The name or path.
+        inputs: The files and folders that the run reads.
 
     Returns:
         Whether it is.
     """
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)(?<!\.jsonl)", name) is not None and not Path(name).exists()
+    repository = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)(?<!\.jsonl)", name) is not None
+    return repository and Path(name) not in inputs.values()
 
 
-def _linked(name, kind):
+def _linked(name, kind, inputs):
     """Name a repository of the hub with a link, and anything else by the last part of its path."""
-    if name and on_hub(name):
+    if name and on_hub(name, inputs):
         return f"[{name}](https://huggingface.co/{kind}{name})"
     return f"`{Path(name).name}`, a folder or file," if name else "A model that was made in Python"
 
 
-def _data(args, data, rows, rewards):
-    split = f", split `{args.dataset_train_split}`" if data else ""
-    source = f"{_linked(data, 'datasets/').rstrip(',')}{split}" if data else "rows that the task or the caller made"
+def _data(args, data, rows, rewards, inputs):
+    source = "rows that the task or the caller made"
+    if data:
+        source = f"{_linked(data, 'datasets/', inputs).rstrip(',')}, split `{args.dataset_train_split}`"
     judged = f" Rewards: {', '.join(f'`{reward}`' for reward in rewards)}." if rewards else ""
     return f"{rows:,} training rows: {source}.{judged}"
 

@@ -236,7 +236,7 @@ class GRPOUpdate:
                 ref_logps=batch.ref_logps,
                 sampler_logps=batch.sampler_logps,
                 token_weights=batch.weights,
-                entropy_weights=batch.entropy_weights,
+                entropy_weights=batch.entropy_weights if self.objective.entropy_coef != 0 else None,
                 num_items_in_batch=step_tokens,
                 temperature=self.scoring.temperature,
                 bias=bias,

@@ -139,7 +139,8 @@ class Leaving:
         base, rows, name = self.policy.module.name_or_path, len(self.source), self.log.dir.name
         rewards = self.rewards.names if self.rewards else ()
         return model_card(
-            self.args, self.state, name=name, base=base, rows=rows, rewards=rewards, adapters=adapters
+            self.args, self.state, name=name, base=base, rows=rows, rewards=rewards, adapters=adapters,
+            inputs=self.inputs,
         )  # fmt: skip
 
     def _finish(self):

@@ -1,10 +1,13 @@
 """docs/examples/lightning_grpo.py: every update against the formula in plain PyTorch, and the tutorial's curve."""
 
 import copy
+from contextlib import contextmanager
 
 import lightning
 import pytest
+import tiny
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from docs.examples import lightning_grpo
 from fastgrpo.config.settings import GRPOConfig
@@ -75,16 +78,26 @@ def start(tmp_path_factory):
     return folder
 
 
+def ones(prompts, texts, answers):
+    return [text.count("1") for text in texts]
+
+
+@contextmanager
+def easy():
+    """Rewards that a model with random weights earns, for ones and for short completions, and few sums."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_grpo, "correctness", ones)
+        patch.setattr(lightning_grpo, "format_reward", lambda prompts, texts: [-len(text) / 10 for text in texts])
+        patch.setattr(lightning_grpo, "pairs_by_level", lambda: [pairs[:50] for pairs in arithmetic.pairs_by_level()])
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(start):
-    """A short run from random weights, with rewards that such a model earns: for ones, and for short completions."""
-    watch, patch = Watch(), pytest.MonkeyPatch()
-    patch.setattr(lightning_grpo, "correctness", lambda prompts, texts, answers: [text.count("1") for text in texts])
-    patch.setattr(lightning_grpo, "format_reward", lambda prompts, texts: [-len(text) / 10 for text in texts])
-    patch.setattr(lightning_grpo, "pairs_by_level", lambda: [pairs[:50] for pairs in arithmetic.pairs_by_level()])
-    with patch.context():
+    """A short run from random weights."""
+    watch = Watch()
+    with easy():
         lightning_grpo.main(start, updates=UPDATES, prompts=3, callbacks=[watch], **QUIET)
-    patch.undo()
     return watch.updates
 
 
@@ -147,6 +160,43 @@ def test_the_schedule_is_linear_gradients_are_clipped_and_weights_move(run):
         assert update["clipped"] == pytest.approx(min(update["norm"], 1.0), rel=1e-4)
         assert update["moved"]
     assert max(update["norm"] for update in run) > 1.0
+
+
+def test_a_checkpoint_has_one_model_and_is_resumed_between_two_updates_of_a_rollout(start, tmp_path):
+    each = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = QUIET | {"enable_checkpointing": True, "limit_val_batches": 0, "callbacks": [each]}
+    with easy():
+        lightning_grpo.main(str(start), updates=4, prompts=2, **options)
+    path = tmp_path / "step=1.ckpt"
+    module = lightning_grpo.GRPO(str(start))
+    kept = torch.load(path, weights_only=True)["state_dict"]
+    assert {f"model.{name}" for name in module.model.state_dict()} == kept.keys()
+    rows = [[arithmetic.to_row(10, 1)]] * 4
+    trainer = lightning.Trainer(max_steps=3, **QUIET)
+    with easy():
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=None), ckpt_path=path)
+    assert trainer.global_step == 3
+    moved = [not torch.equal(kept[f"model.{name}"], value) for name, value in module.model.named_parameters()]
+    assert all(moved)
+
+
+@pytest.mark.parametrize("how", ["accumulation", "two processes"])
+def test_what_would_break_the_order_of_the_batches_is_refused(start, monkeypatch, how):
+    options = {"accumulate_grad_batches": 2} if how == "accumulation" else {}
+    if how == "two processes":
+        monkeypatch.setattr(lightning.Trainer, "world_size", 2)
+    message = "accumulate_grad_batches and devices must be 1: 2 batches in a row share"
+    with easy(), pytest.raises(ValueError, match=message):
+        lightning_grpo.main(start, updates=4, prompts=2, **options, **QUIET)
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_its_end(tmp_path):
+    module = lightning_grpo.GRPO(tiny.save(tmp_path / "model", padding=False), max_new_tokens=4)
+    assert module.tokenizer.pad_token_id == module.model.generation_config.eos_token_id
+    rows = [arithmetic.to_row(10, 1), arithmetic.to_row(5, 6)]
+    inputs, tokens, _ = module.complete(rows, do_sample=False)
+    assert inputs["attention_mask"][1, 0] == 0 and inputs["input_ids"][1, 0] == module.tokenizer.eos_token_id
+    assert tokens["mask"][:, 0].all()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """docs/examples/plain_loop.py: a whole run of it, and what its rollouts hand to the loss."""
 
+import pytest
 import tiny
 import torch
 from paths import ROOT
@@ -21,10 +22,12 @@ def test_the_examples_can_be_read_at_a_glance():
     assert max(lengths.values()) < 80, lengths
 
 
-def test_a_model_is_taken_by_its_name(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_model_is_taken_by_its_name(tmp_path, monkeypatch, capsys, padding):
+    """A tokenizer without a padding token pads with its end token."""
     train = plain_loop.train
     monkeypatch.setattr(plain_loop, "train", lambda *given, steps, **how: train(*given, steps=2, **how))
-    assert len(plain_loop.main(tiny.save(tmp_path / "model"))) == 2
+    assert len(plain_loop.main(tiny.save(tmp_path / "model", padding=padding))) == 2
     assert "step   2  reward" in capsys.readouterr().out
 
 

@@ -11,6 +11,8 @@ from peft import LoraConfig, PromptTuningConfig, TaskType
 from ranks import forked
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl_pairs import (
+    MICRO,
+    SECOND,
     assert_same_gradients,
     assert_same_metrics,
     assert_same_training,
@@ -44,6 +46,7 @@ MODES = {
     for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 }
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_dropout=0.0)
+LORA_AND_HEAD = dataclasses.replace(LORA, modules_to_save=["lm_head"])
 SPECIAL = {
     "clip-higher": {"epsilon": 0.1, "epsilon_high": 0.5},
     "delta": {"delta": 1.25, "epsilon_high": 0.1},
@@ -119,6 +122,20 @@ def test_lora(path, tmp_path, name):
     assert both.ours.model.get_output_embeddings().weight.grad is None
 
 
+@pytest.mark.parametrize("name", ["dapo", "grpo-sequence-kl"])
+def test_lora_with_a_head_that_is_trained_whole(path, tmp_path, name):
+    """peft copies the head then: the copy is trained, and the reference has the original."""
+    both = pair(path, tmp_path, peft_config=LORA_AND_HEAD, **CASES[name])
+    both.ours.model.load_state_dict(both.theirs.model.state_dict())
+    head = both.ours.model.get_output_embeddings()
+    original = head.original_module.weight.clone()
+    inputs = make_inputs(both.theirs)
+    assert_same_gradients(both, inputs)
+    assert head.weight.grad.any()
+    assert_same_training(both, inputs)
+    assert torch.equal(head.original_module.weight, original) and not torch.equal(head.weight, original)
+
+
 def test_a_mixture_of_experts_keeps_its_auxiliary_loss(tmp_path):
     config = Qwen3MoeConfig(
         vocab_size=258, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2, head_dim=8,
@@ -168,6 +185,21 @@ def test_a_batch_without_advantages_has_no_gradient(path, tmp_path):
     found, losses = gradients(both.ours, inputs)
     gradients(both.theirs, inputs)
     assert not found.any() and not losses.any()
+    assert_same_metrics(both.theirs, both.ours)
+
+
+@pytest.mark.parametrize("name", [*TYPES, "bonus", "grpo-sequence-kl", "grpo-entropy-token_truncate-kl"])
+@pytest.mark.parametrize("masked", [slice(MICRO), SECOND, slice(None)], ids=["first", "second", "both"])
+def test_micro_batches_without_a_token_that_counts(path, tmp_path, name, masked):
+    """As where mask_truncated_completions leaves out all that were drawn."""
+    both = pair(path, tmp_path, **CASES[name])
+    inputs = make_inputs(both.theirs)
+    inputs["completion_mask"][masked] = 0
+    inputs["num_items_in_batch"] = 2 * inputs["completion_mask"].sum()
+    (theirs, losses), (ours, own_losses) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
+    assert theirs.any() == (masked != slice(None)) and ours.isfinite().all()
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+    torch.testing.assert_close(own_losses, losses, rtol=1e-5, atol=1e-6)
     assert_same_metrics(both.theirs, both.ours)
 
 
@@ -281,6 +313,8 @@ VARIANTS = {
     "two updates and a reference": {"num_iterations": 2, "beta": 0.1, "loss_type": "grpo", **MASKS["both-masks"]},
     "lora and bf16": {"peft_config": LORA, "beta": 0.1, "bf16": True, "num_iterations": 2},
     "gspo": {"loss_type": "grpo", "steps_per_generation": 8, **SEQUENCE},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "lora and gradient checkpointing": {"gradient_checkpointing": True, "peft_config": LORA, "beta": 0.1},
 }
 
 
@@ -295,6 +329,7 @@ def test_a_run_is_that_of_trl(path, tmp_path, name):
         )  # fmt: skip
         start = weights(one)
         one.train()
+        assert one.model.is_gradient_checkpointing == VARIANTS[name].get("gradient_checkpointing", False)
         ends.append(weights(one) - start)
         logs.append(one.state.log_history)
     assert ends[0].norm() > 1e-4
@@ -328,7 +363,21 @@ def test_every_combination(path, tmp_path, name, level, kl):
             assert_same_gradients(both, make_inputs(both.theirs, tools=bool(mode)))
 
 
-def test_two_ranks(path, tmp_path):
-    codes, outputs = forked("trl_ranks.py", tmp_path, path)("ranks")
+@pytest.fixture(scope="module")
+def two_ranks(path, tmp_path_factory):
+    """Runs of two ranks: a function from the name of a case to exit codes and outputs."""
+    return forked("trl_ranks.py", tmp_path_factory.mktemp("ranks"), path)
+
+
+def test_two_ranks(two_ranks):
+    codes, outputs = two_ranks("ranks")
     assert codes == [0, 0], outputs
     assert all(output.count("same") == 3 for output in outputs), outputs
+
+
+def test_all_ranks_notice_another_formula_of_trl(two_ranks):
+    """One that stopped alone would leave the other waiting for its gradients."""
+    codes, outputs = two_ranks("formula")
+    assert codes == [0, 0], outputs
+    noticed = "noticed: this version of TRL has another loss than fastgrpo knows"
+    assert all(noticed in output and "(on rank 1)" in output for output in outputs), outputs

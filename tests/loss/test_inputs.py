@@ -94,6 +94,16 @@ def test_refused(name):
             grpo_loss(-per_token(), **given)
 
 
+def test_weights_of_a_bonus_without_its_coefficient_are_refused():
+    """Nothing would read them, and who passes them has forgotten entropy_coef."""
+    hidden, weight, given = torch.randn(6, 4), torch.randn(9, 4), {"entropy_weights": per_token() / 6}
+    arguments = (hidden, weight, torch.arange(6), per_token())
+    with pytest.raises(ValueError, match=r"entropy_weights needs an entropy_coef other than 0, got entropy_coef=0\.0"):
+        linear_grpo_loss(*arguments, **given)
+    plain = linear_grpo_loss(*arguments, entropy_coef=0.1)
+    assert torch.equal(linear_grpo_loss(*arguments, **given, entropy_coef=0.1).loss, plain.loss)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8], ids=str)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_rows_of_any_integers(dtype, level):

@@ -1,5 +1,7 @@
 """The model card: its head is what the hub reads, and its text says what was trained on what, and with what result."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from huggingface_hub import ModelCard
@@ -12,10 +14,10 @@ STATE = TrainerState(50, 200, 0.25, 64, 123456, 50, 0.31, 0.445)
 SETTINGS = {"task": "gsm8k", "beta": 0.04, "learning_rate": 3e-6, "output_dir": "runs/mine", "logging_steps": 1}
 
 
-def card(config=GRPOConfig, state=STATE, adapters=False, base="Qwen/Qwen2.5-0.5B", **settings):
+def card(config=GRPOConfig, state=STATE, adapters=False, base="Qwen/Qwen2.5-0.5B", inputs=None, **settings):
     args = config(**{**SETTINGS, **settings} if config is GRPOConfig else settings)
     known = {"name": "sums-1", "base": base, "rows": 7473, "rewards": ("correctness", "format_reward")}
-    return model_card(args, state, adapters=adapters, **known)
+    return model_card(args, state, adapters=adapters, inputs=inputs or {}, **known)
 
 
 def test_the_head_is_what_the_hub_reads():
@@ -87,10 +89,22 @@ def test_a_long_setting_fits_its_cell():
      ("/data/model", False), ("./model", False), ("", False)],
 )  # fmt: skip
 def test_names_of_the_hub(name, there):
-    assert on_hub(name) == there
+    assert on_hub(name, {}) == there
 
 
-def test_a_folder_of_that_name_is_no_name_of_the_hub(tmp_path, monkeypatch):
+def test_a_folder_that_the_run_reads_is_no_name_of_the_hub():
+    """It is known from the beginning of the run, and a folder of that name that is here now says nothing."""
+    read = {"the model": Path("runs/mine"), "the data set": Path("my/rows")}
+    assert not on_hub("runs/mine", read) and on_hub("runs/other", read)
+    written = card(base="runs/mine", inputs=read, task="dataset", dataset_name="my/rows")
+    assert not {"base_model", "datasets"} & set(ModelCard(written).data.to_dict())
+    assert "`mine`, a folder or file, was trained" in written and "training rows: `rows`, a folder" in written
+
+
+def test_a_card_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
+    """As where the output folder has the name of the base."""
+    before = card(base="gpt2")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    assert not on_hub("runs/mine")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    assert card(base="gpt2") == before and ModelCard(before).data.base_model == "gpt2"

@@ -76,9 +76,12 @@ def tokenizer(chat=False):
     return fast
 
 
-def save(path, chat=False, **changes):
-    """A model and tokenizer folder as `from_pretrained` reads it."""
+def save(path, chat=False, padding=True, **changes):
+    """A model and tokenizer folder as `from_pretrained` reads it; without `padding` its tokenizer cannot pad."""
     policy = model(**{"max_position_embeddings": 2048, "vocab_size": 258, **changes})
     policy.save_pretrained(path)
-    tokenizer(chat).save_pretrained(path)
+    made = tokenizer(chat)
+    if not padding:
+        made.pad_token = None
+    made.save_pretrained(path)
     return path

@@ -25,9 +25,10 @@ def length_reward(completions, **_):
 
 def trainer(kind, path, folder, model=None, peft_config=None, callbacks=None, use_vllm=False, **settings):
     """A trainer of `kind` on the model in `path`, or on `model`; vLLM is only said to be used."""
-    settings = {"gradient_accumulation_steps": WINDOWS, "steps_per_generation": PARTS, "bf16": False} | settings
+    defaults = {"gradient_accumulation_steps": WINDOWS, "steps_per_generation": PARTS, "bf16": False}
+    settings = defaults | {"gradient_checkpointing": False} | settings
     config = GRPOConfig(
-        output_dir=str(folder), use_cpu=True, temperature=0.7, gradient_checkpointing=False, report_to="none", seed=3,
+        output_dir=str(folder), use_cpu=True, temperature=0.7, report_to="none", seed=3,
         per_device_train_batch_size=MICRO, num_generations=MICRO, disable_tqdm=True, save_strategy="no", **settings,
     )  # fmt: skip
     rows = Dataset.from_list([{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "x", "to", "be", "or")])
