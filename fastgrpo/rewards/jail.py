@@ -6,10 +6,13 @@ What is in it ends with it, and it ends with the trainer. `fastgrpo.rewards.jail
 """
 
 import contextlib
+import json
 import math
 import os
+import select
 import selectors
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -173,9 +176,9 @@ def _jail(bwrap):
         *("--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONHASHSEED", "0"),
         *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "jail", *binds),
         *("--proc", "/proc", "--dev", "/dev", "--bind", "/sys", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"),
-        *("--chdir", "/tmp"),
-        # Without -S the folders of installed packages would be seen.
-        *("--seccomp", "{filter}", python, "-S", "-s", "-c", Path(jailed.__file__).read_text()),
+        *("--chdir", "/tmp", "--seccomp", "{filter}", "--info-fd", "{information}"),
+        # -S: without the folders of installed packages.
+        *(python, "-S", "-s", "-c", Path(jailed.__file__).read_text()),
     ]
 
 
@@ -183,7 +186,8 @@ class Jail:
     """A running jail.
 
     Args:
-        command: The command, with {filter} for the descriptor that the filter of system calls is read from.
+        command: The command, with {filter} and {information} for the descriptors that bwrap reads the filter of system
+            calls from and writes about itself to.
         program: Python text.
         numbers: Further arguments of `jailed`: names of limits, each followed by its number.
         calls: The filter of system calls.
@@ -197,38 +201,45 @@ class Jail:
     def __init__(self, command, program, numbers, calls, user, limits):
         self.limits, self.clean = limits, True  # clean: whether it is as at its start, so that a test may follow
         self._control, theirs = socket.socketpair()
-        read, write = os.pipe()
-        os.write(write, calls)
-        os.close(write)
-        command = [str(read) if part == "{filter}" else part for part in command]
-        try:
-            self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), *numbers],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(), read),
-                cwd="/",
-                **user,
-            )
-        except BaseException:
-            self._control.close()
-            raise
-        finally:
+        with contextlib.ExitStack() as stack:
+            stack.callback(theirs.close)
+            allowed, told = _Pipe(stack), _Pipe(stack)
+            os.write(allowed.write, calls)
+            allowed.close("write")
+            places = {"{filter}": str(allowed.read), "{information}": str(told.write)}
+            try:
+                self._process = subprocess.Popen(
+                    [*(places.get(part, part) for part in command), str(theirs.fileno()), *numbers],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(theirs.fileno(), allowed.read, told.write),
+                    cwd="/",
+                    env={},  # the jail can read what bwrap was started with, and the trainer's has keys
+                    **user,
+                )
+            except BaseException:
+                self._control.close()
+                raise
             theirs.close()
-            os.close(read)
-        self._control.settimeout(START_SECONDS)
-        text = program.encode("utf-8", "surrogatepass")
-        try:
-            alive = self._control.recv(1) == b"h"
-            self._control.sendall(len(text).to_bytes(8, "big") + text)
-        except OSError:
-            alive = False
-        if not alive:
+            self._first = self._begin(program.encode("utf-8", "surrogatepass"), told)
+        if self._first is None:
             self._process.kill()
-            said = self._process.stderr.read(2000).decode(errors="replace").strip() or "it said nothing"
+            said = self._process.stderr.read1(2000).decode(errors="replace").strip() or "it said nothing"
             self.close()
             raise ValueError(f"a jail does not start: {said}; {HOW_TO_GET}")
+
+    def _begin(self, text, told):
+        """Give the server the program. Return a descriptor of the jail's first process, None where it has ended."""
+        self._control.settimeout(START_SECONDS)
+        try:
+            if self._control.recv(1) != b"h":
+                return None
+            self._control.sendall(len(text).to_bytes(8, "big") + text)
+            # The server runs, so bwrap has written this already.
+            return os.pidfd_open(json.loads(os.read(told.read, 4096))["child-pid"])
+        except OSError:
+            return None
 
     def run(
         self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False
@@ -293,11 +304,16 @@ class Jail:
             return bytes(out), bool(status & 1)
 
     def close(self) -> None:
-        """End everything in the jail, and wait for it."""
+        """End everything in the jail, and wait until it has ended."""
         self._control.close()
         self._process.kill()
         self._process.wait()
         self._process.stderr.close()
+        if self._first is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            select.select([self._first], [], [])  # the first process of a namespace ends after all others
+            os.close(self._first)
 
     def __enter__(self) -> "Jail":
         """Return the jail itself."""

@@ -24,7 +24,7 @@ from fastgrpo.rewards.jail import Jail, Limits, Prison, Violation
 from fastgrpo.rewards.jailed import canonical
 from fastgrpo.rewards.values import shown
 
-KINDS = {"sandbox:python": False, "sandbox:python-all": True}
+KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> whether the reward is all or nothing
 _FENCE = re.compile(r"[ \t]*```[ \t]*(\S*)[ \t]*")
 _LANGUAGES = ("", "python", "python3", "py")
 
@@ -106,6 +106,23 @@ class Sandbox:
                 if self.all_or_nothing and verdicts[-1] != "passed":
                     break
         return verdicts
+
+
+def make_sandbox(name: str) -> Sandbox:
+    """Make the reward of a name.
+
+    Args:
+        name: sandbox:python or sandbox:python-all.
+
+    Returns:
+        The reward.
+
+    Raises:
+        ValueError: The name is another one, or this machine cannot run a jail.
+    """
+    if name not in KINDS:
+        raise ValueError(f"a sandbox is named {' or '.join(KINDS)}, got {name!r}")
+    return Sandbox(KINDS[name])
 
 
 class Output:

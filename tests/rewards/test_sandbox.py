@@ -1,0 +1,170 @@
+"""The reward of the sandbox: which program it runs, which tests it reads, and what their verdicts are worth."""
+
+import os
+import threading
+
+import pytest
+from jails import PATIENT, fenced, judge, needs_namespaces
+
+from fastgrpo.rewards import find_reward
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.jail import Limits
+from fastgrpo.rewards.sandbox import Assertion, Output, Sandbox, Value, program_of, read_tests
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    made = Sandbox(limits=PATIENT)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "text, program",
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("a\n```\nx\n```\nb\n  ```Python3  \ny\nz\n  ```\nc", "y\nz\n"),
+        ("```py\r\nx\r\n```", "x\r\n"),
+        ("```python\n```", ""),
+        ("```python\nx\n```\n```js\nlet y\n```", "x\n"),  # another language is no program
+        ("```python\nx\n```\n```python\ny", "x\n"),  # cut off
+        ("```python\ns = '''\n```text\n'''\n```", "s = '''\n```text\n'''\n"),
+        ("print(1)", None),
+        ("`print(1)` ```print(2)```", None),
+        ("```python\nprint(1)", None),
+        ("```js\nlet x\n```", None),
+        ("", None),
+    ],
+)
+def test_the_last_fenced_block_is_the_program(text, program):
+    assert program_of(text) == program
+
+
+def test_which_tests_are_read():
+    kinds = [
+        ({"input": "1", "output": "2"}, Output),
+        ({"output": "2"}, Output),
+        ({"input": "1", "output": "2", "assert": None}, Output),
+        ({"input": None, "output": None, "assert": "assert f(1) == [1, {2: (3,)}], 'no'"}, Value),
+        ({"assert": "assert -1 == f(1)"}, Value),
+        ({"assert": "assert f(1) == g(1)"}, Assertion),
+        ({"assert": "assert f(1) is None"}, Assertion),
+        ({"assert": "x = f(1)\nassert x == 1"}, Assertion),
+        ({"assert": "assert 1 < f(1) == 2"}, Assertion),
+    ]
+    assert [type(test) for test in read_tests([test for test, _ in kinds])] == [kind for _, kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "tests, told",
+    [
+        ("[]", "the column tests must be a list such as"),
+        ({"input": "1", "output": "2"}, "the column tests must be a list such as"),
+        (["assert f(1)"], "got 'assert f"),
+        ([{"input": "1"}], "must have the texts input and output, or the text assert"),
+        ([{"input": "1", "output": 2}], "must have the texts input and output, or the text assert"),
+        ([{"input": "1", "output": "2", "assert": "assert f"}], "and nothing else"),
+        ([{"assert": "assert f("}], "no Python text: .* got 'assert f"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_named(tests, told):
+    with pytest.raises(ValueError, match=told):
+        read_tests(tests)
+
+
+def test_names():
+    with pytest.raises(ValueError, match="a sandbox is named sandbox:python or sandbox:python-all, got 'sandbox:perl'"):
+        find_reward("sandbox:perl")
+    with pytest.raises(ValueError, match="workers must be a whole number above 0, got 0"):
+        Sandbox(workers=0)
+
+
+@needs_namespaces
+class TestRuns:
+    """Programs in jails."""
+
+    def test_output_is_compared_without_white_space_at_ends(self, sandbox):
+        program = "import sys\nfor line in sys.stdin: print(line.strip() + '  ')\nprint()"
+        tests = [{"input": "a b\nc", "output": "a b\nc"}, {"input": "a", "output": "a \n\n"}]
+        wrong = [{"input": "a b", "output": "a  b"}, {"input": "a\nb", "output": "a b"}, {"input": " a", "output": " a"}]
+        assert judge(sandbox, program, *tests, *wrong) == (["passed"] * 2 + ["wrong"] * 3, 0.4)
+
+    def test_text_of_any_kind(self, sandbox):
+        program = "# -*- coding: utf-8 -*-\nprint(input() + 'é\u2028\U0001f600')"
+        assert judge(sandbox, program, {"input": "ß", "output": "ßé\u2028\U0001f600"}) == (["passed"], 1.0)
+        for broken in ("print(1)\0", "\ud800", "def f(:", "(" * 10_000, "'''"):
+            assert judge(sandbox, broken, {"output": "1"}) == (["failed"], 0.0)
+        long = "x = 0\n" * 200_000 + "print(x)"  # longer than what a command line takes
+        assert judge(sandbox, long, {"output": "0"})[0] == ["passed"]
+
+    def test_much_input_and_output(self, sandbox):
+        lines = "\n".join(map(str, range(100_000)))
+        assert judge(sandbox, "import sys\nprint(sys.stdin.read())", {"input": lines, "output": lines})[1] == 1.0
+        assert judge(sandbox, "print(1)", {"input": lines, "output": "1"})[1] == 1.0  # which nobody reads
+
+    def test_a_program_is_a_script_for_outputs_and_a_module_for_assertions(self, sandbox):
+        program = "def f(x):\n    return 2 * x\n\nif __name__ == '__main__':\n    print(f(int(input())))"
+        tests = [{"input": "2", "output": "4"}, {"assert": "assert f(2) == 4"}, {"assert": "assert f(2) > 3"}]
+        assert judge(sandbox, program, *tests) == (["passed"] * 3, 1.0)
+
+    def test_an_error_fails(self, sandbox):
+        for program in ("print(1)\n1 / 0", "print(1)\nraise SystemExit(2)", "print(1)\nimport os\nos.abort()"):
+            assert judge(sandbox, program, {"output": "1"}) == (["failed"], 0.0)
+        assert judge(sandbox, "print(1)\nexit()" if False else "print(1)\nraise SystemExit", {"output": "1"})[1] == 1.0
+
+    def test_values_are_compared_as_python_does(self, sandbox):
+        program = (
+            "from collections import Counter, namedtuple\nimport enum\nP = namedtuple('P', 'x y')\n"
+            "def f(x): return x\nclass E(enum.IntEnum):\n    A = 3"
+        )
+        true = [
+            "f(1.0) == 1", "f(True) == 1", "f({2, 1}) == {1, 2}", "f(Counter('aa')) == {'a': 2}", "P(1, 2) == (1, 2)",
+            "E.A == 3", "f(frozenset()) == set()", "f(b'x') == b'x'", "f('\\u2028') == '\\u2028'", "f(0.1 + 0.2) == 0.30000000000000004",
+            "f({'b': [1], 'a': None}) == {'a': None, 'b': [1]}", "f(10**5000) == 1" + "0" * 5000 if False else "f(2**70) == 1180591620717411303424",
+        ]  # fmt: skip
+        false = ["f([1]) == (1,)", "f('1') == 1", "f(float('nan')) == 1", "f(object()) == 1", "f(0.3) == 0.30000000000000004"]
+        tests = [{"assert": f"assert {text}"} for text in true + false]
+        verdicts, _ = judge(sandbox, program, *tests)
+        assert verdicts[: len(true)] == ["passed"] * len(true) and "passed" not in verdicts[len(true) :]
+
+    def test_rewards(self, sandbox):
+        tests = [{"input": str(i), "output": str(i)} for i in range(4)]
+        program = "x = int(input())\nprint(x if x < 3 else -1)"
+        chat = [{"role": "assistant", "content": fenced("print(input())")}]
+        completions = [fenced(program), chat, "no program", fenced(program), fenced(program)]
+        rows = [tests, tests, tests, None, []]
+        assert sandbox(completions, rows) == [0.75, 1.0, 0.0, None, None]
+        assert sandbox(completions) == [None] * 5
+        strict = find_reward("sandbox:python-all")
+        assert strict(completions, rows) == [0.0, 1.0, 0.0, None, None]
+        strict.close()
+
+    def test_programs_run_at_once(self, tmp_path):
+        """All jails must be alive before the first program may go on."""
+        made = Sandbox(limits=PATIENT, workers=3)
+        together = threading.Barrier(3)
+        start = made._prison.jail
+
+        def jail(program):
+            started = start(program)
+            together.wait(PATIENT.seconds)
+            return started
+
+        made._prison.jail = jail
+        assert made([fenced("print(1)")] * 3, [[{"output": "1"}]] * 3) == [1.0] * 3
+        made.close()
+
+    def test_limits_are_ones_own(self):
+        small = Sandbox(limits=Limits(seconds=300.0, files=10, disk=2**20, output=100, processes=4, memory=2**28))
+        program = "made = 0\ntry:\n    while True:\n        open(f'/tmp/{made}', 'w')\n        made += 1\nexcept OSError:\n    print(made)"
+        assert judge(small, program, {"output": "10"})[0] == ["passed"]
+        assert judge(small, "print('x' * 101)", {"output": "x" * 101})[0] == ["output"]
+        assert judge(small, "bytearray(2**28)", {"output": ""})[0] == ["failed"]
+        small.close()
+
+    def test_in_the_trainers_rewards(self, sandbox):
+        assert Sandbox.pooled is False
+        rewards = Rewards([sandbox, find_reward("sandbox:python-all")])
+        assert rewards.names == ["sandbox_python", "sandbox_python_all"]
+        rewards.functions[1].close()
+        assert os.getcwd() == os.getcwd()
