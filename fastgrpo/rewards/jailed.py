@@ -1,7 +1,8 @@
 """What runs inside a jail: a server that forks a process for each test of a program.
 
-`fastgrpo.rewards.jail` passes the text of this file to the system's Python, so it uses the standard library alone, and
-nothing newer than Python 3.9. The trainer imports it for `canonical`, and runs nothing else of it.
+`fastgrpo.rewards.jail` passes the text of this file to the system's Python, so it uses the standard library alone, of
+that only what is imported in no time, and nothing newer than Python 3.9. The trainer imports it for `canonical`, and
+runs nothing else of it.
 
 The server has a socket, whose number is its first argument. It gets the program there, after the number of its bytes,
 and then one message a test: a letter, and two ends of pipes.
@@ -13,12 +14,8 @@ test left something behind, after which the server ends.
 """
 
 import array
-import contextlib
 import os
-import resource
-import signal
 import sys
-import types
 
 
 def canonical(value: object) -> str:
@@ -63,6 +60,7 @@ def canonical(value: object) -> str:
 def _serve(control: int, limits: dict) -> tuple:
     """Fork a child for each message. Return in the child alone: the program, its letter and its pipes."""
     import _socket  # socket itself takes 6 ms to import
+    import resource
 
     channel = _socket.socket(fileno=control)
     # The kernel's out-of-memory killer shall choose a program and not the trainer.
@@ -84,8 +82,10 @@ def _serve(control: int, limits: dict) -> tuple:
         for fd in fds:
             os.close(fd)
         _, status = os.waitpid(child, 0)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # everything but this process and the namespace's first one
+        try:  # noqa: SIM105
+            os.kill(-1, 9)  # SIGKILL to everything but this process and the namespace's first one
+        except ProcessLookupError:
+            pass
         left = bool(os.listdir("/tmp"))
         channel.send(bytes([(status != 0) + 2 * left]))
         if left:
@@ -119,10 +119,12 @@ def _main():
     os.dup2(nothing, 2)
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and not (asserts and fd in (source, sink)):
-            with contextlib.suppress(OSError):  # the descriptor of the list itself is closed
+            try:  # noqa: SIM105
                 os.close(fd)
+            except OSError:  # the descriptor of the list itself is closed already
+                pass
     # An assertion's program is imported, so to say: what stands under `if __name__ == "__main__"` does not run.
-    module = types.ModuleType("program" if asserts else "__main__")
+    module = type(sys)("program" if asserts else "__main__")
     sys.modules[module.__name__] = module
     sys.argv[:] = ["program.py"]
     exec(compile(program, "program.py", "exec"), module.__dict__)

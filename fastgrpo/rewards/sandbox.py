@@ -242,7 +242,9 @@ def read_tests(tests: Any) -> list[Output | Value | Assertion]:
         ValueError: It is no such list, or an assertion is no Python text.
     """
     if not isinstance(tests, (list, tuple)):
-        raise ValueError(f'the column tests must be a list such as [{{"input": "1", "output": "2"}}], got {shown(tests)}')
+        raise ValueError(
+            f'the column tests must be a list such as [{{"input": "1", "output": "2"}}], got {shown(tests)}'
+        )
     return [_read_test(test) for test in tests]
 
 

@@ -1,11 +1,12 @@
 """The reward of the sandbox: which program it runs, which tests it reads, and what their verdicts are worth."""
 
-import os
 import threading
 
 import pytest
+import torch
 from jails import PATIENT, fenced, judge, needs_namespaces
 
+from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.rewards import find_reward
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.jail import Limits
@@ -86,7 +87,11 @@ class TestRuns:
     def test_output_is_compared_without_white_space_at_ends(self, sandbox):
         program = "import sys\nfor line in sys.stdin: print(line.strip() + '  ')\nprint()"
         tests = [{"input": "a b\nc", "output": "a b\nc"}, {"input": "a", "output": "a \n\n"}]
-        wrong = [{"input": "a b", "output": "a  b"}, {"input": "a\nb", "output": "a b"}, {"input": " a", "output": " a"}]
+        wrong = [
+            {"input": "a b", "output": "a  b"},
+            {"input": "a\nb", "output": "a b"},
+            {"input": " a", "output": " a"},
+        ]
         assert judge(sandbox, program, *tests, *wrong) == (["passed"] * 2 + ["wrong"] * 3, 0.4)
 
     def test_text_of_any_kind(self, sandbox):
@@ -110,7 +115,7 @@ class TestRuns:
     def test_an_error_fails(self, sandbox):
         for program in ("print(1)\n1 / 0", "print(1)\nraise SystemExit(2)", "print(1)\nimport os\nos.abort()"):
             assert judge(sandbox, program, {"output": "1"}) == (["failed"], 0.0)
-        assert judge(sandbox, "print(1)\nexit()" if False else "print(1)\nraise SystemExit", {"output": "1"})[1] == 1.0
+        assert judge(sandbox, "print(1)\nraise SystemExit", {"output": "1"})[1] == 1.0
 
     def test_values_are_compared_as_python_does(self, sandbox):
         program = (
@@ -119,10 +124,17 @@ class TestRuns:
         )
         true = [
             "f(1.0) == 1", "f(True) == 1", "f({2, 1}) == {1, 2}", "f(Counter('aa')) == {'a': 2}", "P(1, 2) == (1, 2)",
-            "E.A == 3", "f(frozenset()) == set()", "f(b'x') == b'x'", "f('\\u2028') == '\\u2028'", "f(0.1 + 0.2) == 0.30000000000000004",
-            "f({'b': [1], 'a': None}) == {'a': None, 'b': [1]}", "f(10**5000) == 1" + "0" * 5000 if False else "f(2**70) == 1180591620717411303424",
+            "E.A == 3", "f(frozenset()) == set()", "f(b'x') == b'x'", "f('\\u2028') == '\\u2028'",
+            "f(0.1 + 0.2) == 0.30000000000000004",
+            "f({'b': [1], 'a': None}) == {'a': None, 'b': [1]}", "f(2**70) == 1180591620717411303424",
         ]  # fmt: skip
-        false = ["f([1]) == (1,)", "f('1') == 1", "f(float('nan')) == 1", "f(object()) == 1", "f(0.3) == 0.30000000000000004"]
+        false = [
+            "f([1]) == (1,)",
+            "f('1') == 1",
+            "f(float('nan')) == 1",
+            "f(object()) == 1",
+            "f(0.3) == 0.30000000000000004",
+        ]
         tests = [{"assert": f"assert {text}"} for text in true + false]
         verdicts, _ = judge(sandbox, program, *tests)
         assert verdicts[: len(true)] == ["passed"] * len(true) and "passed" not in verdicts[len(true) :]
@@ -156,7 +168,10 @@ class TestRuns:
 
     def test_limits_are_ones_own(self):
         small = Sandbox(limits=Limits(seconds=300.0, files=10, disk=2**20, output=100, processes=4, memory=2**28))
-        program = "made = 0\ntry:\n    while True:\n        open(f'/tmp/{made}', 'w')\n        made += 1\nexcept OSError:\n    print(made)"
+        program = (
+            "made = 0\ntry:\n    while True:\n        open(f'/tmp/{made}', 'w')\n        made += 1\n"
+            "except OSError:\n    print(made)"
+        )
         assert judge(small, program, {"output": "10"})[0] == ["passed"]
         assert judge(small, "print('x' * 101)", {"output": "x" * 101})[0] == ["output"]
         assert judge(small, "bytearray(2**28)", {"output": ""})[0] == ["failed"]
@@ -166,5 +181,9 @@ class TestRuns:
         assert Sandbox.pooled is False
         rewards = Rewards([sandbox, find_reward("sandbox:python-all")])
         assert rewards.names == ["sandbox_python", "sandbox_python_all"]
+        tests = [{"input": "", "output": "1"}, {"input": "", "output": "2"}]
+        rollout = Rollout([3], torch.zeros(1), "stop")
+        judged = rewards([Completion(Prompt([1], "?", {"tests": tests}), rollout, fenced("print(1)"))])
+        assert judged.completions[0].rewards == {"sandbox_python": 0.5, "sandbox_python_all": 0.0}
+        assert judged.completions[0].extras["sandbox_python/tests"] == ["passed", "wrong"]
         rewards.functions[1].close()
-        assert os.getcwd() == os.getcwd()

@@ -144,8 +144,8 @@ def test_output_without_end_is_read_to_the_limit(patient):
 
 def test_a_daemon_ends_with_its_test(patient):
     program = (
-        "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        while True: time.sleep(1)\n"
-        "    os._exit(0)\nprint('left')"
+        "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
+        "        while True: time.sleep(1)\n    os._exit(0)\nprint('left')"
     )
     assert judge(patient, program, *[{"output": "left"}] * 3) == (["passed"] * 3, 1.0)
 

@@ -21,11 +21,7 @@ CHEATS = {
     "leaves politely when it is called": "import sys\ndef f(x): sys.exit(0)",
     "prints": "print('passed')\nprint('OK', 1, True)\ndef f(x): print('passed')",
     "writes everywhere": EVERYWHERE,
-    "writes everywhere when it is called": EVERYWHERE.replace("import os\n", "import os\ndef f(x):\n  ").replace(
-        "\n    for", "\n     for"
-    )
-    if False
-    else "def f(x):\n    exec(" + repr(EVERYWHERE) + ")\n    import os\n    os._exit(0)",
+    "writes everywhere when it is called": f"def f(x):\n    exec({EVERYWHERE!r})\n    os._exit(0)\nimport os",
     "redefines the error": "import builtins\nclass AssertionError(BaseException): pass\n"
     "builtins.AssertionError = AssertionError\ndef f(x): return 0",
     "no error is an error": "import builtins, sys\nbuiltins.AssertionError = None\nsys.excepthook = print\n"
@@ -82,20 +78,23 @@ def f(x):
         frame = frame.f_back
     seen += [repr(each) for each in gc.get_objects()]
     for name in ("self", "1", str(os.getppid())):
-        for part in ("environ", "cmdline", "mem"):
-            try:
-                with open(f"/proc/{name}/{part}", "rb") as file:
-                    seen.append(repr(file.read()))
-            except OSError:
-                pass
-    return WANTED in "".join(seen).replace("DUMMY", "")
+        for part in ("environ", "cmdline"):
+            with open(f"/proc/{name}/{part}", "rb") as file:
+                seen.append(repr(file.read()))
+    with open(f"/proc/{os.getppid()}/maps") as maps, open(f"/proc/{os.getppid()}/mem", "rb") as memory:
+        for line in maps:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if " rw" in line:
+                memory.seek(first)
+                seen.append(memory.read(last - first).decode("latin-1"))
+    return WANTED in "".join(seen)
 if __name__ == "__main__":
     print(f(0))
 """
 
 
 def test_expected_outputs_are_nowhere_in_the_jail(sandbox):
-    """Looked for in frames, objects, environments, command lines and descriptors, also of the server."""
+    """Looked for in frames, objects, environments, command lines and the memory of the server."""
     program = READS.replace("WANTED", "str(6764 + 1) * 4")  # so that it does not find itself
     secret = "6765" * 4
     tests = [{"input": "1", "output": secret}, {"assert": f"assert f(20) == {secret}"}]

@@ -19,7 +19,14 @@ MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "job
 OS = {"system", "popen", "execl", "execle", "execlp", "execv", "execve", "execvp", "spawnl", "spawnv"}
 YAML = {"load", "load_all", "unsafe_load", "full_load"}
 # Its unpickler takes classes of a list alone; tests/run/test_shards.py forges what it must not run.
-ALLOWED = {"fastgrpo/run/shards.py": ["import pickle"]}
+ALLOWED = {
+    "fastgrpo/run/shards.py": ["import pickle"],
+    # This is what a jail runs. The attacks of tests/rewards/test_sandbox_attacks.py show what it cannot reach.
+    "fastgrpo/rewards/jailed.py": [
+        "exec(compile(program, 'program.py', 'exec'), module.__dict__)",
+        "compile(program, 'program.py', 'exec')",
+    ],
+}
 
 
 def dangers(text):
