@@ -18,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fastgrpo.rewards import jailed
 from fastgrpo.rewards.seccomp import make_filter
 
 NOBODY = 65534  # the user inside, and outside too where the trainer is root
@@ -180,7 +181,7 @@ def _jail(bwrap):
         *("--proc", "/proc", "--dev", "/dev", "--bind", "/sys", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"),
         *("--chdir", "/tmp", "--seccomp", "{filter}", "--info-fd", "{information}"),
         # -S: without the folders of installed packages.
-        *(python, "-S", "-s", "-c", Path(jailed.__file__).read_text()),
+        *(python, "-S", "-s", "-c", Path(__file__).with_name("jailed.py").read_text()),
     ]
 
 
@@ -200,7 +201,15 @@ class Jail:
         ValueError: It does not start.
     """
 
-    def __init__(self, command, program, numbers, calls, user, limits):
+    def __init__(
+        self,
+        command: Sequence[str],
+        program: str,
+        numbers: Sequence[str],
+        calls: bytes,
+        user: dict[str, Any],
+        limits: Limits,
+    ):
         self.limits, self.clean = limits, True  # clean: whether it is as at its start, so that a test may follow
         self._control, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
