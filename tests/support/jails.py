@@ -13,7 +13,7 @@ LONG = 300.0  # seconds, for what must not take long
 # The command line of each process of a jail holds its limits, so a number of our own tells ours from others.
 MEMORY = 512 * 2**20 + 4096 * (os.getpid() % 4096)
 PATIENT = Limits(seconds=LONG, memory=MEMORY)
-HASTY = Limits(seconds=1.0, memory=MEMORY)
+HASTY = Limits(seconds=0.5, memory=MEMORY)
 
 
 def _forbidden():
