@@ -178,13 +178,17 @@ class Jail:
                         waiting.unregister(source.write)
                         source.close("write")
                 if self._control.fileno() in ready:
-                    answer = self._control.recv(1)
-                    if not answer:
-                        raise Violation("killed")
-                    status = answer[0]
+                    status = self._answer()
                     waiting.unregister(self._control)
             self.clean = not status & 2
             return bytes(out), bool(status & 1)
+
+    def _answer(self):
+        """Read the server's answer."""
+        try:
+            return self._control.recv(1)[0]
+        except (OSError, IndexError) as error:  # it was killed, before or after it read what it was sent
+            raise Violation("killed") from error
 
     def close(self) -> None:
         """End everything in the jail, and wait until it has ended."""
