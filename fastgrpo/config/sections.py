@@ -58,9 +58,9 @@ class PromptConfig:
 
     task: str = setting(
         "arithmetic",
-        "Where prompts and rewards come from: arithmetic (the embedded example), countdown, pizza or bandit, which "
-        "need no files; gsm8k; sums (sums and differences in GSM8K's template); or dataset (any rows with a `prompt` "
-        "column; --reward_funcs names the rewards).",
+        "Where prompts and rewards come from: arithmetic (the embedded example), countdown, pizza, bandit or code, "
+        "which need no files; gsm8k; sums (sums and differences in GSM8K's template); or dataset (any rows with a "
+        "`prompt` column; --reward_funcs names the rewards).",
     )
     dataset_name: str | None = setting(
         None,
@@ -154,8 +154,9 @@ class RewardConfig:
 
     reward_funcs: tuple[str, ...] = setting(
         (),
-        "Reward functions: names of the task's own functions, or module:function for any other. The first one decides "
-        "the accuracy. If none is named, all of the task's own functions are used.",
+        "Reward functions: names of the task's own functions, module:function for any other, or sandbox:python or "
+        "sandbox:python-all, which run the program of a completion against the column tests. The first one decides the "
+        "accuracy. If none is named, all of the task's own functions are used.",
     )
     reward_errors: str = setting(
         "raise",

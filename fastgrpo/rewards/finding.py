@@ -19,8 +19,8 @@ def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bo
     """Find a reward function by its name.
 
     Args:
-        spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, or the
-            URL of a server (http://HOST:PORT/PATH).
+        spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, the
+            URL of a server (http://HOST:PORT/PATH), "sandbox:python" or "sandbox:python-all".
         known: The task's own functions.
         trust_remote_code: Whether Python code that comes with a reward model may run.
 
@@ -28,7 +28,7 @@ def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bo
         The function.
 
     Raises:
-        ValueError: There is no such name, module or function.
+        ValueError: There is no such name, module or function, or this machine cannot run the sandbox.
     """
     by_name = {function.__name__: function for function in known}
     if spec in by_name:
@@ -37,14 +37,18 @@ def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bo
         from fastgrpo.rewards.http import HttpScorer
 
         return HttpScorer(spec)
+    if spec.startswith("sandbox:"):
+        from fastgrpo.rewards.sandbox import make_sandbox
+
+        return make_sandbox(spec)
     if names_model(spec):
         return RewardModel.load(spec, trust_remote_code=trust_remote_code)
     module, separator, name = spec.partition(":")
     if not separator:
         raise ValueError(
             f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
-            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, and a "
-            "server as http://HOST:PORT/PATH"
+            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, a server "
+            "as http://HOST:PORT/PATH, and the sandbox for programs sandbox:python"
         )
     function = attempt(lambda: getattr(importlib.import_module(module), name))
     if isinstance(function, Failure):

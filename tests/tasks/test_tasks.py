@@ -173,7 +173,9 @@ def test_data_sets_of_ones_own(tmp_path):
 
 def test_unknown_task():
     assert find_task("gsm8k") is gsm8k
-    with pytest.raises(ValueError, match="arithmetic, bandit, countdown, dataset, gsm8k, pizza, sums, got 'answers'"):
+    with pytest.raises(
+        ValueError, match="arithmetic, bandit, code, countdown, dataset, gsm8k, pizza, sums, got 'answers'"
+    ):
         find_task("answers")
 
 

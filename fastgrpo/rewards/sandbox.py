@@ -1,0 +1,113 @@
+"""The rewards `sandbox:python` and `sandbox:python-all`: they run the program of a completion against its row's tests.
+
+The column `tests` of a row is a list, which `fastgrpo.rewards.sandbox_tests` reads.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rewards.jail import Limits, Violation
+from fastgrpo.rewards.prison import Prison
+from fastgrpo.rewards.sandbox_tests import Assertion, program_of, read_tests
+
+KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> whether the reward is all or nothing
+
+
+class Sandbox:
+    """A reward function that runs programs in jails.
+
+    Args:
+        all_or_nothing: Whether the reward is 1 where all tests pass and 0 otherwise, in place of the share that passes.
+        limits: What a program may use during one test.
+        workers: How many programs run at once; None is as many as there are cores that the process may use.
+
+    Raises:
+        ValueError: This machine cannot run a jail.
+    """
+
+    pooled = False  # it has its own processes
+
+    def __init__(self, all_or_nothing: bool = False, limits: Limits | None = None, workers: int | None = None):
+        if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
+            raise ValueError(f"workers must be a whole number above 0, got {workers!r}")
+        self.__name__ = "sandbox_python_all" if all_or_nothing else "sandbox_python"
+        self.all_or_nothing = all_or_nothing
+        self._prison = Prison(limits or Limits())
+        self._threads = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="sandbox")
+
+    def __call__(
+        self, completions: Sequence, tests: Sequence | None = None, log_extra: Any = None, **columns: Any
+    ) -> list[float | None]:
+        """Judge completions.
+
+        Args:
+            completions: What the model wrote, one item a completion.
+            tests: The tests of each one's row; None where a row has none.
+            log_extra: Gets the verdict of each test: passed, wrong, failed, timeout, output or killed.
+            columns: Not read.
+
+        Returns:
+            The rewards: 0 where there is no program, None where the row has no tests.
+
+        Raises:
+            ValueError: The tests of a row cannot be read.
+        """
+        rows = [None if listed is None else read_tests(listed) for listed in tests or [None] * len(completions)]
+        programs = [program_of(completion_text(completion)) for completion in completions]
+        verdicts = list(self._threads.map(self._verdicts, programs, rows))
+        if log_extra is not None:
+            log_extra(f"{self.__name__}/tests", verdicts)
+        return [self._reward(found, row) for found, row in zip(verdicts, rows, strict=True)]
+
+    def close(self) -> None:
+        """Wait for the programs that run, and free what the jails needed."""
+        self._threads.shutdown(cancel_futures=True)
+        self._prison.close()
+
+    def _reward(self, verdicts, tests):
+        if not tests:
+            return None
+        share = verdicts.count("passed") / len(tests)
+        return float(share == 1) if self.all_or_nothing else share
+
+    def _verdicts(self, program, tests):
+        """Run the tests of one program one after another, all in one jail where they leave it as they found it."""
+        verdicts = []
+        if program is None or not tests:
+            return verdicts
+        with contextlib.ExitStack() as jails:
+            jail = None
+            for test in tests:
+                if jail is None or isinstance(test, Assertion):  # an assertion is seen by no other test's process
+                    jails.close()
+                    jail = jails.enter_context(self._prison.jail(program))
+                try:
+                    verdicts.append(test.verdict(jail))
+                except Violation as violation:
+                    verdicts.append(str(violation))
+                if isinstance(test, Assertion) or not jail.clean:
+                    jail = None
+                if self.all_or_nothing and verdicts[-1] != "passed":
+                    break
+        return verdicts
+
+
+def make_sandbox(name: str) -> Sandbox:
+    """Make the reward of a name.
+
+    Args:
+        name: sandbox:python or sandbox:python-all.
+
+    Returns:
+        The reward.
+
+    Raises:
+        ValueError: The name is another one, or this machine cannot run a jail.
+    """
+    if name not in KINDS:
+        raise ValueError(f"a sandbox is named {' or '.join(KINDS)}, got {name!r}")
+    return Sandbox(KINDS[name])

@@ -1,0 +1,158 @@
+"""Small Python functions: a row lists operations, and the function that does them is judged by running it.
+
+A row asks for three operations on x, each an addition, a subtraction or a product with a number from 1 to 9, done in
+their order. Its tests call the function in the sandbox. Where a product follows a sum, Python needs brackets. All
+`HELD_OUT` functions that are tested on appear neither in the warm start nor in GRPO.
+
+A language model is asked in words. Without --model_name_or_path the task brings a small model of characters, which
+continues `+2*3-4:` with a fenced block:
+
+    def f(x):
+     return (x+2)*3-4
+
+The supervised warm start teaches the form and the copying of operations, but most of its examples forget the brackets.
+So the model writes a program that runs and is wrong wherever brackets are needed. GRPO, whose reward is the share of
+tests that pass, finds that brackets are worth it.
+"""
+
+import functools
+import itertools
+import random
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.sections import PromptConfig
+from fastgrpo.data import ShuffledRows
+from fastgrpo.policy.characters import END, character_model
+from fastgrpo.rewards.sandbox import Sandbox
+from fastgrpo.tasks import Task, refuse_data
+
+STEPS = 3  # operations of a function
+SIGNS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
+ARGUMENTS = (0, 1, 7, -3)  # what the tests call a function with
+HELD_OUT, LEARNED = 300, 4096
+FUNCTIONS_SEED = 0  # the same functions are held out in every run, so that runs can be compared
+CAREFUL = 0.3  # share of the warm start's examples that set the brackets where they are needed
+PROMPT = (
+    "Write a Python function f(x) that does the following with x, in this order: {steps}. Return the result. Put the "
+    "function into one fenced block:\n```python\ndef f(x):\n    return ...\n```"
+)
+
+CHARACTERS = "0123456789+-*:`defrtunx() \n"
+MODEL = {"hidden_size": 64, "layers": 2, "heads": 2, "positions": 64}
+WARM_START = {"steps": 600, "batch_size": 64, "learning_rate": 5e-3}
+
+Function = tuple[tuple[str, int], ...]  # each step's sign and number
+
+
+def written(function: Function, careful: bool = True) -> str:
+    """Write a completion as the warm start shows it.
+
+    Args:
+        function: The function.
+        careful: Whether brackets are set where they are needed.
+
+    Returns:
+        A fenced block with its program.
+    """
+    expression, last = "x", "*"
+    for sign, number in function:
+        if careful and sign == "*" and last != "*":
+            expression = f"({expression})"
+        expression, last = f"{expression}{sign}{number}", sign
+    return f"```\ndef f(x):\n return {expression}\n```"
+
+
+def value(function: Function, x: int) -> int:
+    """Compute a function.
+
+    Args:
+        function: The function.
+        x: Its argument.
+
+    Returns:
+        The result.
+    """
+    for sign, number in function:
+        x = {"+": x + number, "-": x - number, "*": x * number}[sign]
+    return x
+
+
+@functools.cache
+def functions() -> tuple[list[Function], list[Function]]:
+    """Draw functions with `FUNCTIONS_SEED`.
+
+    Returns:
+        `LEARNED` functions to learn from, and `HELD_OUT` others.
+    """
+    steps = list(itertools.product(SIGNS, range(1, 10)))
+    drawn = random.Random(FUNCTIONS_SEED).sample(list(itertools.product(steps, repeat=STEPS)), LEARNED + HELD_OUT)
+    return drawn[HELD_OUT:], drawn[:HELD_OUT]
+
+
+def to_row(function: Function, tokenizer: PreTrainedTokenizerBase | None) -> dict:
+    """Make the row of a function.
+
+    Args:
+        function: The function.
+        tokenizer: The policy's tokenizer. None or that of the task's own model gives the short prompt; others give one
+            in words, which is a message if the tokenizer has a chat template, and plain text otherwise.
+
+    Returns:
+        A dict with `prompt`, and with `tests` for the reward.
+    """
+    if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
+        prompt = "".join(f"{sign}{number}" for sign, number in function) + ":"
+    else:
+        words = PROMPT.format(steps=", ".join(SIGNS[sign].format(number) for sign, number in function))
+        prompt = f"{words}\n" if tokenizer.chat_template is None else [{"role": "user", "content": words}]
+    return {"prompt": prompt, "tests": [{"assert": f"assert f({x}) == {value(function, x)}"} for x in ARGUMENTS]}
+
+
+def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
+    """Train on functions, and test on the held-out ones.
+
+    Args:
+        config: The settings. `Task.train` needs a `GRPOConfig`.
+        tokenizer: The policy's tokenizer, see `to_row`.
+
+    Returns:
+        The task. Its reward is the share of tests that pass in the sandbox.
+
+    Raises:
+        ValueError: A setting for data sets is given, which this task would not read, or this machine cannot run the
+            sandbox.
+    """
+    refuse_data("code", config)
+    learned, held_out = functions()
+
+    def train():
+        rows = [to_row(function, tokenizer) for function in learned]
+        return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+
+    return Task(train, lambda: [to_row(function, tokenizer) for function in held_out], [Sandbox()], examples)
+
+
+def examples() -> list[dict[str, str]]:
+    """Write each function that is not held out, once and mostly without the brackets that it needs.
+
+    Returns:
+        Rows with `prompt` and `completion`.
+    """
+    rng = random.Random(FUNCTIONS_SEED)
+    return [
+        {"prompt": to_row(each, None)["prompt"], "completion": written(each, rng.random() < CAREFUL)}
+        for each in functions()[0]
+    ]
+
+
+def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Make a 0.15M-parameter Llama over the characters of functions, with random weights.
+
+    Args:
+        seed: Seed of the weights.
+
+    Returns:
+        The model and its tokenizer.
+    """
+    return character_model(CHARACTERS, seed, **MODEL)

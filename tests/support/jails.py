@@ -1,0 +1,65 @@
+"""What tests of the sandbox share: programs in fences, and what a jail could change on a machine."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fastgrpo.rewards.jail import Limits
+
+LONG = 300.0  # seconds, for what must not take long
+# The command line of each process of a jail holds its limits, so a number of our own tells ours from others.
+MEMORY = 512 * 2**20 + 4096 * (os.getpid() % 4096)
+PATIENT = Limits(seconds=LONG, memory=MEMORY)
+HASTY = Limits(seconds=0.5, memory=MEMORY)
+
+
+def _forbidden():
+    """Whether the kernel makes no user namespaces for ordinary users; it is asked without bubblewrap."""
+    user = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    command = ["unshare", "--user", "--map-root-user", "--mount", "true"]
+    return subprocess.run(command, capture_output=True, check=False, cwd="/", **user).returncode != 0
+
+
+needs_namespaces = pytest.mark.skipif(
+    _forbidden(), reason="this machine forbids user namespaces, and there is no sandbox without them"
+)
+
+
+def judge(sandbox, program, *tests):
+    """The verdicts of the tests of one program, and its reward."""
+    found = []
+    (reward,) = sandbox([fenced(program)], [list(tests)], log_extra=lambda _, values: found.extend(values[0]))
+    return found, reward
+
+
+def fenced(program):
+    """A completion with a program."""
+    return f"Here it is.\n```python\n{program}\n```"
+
+
+def ours():
+    """The processes of jails of this process."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if str(MEMORY) in process.cmdline():
+                found.add(process.pid)
+        except psutil.Error:  # it has ended, or is a zombie of someone else
+            continue
+    return found
+
+
+def machine():
+    """What attacks try to change: all of it must be the same afterwards."""
+    return {
+        "jails": ours(),
+        "children": {child.pid for child in psutil.Process().children(recursive=True)},
+        "mounts": Path("/proc/self/mounts").read_text(),
+        "descriptors": set(os.listdir("/proc/self/fd")),
+        "segments": Path("/proc/sysvipc/shm").read_text().count("\n"),
+        "niceness": os.nice(0),
+        "stray files": [path for path in ("/tmp/escaped", "/dev/shm/escaped", "/escaped") if os.path.exists(path)],
+    }
