@@ -29,7 +29,7 @@ class Judged:
     """The verdicts of the reward functions on some completions.
 
     Attributes:
-        completions: The completions with `rewards` and `extras` filled in.
+        completions: The completions with `rewards`, `extras` and `steps` filled in.
         errors: How many completions each function failed on, by name; empty where none did.
         logged: The values that functions passed to log_metric, by name.
     """
@@ -55,8 +55,9 @@ class Rewards:
     """Named reward functions and their weights.
 
     A function is called as `f(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, log_extra=,
-    **columns)` with one item a completion, and returns one float a completion, None where it gives no verdict. It may
-    be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas Series.
+    log_steps=, **columns)` with one item a completion, and returns one float a completion, None where it gives no
+    verdict. It may be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas
+    Series.
 
     All that a function gets is a copy made for it alone, one for each completion, so it may change what it gets. It
     may draw from the global random generators, which are seeded and saved with the run. After it, the working
@@ -142,7 +143,7 @@ class Rewards:
         ]
         results = awaited([attempt(call) for call in calls])
         per_function, errors = [], Counter()
-        logged, extras, owners = defaultdict(list), {}, {}
+        logged, extras, owners, steps = defaultdict(list), {}, {}, {}
         for name, result, own in zip(self.names, results, notes, strict=True):
             verdicts = result if isinstance(result, Failure) else attempt(partial(read_verdicts, result, count))
             for metric, values in own.metrics.items():
@@ -152,16 +153,21 @@ class Rewards:
                     extras[column] = values
                 elif not isinstance(verdicts, Failure):
                     verdicts = f"logs the column {column!r}, which {owners[column]!r} logs too; choose another name"
+            if own.steps is not None and not isinstance(verdicts, Failure):
+                steps[name], verdicts = own.steps, _beyond(own.steps, completions) or verdicts
             per_function.append(self._checked(name, verdicts, completions, errors))
         per_function = torch.stack(per_function, 1)
         per_function[per_function[:, : self.judges].isnan().all(1), self.judges :] = math.nan
+        by_name = [dict(zip(self.names, rewards, strict=True)) for rewards in per_function.tolist()]
         done = [
             dataclasses.replace(
                 completion,
-                rewards=dict(zip(self.names, rewards, strict=True)),
+                rewards=verdicts,
                 extras={column: values[i] for column, values in extras.items()},
+                # Those of a function that gave no verdict do not count either.
+                steps={name: of[i] for name, of in steps.items() if of[i] and not math.isnan(verdicts[name])},
             )
-            for i, (completion, rewards) in enumerate(zip(completions, per_function.tolist(), strict=True))
+            for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]
         if not allow_none:
             self.refuse_none(done)
@@ -270,6 +276,15 @@ def _names(functions):
     return names
 
 
+def _beyond(steps, completions):
+    """Say which steps of a function end after their completion, as a problem; None where none does."""
+    for i, (of_one, completion) in enumerate(zip(steps, completions, strict=True)):
+        if of_one and of_one[-1][0] > len(completion.rollout.ids):
+            tokens = len(completion.rollout.ids)
+            return f"logs a step that ends at {of_one[-1][0]} for completion {i}, which has {tokens} tokens"
+    return None
+
+
 def _call(function, completions, trainer_state, notes, columns):
     """Call a function with copies made for it alone."""
     names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.prompt.columns)])
@@ -283,5 +298,6 @@ def _call(function, completions, trainer_state, notes, columns):
             "trainer_state": copied(trainer_state),
             "log_metric": notes.log_metric,
             "log_extra": notes.log_extra,
+            "log_steps": notes.log_steps,
         }
     )
