@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import REWARD_ERRORS
 from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.policy.load import choose_device
 from fastgrpo.rewards.guard import Failure, attempt, awaited
+from fastgrpo.rewards.model import Judge
 from fastgrpo.rewards.notes import Notes
-from fastgrpo.rewards.reward_model import RewardModel
 from fastgrpo.rewards.values import NUMBER, number, read_verdicts, shown
 
 logger = logging.getLogger(__name__)
@@ -103,15 +104,42 @@ class Rewards:
         self.on_error = on_error
         self.told = False  # whether a completion without any reward has been told of
 
-    def place(self, device: torch.device) -> None:
+    @property
+    def models(self) -> list[Judge]:
+        """The functions that are models."""
+        return [function for function in self.functions if isinstance(function, Judge)]
+
+    def device(self, policy: torch.device, name: str = "auto") -> torch.device:
+        """Find the device of the models.
+
+        Args:
+            policy: The policy's device.
+            name: The setting reward_device: auto is the policy's device.
+
+        Returns:
+            The device.
+
+        Raises:
+            ValueError: There is no such device, or no model among the functions for a stated one.
+        """
+        if name == "auto":
+            return policy
+        if not self.models:
+            raise ValueError(
+                f"reward_device={name} has an effect only where a reward is a model; leave it out, or name a model in "
+                "reward_funcs"
+            )
+        return choose_device(name, "reward_device")
+
+    def place(self, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Move reward models to a device.
 
         Args:
-            device: That of the policy.
+            device: What `device` found.
+            tokenizer: The policy's tokenizer, by which process reward models find the tokens of steps.
         """
-        for function in self.functions:
-            if isinstance(function, RewardModel):
-                function.place(device)
+        for model in self.models:
+            model.place(device, tokenizer)
 
     def __call__(
         self,

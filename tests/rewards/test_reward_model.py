@@ -33,7 +33,7 @@ def truth(model, text):
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_each_text_is_judged_as_if_it_were_alone(name, monkeypatch):
-    monkeypatch.setattr("fastgrpo.rewards.reward_model.BATCH", 2)
+    monkeypatch.setattr("fastgrpo.rewards.model.BATCH_TOKENS", 16)
     model = classifier(name=name)
     judge = RewardModel(model, tiny.tokenizer())
     prompts, completions = ["ab", "c", "hello "], ["x", "yyyyyyy", ""]

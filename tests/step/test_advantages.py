@@ -95,7 +95,8 @@ def test_process_advantages_by_hand():
     first, second = process_advantages([[(2, 1.0), (3, 0.0)], [(1, 2.0)]], [4, 2], 2)
     assert first.tolist() == pytest.approx([-1 / one] * 3 + [0], rel=1e-12)
     assert second.tolist() == pytest.approx([1 / one, 0], rel=1e-12)
-    assert process_advantages([[(2, 1.0), (3, 0.0)], [(1, 2.0)]], [4, 2], 2, scale="none")[0].tolist() == [-1, -1, -1, 0]
+    centred = process_advantages([[(2, 1.0), (3, 0.0)], [(1, 2.0)]], [4, 2], 2, scale="none")
+    assert centred[0].tolist() == [-1, -1, -1, 0]
 
 
 def test_groups_of_steps_are_standardized_apart_and_batches_together():
