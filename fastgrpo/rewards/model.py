@@ -85,7 +85,7 @@ class Judge:
         quantized = getattr(self.model, "is_quantized", False)
         size = choose_dtype("auto", device).itemsize
         come = sum(p.nbytes if quantized else p.numel() * size for p in self.model.parameters())
-        return come - sum(p.nbytes for p in self.model.parameters() if _same(p.device, device))
+        return come - sum(p.nbytes for p in self.model.parameters() if same_device(p.device, device))
 
     def _judged(self, texts: Sequence[Sequence[int]], read: Callable) -> list:
         """Pass token ids through the model.
@@ -146,7 +146,18 @@ def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def _same(mine, device):
-    """Tell whether two devices are one; cuda is the current GPU."""
-    current = torch.cuda.current_device() if mine.type == device.type == "cuda" else 0
-    return mine.type == device.type and (mine.index or current) == (device.index or current)
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Tell whether two devices are one.
+
+    Args:
+        one: A device; cuda without a number is the current GPU.
+        other: Another.
+
+    Returns:
+        Whether they are.
+    """
+
+    def number(device):
+        return torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0
+
+    return one.type == other.type and number(one) == number(other)

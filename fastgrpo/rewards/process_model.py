@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from fastgrpo.config.sections import PRM_AGGREGATIONS
-from fastgrpo.policy.files import loading, read_config
+from fastgrpo.policy.files import loading
 from fastgrpo.rewards.model import Judge
 from fastgrpo.rewards.steps import split_steps, token_ends
 
@@ -234,12 +235,13 @@ class ProcessRewardModel(Judge):
         return [good[i, [column[at] for at in of_one]].tolist() for i, of_one in enumerate(places)]
 
 
-def auto_class(path: str, trust_remote_code: bool = False) -> type:
+def auto_class(path: str, trust_remote_code: bool = False, local_files_only: bool = False) -> type:
     """Find the class of transformers that loads a process reward model.
 
     Args:
         path: A folder or a hub id.
         trust_remote_code: Whether Python code that comes with the model may run.
+        local_files_only: Whether to look for a hub id in the hub's cache alone.
 
     Returns:
         The class.
@@ -247,7 +249,10 @@ def auto_class(path: str, trust_remote_code: bool = False) -> type:
     Raises:
         ValueError: There is no config, or it is one of another kind of model.
     """
-    config = read_config(path, trust_remote_code)
+    with loading(path, "config of the process reward model"):
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
     named = (getattr(config, "architectures", None) or ["(none)"])[0]
     if named.endswith("ForTokenClassification"):
         return AutoModelForTokenClassification

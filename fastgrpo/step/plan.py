@@ -21,6 +21,7 @@ from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.model import same_device
 from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
@@ -75,7 +76,7 @@ def plan_run(
 
 def _bytes_of_judges(config, rewards, device):
     """Count the bytes that reward models will take on the policy's device. A device that is none is refused here."""
-    if rewards is None or rewards.device(device, config.reward_device) != device:
+    if rewards is None or not same_device(rewards.device(device, config.reward_device), device):
         return 0
     return sum(model.bytes_to_come(device) for model in rewards.models)
 
