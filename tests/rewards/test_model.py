@@ -10,7 +10,8 @@ from fastgrpo.rewards.model import by_length, same_device
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 10_000])
 def test_batches_hold_every_text_once_and_keep_to_their_budget(budget):
-    lengths = [random.Random(budget).randint(1, 40) for _ in range(50)]
+    generator = random.Random(budget)
+    lengths = [generator.randint(1, 40) for _ in range(50)]
     batches = by_length(lengths, budget)
     assert sorted(i for batch in batches for i in batch) == list(range(50))
     for batch in batches:
