@@ -53,7 +53,7 @@ def distill(argv: list[str]) -> None:
         own_attention=config.rollout_backend == "hf",
         tokenizer=tokenizer,
     )
-    rewards.place(policy.device)
+    rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     told = prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs)
     prompts = list(told)
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)

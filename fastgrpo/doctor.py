@@ -169,7 +169,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     from fastgrpo.policy.load import choose_device, choose_dtype
     from fastgrpo.rollout.geometry import memory_left
     from fastgrpo.step.budget import gib
-    from fastgrpo.step.outline import outline, unplannable
+    from fastgrpo.step.outline import judges_to_come, outline, unplannable
     from fastgrpo.step.plan import plan
 
     config = parse(argv)
@@ -182,7 +182,8 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
         return f"the memory of {config.model_name_or_path} cannot be computed: the model {obstacle}"
     if room is None:
         room = memory_left(device) if device.type == "cuda" else math.inf
-    planned = plan(config, model, dtype=dtype, device=device, room=room, ranks=ranks)
+    judges = judges_to_come(config, device)
+    planned = plan(config, model, dtype=dtype, device=device, room=room, ranks=ranks, judges=judges)
     ppo = [part for part in planned.parts if part.ppo]
     rows = planned.rows() + [(f"PPO: {part.name}", f"{gib(part.bytes):>11}   {part.how}") for part in ppo]
     in_all = planned.needed + sum(part.bytes for part in ppo)

@@ -28,7 +28,7 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
-from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rollout import make_backend
@@ -118,6 +118,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
     if not len(test):
         raise ValueError(f"split {config.dataset_test_split!r} of task {config.task} has no rows to evaluate on")
     rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
+    rewards.device(choose_device(config.device), config.reward_device)  # a mistake shows before the model is loaded
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
     draws = config.eval_num_generations
     policy, _ = load_policy(
@@ -128,7 +129,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
         own_attention=config.rollout_backend == "hf",
         tokenizer=tokenizer,
     )
-    rewards.place(policy.device)
+    rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     sampling = SamplingParams(
         temperature=config.eval_temperature,
         top_p=config.eval_top_p,

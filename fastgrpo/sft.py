@@ -43,7 +43,7 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
     train = opened.task.supervised() if config.train_file is None else load_rows(config.train_file)
     if train is None:
         raise ValueError(f"--train_file {config.train_file} is a folder without train.jsonl; name a .jsonl file")
-    test, functions = opened.task.test(), reward_functions(opened.task, config.reward_funcs, config.trust_remote_code)
+    test, functions = opened.task.test(), reward_functions(opened.task, config)
     trainer = SFTTrainer(model, config, train, test, tokenizer, functions)
     trainer.open()
     size = sum(parameter.numel() for parameter in trainer.policy.parameters())

@@ -26,6 +26,8 @@ WITH_SAPO = When("loss_type is sapo", lambda settings: settings.loss_type == "sa
 WITH_VESPO = When("loss_type is vespo", lambda settings: settings.loss_type == "vespo")
 WITH_REFERENCE = When("beta is above 0", lambda settings: settings.beta != 0)
 WITH_SYNC = When("sync_ref_model is True", lambda settings: settings.sync_ref_model)
+WITH_MASK = When("mask_truncated_completions is True", lambda settings: settings.mask_truncated_completions)
+PROCESS_REWARDS = ("outcome", "token")
 
 
 @documented
@@ -58,6 +60,13 @@ class AdvantageConfig:
         "How several rewards are combined: sum_then_normalize standardizes their sum, normalize_then_sum standardizes "
         "each of them within its group before they are summed (GDPO).",
         choices=AGGREGATIONS,
+    )
+    process_rewards: str = setting(
+        "outcome",
+        "What the step rewards that functions log become: token turns them into advantages of tokens (DeepSeekMath, "
+        "arXiv 2402.03300, section 4.1.3), which are added to the advantages by the other functions; outcome does not "
+        "read them, and the reward that the function returns counts.",
+        choices=PROCESS_REWARDS,
     )
     soft_punish_cache: int = setting(
         0,
@@ -195,6 +204,12 @@ class ObjectiveConfig:
         active=WITH_VESPO,
     )
     mask_truncated_completions: bool = setting(False, "Leave truncated completions out of the loss.")
+    masked_completions_in_group: bool = setting(
+        True,
+        "Count the rewards of masked completions in the mean and the deviation of their group, as DAPO (arXiv "
+        "2503.14476, equation 9) and TRL do; False computes both from the other completions alone.",
+        active=WITH_MASK,
+    )
 
 
 @documented

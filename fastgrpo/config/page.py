@@ -76,7 +76,8 @@ def _value(default):
     """Show a default as it is written on the command line."""
     if isinstance(default, tuple):
         return " ".join(f"`{item}`" for item in default) or "empty"
-    return f"`{default}`"
+    line_break = isinstance(default, str) and "\n" in default
+    return f"`${default!r}`" if line_break else f"`{default}`"  # as bash reads a line break
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ REPETITION_PENALTY = Interval(above=0)
 MEMORY_UTILIZATION = Interval(above=0, at_most=1)
 REWARD_ERRORS = ("raise", "skip")
 POOL_WORKERS = 8  # processes of a pool for rewards where their number is not stated, at most
+PRM_AGGREGATIONS = ("min", "mean", "last", "product")
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # a task -> the data set on the hub that it reads where dataset_name is None
 EVAL_SAMPLES = (
     "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."
@@ -154,9 +155,36 @@ class RewardConfig:
 
     reward_funcs: tuple[str, ...] = setting(
         (),
-        "Reward functions: names of the task's own functions, module:function for any other, or sandbox:python or "
+        "Rewards: names of the task's own functions; module:function for any other; the folder or hub id of a reward "
+        "model, or prm: and that of a process reward model; http://HOST:PORT/PATH for a server; sandbox:python or "
         "sandbox:python-all, which run the program of a completion against the column tests. The first one decides the "
         "accuracy. If none is named, all of the task's own functions are used.",
+    )
+    reward_device: str = setting(
+        "auto",
+        "Device of reward models: cuda, cuda:1, cpu, or auto, which is that of the policy. Their weights are bfloat16 "
+        "on a GPU and float32 on a CPU.",
+        resume="inexact",
+    )
+    prm_step_separator: str = setting(
+        "\n\n", "Text that separates the steps of a completion for a process reward model."
+    )
+    prm_aggregation: str = setting(
+        "min",
+        "How a process reward model's rewards of steps become that of the completion: min is the weakest step's, as in "
+        "Math-Shepherd (arXiv 2312.08935), so that further steps cannot make up for a wrong one.",
+        choices=PRM_AGGREGATIONS,
+    )
+    prm_step_tag: str | None = setting(
+        None,
+        "Text that stands after each step in what a process reward model reads. None is ки for a causal LM; for a "
+        "token classifier it is <extra_0> where its tokenizer has such a token, and prm_step_separator elsewhere.",
+    )
+    prm_good_token: str = setting(
+        "+", "Token with which a process reward model that is a causal LM says that a step is right."
+    )
+    prm_bad_token: str = setting(
+        "-", "Token with which a process reward model that is a causal LM says that a step is wrong."
     )
     reward_errors: str = setting(
         "raise",
@@ -180,6 +208,17 @@ class RewardConfig:
         within=Interval(at_least=0),
         resume="free",
     )
+
+    @property
+    def prm(self) -> dict[str, Any]:
+        """The settings of process reward models, as arguments of `ProcessRewardModel`."""
+        return {
+            "separator": self.prm_step_separator,
+            "aggregation": self.prm_aggregation,
+            "step_tag": self.prm_step_tag,
+            "good_token": self.prm_good_token,
+            "bad_token": self.prm_bad_token,
+        }
 
 
 @documented

@@ -94,6 +94,42 @@ def _each_reward_is_scaled_by_its_group(multi_objective_aggregation, scale_rewar
             )
 
 
+def _tokens_can_have_advantages(
+    process_rewards,
+    importance_sampling_level,
+    loss_type,
+    off_policy_mask_threshold,
+    advantage_baseline,
+    multi_objective_aggregation,
+):
+    if process_rewards != "token":
+        return
+    refused = {
+        # Every token of a completion would get the mean of their advantages.
+        f"importance_sampling_level={importance_sampling_level}": (
+            importance_sampling_level == "sequence", "has one ratio for a whole completion"
+        ),
+        f"loss_type={loss_type}": (
+            loss_type == "vespo", "weights a whole completion by the sign of its one advantage"
+        ),
+        f"off_policy_mask_threshold={off_policy_mask_threshold}": (
+            off_policy_mask_threshold is not None, "looks at the sign of a completion's one advantage"
+        ),
+        f"advantage_baseline={advantage_baseline}": (
+            advantage_baseline != "group", "is defined for completions and not for steps"
+        ),
+        f"multi_objective_aggregation={multi_objective_aggregation}": (
+            multi_objective_aggregation != "sum_then_normalize", "standardizes the sums of completions"
+        ),
+    }  # fmt: skip
+    for stated, (wrong, why) in refused.items():
+        if wrong:
+            raise ValueError(
+                f"process_rewards=token gives each token an advantage of its own, and {stated} {why}; leave one of the "
+                "two out"
+            )
+
+
 def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
     if entropy_coef_min > entropy_coef_max:
         raise ValueError(
@@ -154,6 +190,7 @@ RULES = (
     _adapters_are_their_own_reference,
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,
+    _tokens_can_have_advantages,
     _the_entropy_bonus_has_room,
     _there_are_steps,
     _every_update_has_a_group,

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.data.records import Completion, Prompt, Rollout
 
 # What reward functions get from the trainer by name. Every other name may be that of a column.
-RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # these types need no copies
 
 

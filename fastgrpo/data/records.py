@@ -78,7 +78,11 @@ class Completion:
         content: What reward functions see: a string, or a list with one message where the prompt is a list.
         rewards: The verdict of each reward function by name; NaN where a function gave none.
         extras: Further columns of samples.jsonl, as reward functions logged them.
-        advantage: Its advantage, which compares its reward with those of the completions it is trained with.
+        steps: The step rewards of each function that logged some, by its name: pairs of the end of a step (the number
+            of tokens up to there) and the step's reward.
+        advantage: Its advantage, which compares its reward with those of the completions it is trained with; where its
+            tokens have advantages of their own, their mean.
+        token_advantages: [T] fp32 advantages of its tokens, where step rewards made them; else None.
         masked: Whether its tokens are left out of the loss.
         clipped: The share of its tokens whose ratio the last update clipped.
     """
@@ -88,12 +92,19 @@ class Completion:
     content: str | list[dict]
     rewards: dict[str, float] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     advantage: float = 0.0
+    token_advantages: torch.Tensor | None = None
     masked: bool = False
     clipped: float = 0.0
 
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.rollout.ids)
+
+    @property
+    def informative(self) -> bool:
+        """Whether it, or one of its tokens, has an advantage that is not 0."""
+        return _any_advantage(self)
 
 
 @dataclass(frozen=True)
@@ -103,7 +114,7 @@ class Sample:
     Attributes:
         prompt_ids: Token ids of the prompt.
         completion_ids: [T] token ids of the completion.
-        advantage: The factor of its policy gradient.
+        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean.
         rollout_logps: The policy's log-probs as the rollout measured them, which the trainer's are compared with.
         sampler_logps: Log-probs of the distribution that was drawn from, where the loss corrects for it; else None.
         weights: The weight w_n of each token over the whole update; None until the update is known.
@@ -114,6 +125,7 @@ class Sample:
         masked: Whether its tokens are left out of the loss.
         clipped: The share of its tokens whose ratio the last update clipped.
         index: The index of its completion among those that the step drew; None for a sample of no completion.
+        token_advantages: The factor of each token; None where all of them have `advantage`.
     """
 
     prompt_ids: list[int]
@@ -129,9 +141,21 @@ class Sample:
     masked: bool = False
     clipped: float = 0.0
     index: int | None = None
+    token_advantages: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def informative(self) -> bool:
+        """Whether it, or one of its tokens, has an advantage that is not 0."""
+        return _any_advantage(self)
+
+
+def _any_advantage(record: Completion | Sample) -> bool:
+    if record.token_advantages is None:
+        return record.advantage != 0
+    return bool((record.token_advantages != 0).any())
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,47 @@ def decoupled_advantages(
     return _clipped(_standardized(total, deviation, eps), clip)
 
 
+def process_advantages(
+    steps: Sequence[Sequence[tuple[int, float]]], lengths: Sequence[int], group_size: int, *, scale: str = "group",
+    eps: float = 1e-4,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Turn the rewards of steps into advantages of tokens (GRPO, arXiv 2402.03300, section 4.1.3).
+
+        A_it = sum of a_ij over the steps j of completion i with end_ij >= t,   a_ij = (r_ij - mean) / (std + eps)
+
+    Mean and deviation are those of all step rewards of the group. Token t is counted from 1, so a step's reward counts
+    for its own tokens and for all before it. Tokens after the end of the last step get 0.
+
+    Args:
+        steps: [S] sequences of (end, reward) pairs, whose ends rise: how many tokens there are up to the end of the
+            step. An empty sequence for a completion without steps.
+        lengths: [S] tokens of each completion.
+        group_size: G, the completions of one prompt, which stand side by side.
+        scale: What the centred rewards are divided by, as in `group_advantages`.
+        eps: Added to the standard deviation, in units of the reward.
+
+    Returns:
+        [T_i] fp64 advantages for each completion. A group whose step rewards are all equal gets exact zeros.
+
+    Raises:
+        ValueError: As in `group_advantages`; or a step ends after its completion, or not after the one before it.
+    """
+    for i, (of_one, length) in enumerate(zip(steps, lengths, strict=True)):
+        ends = [end for end, _ in of_one]
+        if any(end <= before for before, end in zip([0, *ends], ends, strict=False)) or (ends and ends[-1] > length):
+            raise ValueError(f"the ends of steps must rise from 1 to at most {length} tokens, got {ends} of sample {i}")
+    width = max([1, *map(len, steps)])
+    rewards = torch.full((len(steps), width), math.nan, dtype=torch.float64)
+    for row, of_one in zip(rewards, steps, strict=True):
+        row[: len(of_one)] = torch.tensor([reward for _, reward in of_one], dtype=torch.float64)
+    of_steps = group_advantages(rewards.flatten(), group_size * width, scale=scale, eps=eps).view(-1, width)
+    advantages = [torch.zeros(length, dtype=torch.float64) for length in lengths]
+    for of_one, values, of_tokens in zip(steps, of_steps, advantages, strict=True):
+        for (end, _), value in zip(of_one, values, strict=False):
+            of_tokens[:end] += value
+    return advantages
+
+
 def _numbers(values: Any, name: str) -> torch.Tensor:
     """Make a tensor of what a caller gave: Python's numbers as fp64, tensors and numpy arrays as they are."""
     try:

@@ -27,7 +27,7 @@ class Batch:
         targets: [M] int64 completion tokens.
         cu_seqlens: [S+1] int64 on the host. Where each sample begins among the M completion tokens, and where the last
             one ends.
-        advantages: [S] fp32, or [M] where the surrogates of some tokens do not count.
+        advantages: [S] fp32, or [M] where tokens have advantages of their own, or the surrogates of some do not count.
         weights: [M] fp32 weights of the tokens in the objective, or None.
         entropy_weights: [M] fp32 weights of the tokens in the entropy bonus, or None.
         old_logps: [M] fp32 log-probs under the policy before the update, or None.
@@ -73,10 +73,13 @@ class Batch:
             values = [getattr(sample, name) for sample in samples]
             return None if values[0] is None else to_device(torch.cat(values), device)
 
-        advantages = tensor([sample.advantage for sample in samples], torch.float32)
-        counted = joined("counted")
+        advantages, counted = joined("token_advantages"), joined("counted")
+        if advantages is None:
+            advantages = tensor([sample.advantage for sample in samples], torch.float32)
+            if counted is not None:
+                advantages = advantages.repeat_interleave(tensor(counts), output_size=sum(counts))
         if counted is not None:
-            advantages = advantages.repeat_interleave(tensor(counts), output_size=sum(counts)) * counted
+            advantages = advantages * counted
         return cls(
             input_ids=tensor(layout.ids),
             position_ids=tensor(layout.positions),

@@ -21,11 +21,12 @@ from fastgrpo.policy.own_attention import narrow_window
 logger = logging.getLogger(__name__)
 
 
-def choose_device(name: str = "auto") -> torch.device:
+def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
     """Find the device that a setting names.
 
     Args:
         name: cuda, cuda:N, cpu, or auto, which is the GPU where there is one.
+        setting: The name of the setting, for errors.
 
     Returns:
         The device.
@@ -38,11 +39,11 @@ def choose_device(name: str = "auto") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be cuda, cuda:N, cpu or auto, got {name!r}") from None
+        raise ValueError(f"{setting} must be cuda, cuda:N, cpu or auto, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name!r} was asked for, but torch sees no CUDA device; use --device cpu")
+        raise ValueError(f"{setting}={name!r} was asked for, but torch sees no CUDA device; use --{setting} cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s)")
+        raise ValueError(f"{setting}={name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s)")
     return device
 
 

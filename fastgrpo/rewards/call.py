@@ -1,8 +1,6 @@
 """Reward functions: calling them as TRL does, and checking what they return."""
 
 import dataclasses
-import inspect
-import itertools
 import logging
 import math
 from collections import Counter, defaultdict
@@ -12,17 +10,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import REWARD_ERRORS
 from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.policy.load import choose_device
+from fastgrpo.rewards.checks import check_function, names_of
 from fastgrpo.rewards.guard import Failure, attempt, awaited, slowness_told
+from fastgrpo.rewards.model import Judge
 from fastgrpo.rewards.notes import LOGS, Notes
 from fastgrpo.rewards.pool import TIMED_OUT
 from fastgrpo.rewards.pooled import Call, Pooled, arguments, pooled, workers_of
-from fastgrpo.rewards.reward_model import RewardModel
-from fastgrpo.rewards.values import NUMBER, number, read_verdicts, shown
+from fastgrpo.rewards.values import read_verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Judged:
     """The verdicts of the reward functions on some completions.
 
     Attributes:
-        completions: The completions with `rewards` and `extras` filled in.
+        completions: The completions with `rewards`, `extras` and `steps` filled in.
         errors: How many completions each function failed on, by name; empty where none did.
         logged: The values that functions passed to log_metric, by name.
         timeouts: For how many completions each function took too long, by name; empty where none did.
@@ -60,8 +60,9 @@ class Rewards:
     """Named reward functions and their weights.
 
     A function is called as `f(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, log_extra=,
-    **columns)` with one item a completion, and returns one float a completion, None where it gives no verdict. It may
-    be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas Series.
+    log_steps=, **columns)` with one item a completion, and returns one float a completion, None where it gives no
+    verdict. It may be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas
+    Series.
 
     All that a function gets is a copy made for it alone, one for each completion, so it may change what it gets. It
     may draw from the global random generators, which are seeded and saved with the run. After it, the working
@@ -103,14 +104,14 @@ class Rewards:
         if not functions:
             raise ValueError("at least one reward function is needed")
         for function in functions:
-            _check_function(function)
+            check_function(function)
         if on_error not in REWARD_ERRORS:
             raise ValueError(f"reward_errors must be one of {', '.join(REWARD_ERRORS)}, got {on_error!r}")
         if weights and len(weights) != len(functions):
             raise ValueError(f"reward_weights has {len(weights)} entries for {len(functions)} reward functions")
         self.judges = len(functions)
         self.functions = [*functions, *shaping]
-        self.names = _names(self.functions)
+        self.names = names_of(self.functions)
         weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(shaping)]
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.on_error = on_error
@@ -124,15 +125,42 @@ class Rewards:
         count = workers_of(timeout, workers)
         self.pooled = Pooled(others, timeout, count, seed) if count and others else None
 
-    def place(self, device: torch.device) -> None:
+    @property
+    def models(self) -> list[Judge]:
+        """The functions that are models."""
+        return [function for function in self.functions if isinstance(function, Judge)]
+
+    def device(self, policy: torch.device, name: str = "auto") -> torch.device:
+        """Find the device of the models.
+
+        Args:
+            policy: The policy's device.
+            name: The setting reward_device: auto is the policy's device.
+
+        Returns:
+            The device.
+
+        Raises:
+            ValueError: There is no such device, or no model among the functions for a stated one.
+        """
+        if name == "auto":
+            return policy
+        if not self.models:
+            raise ValueError(
+                f"reward_device={name} has an effect only where a reward is a model; leave it out, or name a model in "
+                "reward_funcs"
+            )
+        return choose_device(name, "reward_device")
+
+    def place(self, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Move reward models to a device.
 
         Args:
-            device: That of the policy.
+            device: What `device` found.
+            tokenizer: The policy's tokenizer, by which process reward models find the tokens of steps.
         """
-        for function in self.functions:
-            if isinstance(function, RewardModel):
-                function.place(device)
+        for model in self.models:
+            model.place(device, tokenizer)
 
     def __enter__(self) -> "Rewards":
         return self
@@ -207,7 +235,7 @@ class Rewards:
             for name, own in zip(self.names, notes, strict=True)
         ]
         per_function, errors, timeouts = [], Counter(), Counter()
-        logged, extras, owners = defaultdict(list), {}, {}
+        logged, extras, owners, steps = defaultdict(list), {}, {}, {}
         for name, result, own in zip(self.names, results, notes, strict=True):
             verdicts = result
             if name not in begun and not isinstance(result, Failure):
@@ -219,16 +247,21 @@ class Rewards:
                     extras[column] = values
                 elif not isinstance(verdicts, Failure):
                     verdicts = f"logs the column {column!r}, which {owners[column]!r} logs too; choose another name"
+            if own.steps is not None and not isinstance(verdicts, Failure):
+                steps[name], verdicts = own.steps, _beyond(own.steps, completions) or verdicts
             per_function.append(self._checked(name, verdicts, completions, errors, timeouts))
         per_function = torch.stack(per_function, 1)
         per_function[per_function[:, : self.judges].isnan().all(1), self.judges :] = math.nan
+        by_name = [dict(zip(self.names, rewards, strict=True)) for rewards in per_function.tolist()]
         done = [
             dataclasses.replace(
                 completion,
-                rewards=dict(zip(self.names, rewards, strict=True)),
+                rewards=verdicts,
                 extras={column: values[i] for column, values in extras.items()},
+                # Those of a function that gave no verdict do not count either.
+                steps={name: of[i] for name, of in steps.items() if of[i] and not math.isnan(verdicts[name])},
             )
-            for i, (completion, rewards) in enumerate(zip(completions, per_function.tolist(), strict=True))
+            for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]
         if not allow_none:
             self.refuse_none(done)
@@ -327,39 +360,13 @@ def _raised(failure, completion):
     return f"raised {failure}; the rows have the columns {columns}"
 
 
-def _check_function(function):
-    """Refuse what cannot be called as a reward function."""
-    if inspect.isclass(function):
-        raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
-    if isinstance(function, PreTrainedModel):
-        raise ValueError(
-            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; "
-            "fastgrpo.rewards.reward_model.RewardModel makes a function of it and its tokenizer"
-        )
-    if not callable(function):
-        raise ValueError(
-            f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
-            "f(prompts, completions, **columns) or a list of them"
-            + ("; fastgrpo.rewards.find_reward finds module:function" if isinstance(function, str) else "")
-        )
-    mark = getattr(function, "full_mark", 1.0)
-    if number(mark) is None:
-        raise ValueError(
-            f"reward function {getattr(function, '__name__', type(function).__name__)!r}: its attribute full_mark must "
-            f"be {NUMBER}, got {shown(mark)}"
-        )
-
-
-def _names(functions):
-    """Name each function; those that share a name are told apart by a number."""
-    names = []
-    for function in functions:
-        while isinstance(function, partial):
-            function = function.func
-        name = getattr(function, "__name__", type(function).__name__)
-        free = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
-        names.append(next(candidate for candidate in free if candidate not in names))
-    return names
+def _beyond(steps, completions):
+    """Say which steps of a function end after their completion, as a problem; None where none does."""
+    for i, (of_one, completion) in enumerate(zip(steps, completions, strict=True)):
+        if of_one and of_one[-1][0] > len(completion.rollout.ids):
+            tokens = len(completion.rollout.ids)
+            return f"logs a step that ends at {of_one[-1][0]} for completion {i}, which has {tokens} tokens"
+    return None
 
 
 def _call(function, completions, trainer_state, notes, columns):

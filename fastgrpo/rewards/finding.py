@@ -1,11 +1,12 @@
 """Finds rewards by what they are given as: a function, a model of transformers, or a name, which one rule reads.
 
-http://HOST:PORT/PATH is a scorer on a server, an existing folder and ORG/MODEL are reward models, and module:function
-is a function.
+An existing folder and ORG/MODEL are reward models, prm: with one of them is a process reward model, sandbox: runs
+programs, http://HOST:PORT/PATH is a scorer on a server, and module:function is a function.
 """
 
+import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,24 @@ from transformers import PreTrainedModel
 from fastgrpo.rewards.guard import Failure, attempt
 from fastgrpo.rewards.reward_model import RewardModel
 
+PRM = "prm:"  # in front of the folder or hub id of a process reward model
 
-def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bool = False) -> Callable:
+
+def find_reward(
+    spec: str,
+    known: Sequence[Callable] = (),
+    trust_remote_code: bool = False,
+    prm: Mapping[str, Any] | None = None,
+) -> Callable:
     """Find a reward function by its name.
 
     Args:
-        spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, the
-            URL of a server (http://HOST:PORT/PATH), "sandbox:python" or "sandbox:python-all".
+        spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, "prm:"
+            with that of a process reward model, the URL of a server (http://HOST:PORT/PATH), "sandbox:python" or
+            "sandbox:python-all".
         known: The task's own functions.
         trust_remote_code: Whether Python code that comes with a reward model may run.
+        prm: Further arguments of `ProcessRewardModel`.
 
     Returns:
         The function.
@@ -41,14 +51,20 @@ def find_reward(spec: str, known: Sequence[Callable] = (), trust_remote_code: bo
         from fastgrpo.rewards.sandbox import make_sandbox
 
         return make_sandbox(spec)
+    if spec.startswith(PRM):
+        from fastgrpo.rewards.process_model import ProcessRewardModel
+
+        settings = {"trust_remote_code": trust_remote_code, **(prm or {})}
+        return ProcessRewardModel.load(spec.removeprefix(PRM), **settings)
     if names_model(spec):
         return RewardModel.load(spec, trust_remote_code=trust_remote_code)
     module, separator, name = spec.partition(":")
     if not separator:
         raise ValueError(
             f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
-            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, a server "
-            "as http://HOST:PORT/PATH, and the sandbox for programs sandbox:python"
+            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, a process "
+            "reward model by prm: in front of them, a server as http://HOST:PORT/PATH, and the sandbox for programs "
+            "sandbox:python"
         )
     function = attempt(lambda: getattr(importlib.import_module(module), name))
     if isinstance(function, Failure):
@@ -66,6 +82,7 @@ def found(
     tokenizers: Any,
     template: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    prm: Mapping[str, Any] | None = None,
 ) -> list[Callable]:
     """Turn rewards as TRL takes them into reward functions.
 
@@ -74,6 +91,7 @@ def found(
         tokenizers: A tokenizer or None for each, or one alone for one reward.
         template: Further arguments of the chat templates.
         trust_remote_code: Whether Python code that comes with a model or a tokenizer may run.
+        prm: Further arguments of `ProcessRewardModel`.
 
     Returns:
         A function for each.
@@ -93,11 +111,37 @@ def found(
 
     def read(reward, tokenizer):
         settings = {"tokenizer": tokenizer, "template": template, "trust_remote_code": trust_remote_code}
+        if isinstance(reward, str) and reward.startswith(PRM):
+            return find_reward(reward, prm=settings | dict(prm or {}))
         if isinstance(reward, str):
             return RewardModel.load(reward, **settings) if names_model(reward) else find_reward(reward)
         return RewardModel(reward, **settings) if isinstance(reward, PreTrainedModel) else reward
 
     return [read(reward, tokenizer) for reward, tokenizer in zip(rewards, tokenizers, strict=True)]
+
+
+def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
+    """Read the settings of process reward models.
+
+    Args:
+        config: The settings, a `RewardConfig`.
+        rewards: What was given as rewards: a name, or anything else, or a list of them.
+
+    Returns:
+        The arguments of `ProcessRewardModel`.
+
+    Raises:
+        ValueError: A setting is stated that has no effect, because no process reward model is named.
+    """
+    names = [*(rewards if isinstance(rewards, (list, tuple)) else [rewards]), *config.reward_funcs]
+    if not any(isinstance(name, str) and name.startswith(PRM) for name in names):
+        for field in dataclasses.fields(config):
+            if field.name.startswith("prm_") and getattr(config, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name} has an effect only where reward_funcs names a process reward model ({PRM}DIR); "
+                    "leave it out, or pass it to the ProcessRewardModel that you make"
+                )
+    return config.prm
 
 
 def names_model(name: str) -> bool:

@@ -1,12 +1,13 @@
 """What a reward function logs besides its rewards: numbers for metrics.jsonl, and columns for samples.jsonl."""
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
-from fastgrpo.rewards.values import json_values, length, listed, number, plain, shown
+from fastgrpo.rewards.values import NUMBER, json_values, length, listed, number, plain, shown
 from fastgrpo.run.metrics import is_known
 
 # The columns that every line of samples.jsonl has, in their order.
@@ -15,13 +16,14 @@ SAMPLE_COLUMNS = (
 )  # fmt: skip
 
 # The functions that a reward function gets to log by.
-LOGS = ("log_metric", "log_extra")
+LOGS = ("log_metric", "log_extra", "log_steps")
 
 
 class Notes:
     """What one reward function logs during one call.
 
-    Its attributes are `metrics`, the values by metric, and `columns`, the S values of each column by its name. What a
+    Its attributes are `metrics`, the values by metric; `columns`, the S values of each column by its name; and `steps`,
+    a tuple of (end, reward) pairs for each of the S completions, or None where no step rewards were logged. What a
     function logs after the call, as from a thread of its own, is lost.
 
     Args:
@@ -30,7 +32,7 @@ class Notes:
 
     def __init__(self, count: int):
         self.count = count
-        self.metrics, self.columns = defaultdict(list), {}
+        self.metrics, self.columns, self.steps = defaultdict(list), {}, None
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it.
@@ -76,6 +78,21 @@ class Notes:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
 
+    def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
+        """Log the rewards of the steps of each completion, which --process_rewards token learns from.
+
+        Args:
+            ends: For each completion the ends of its steps, rising: how many of its completion_ids there are up to the
+                end of the step. An empty list, or None, where there are no steps.
+            rewards: For each completion one finite number a step.
+
+        Raises:
+            ValueError: There is not one list a completion, a list of ends and its rewards differ in length, the ends
+                do not rise from 1, or a reward is no finite number.
+        """
+        both = [_lists(values, self.count, name) for values, name in ((ends, "ends"), (rewards, "rewards"))]
+        self.steps = [_steps(i, *of_one) for i, of_one in enumerate(zip(*both, strict=True))]
+
     def take(self, other: "Notes", start: int) -> None:
         """Take over what was logged for some of the completions.
 
@@ -87,6 +104,40 @@ class Notes:
             self.metrics[name] += values
         for column, values in other.columns.items():
             self.columns.setdefault(column, [None] * self.count)[start : start + other.count] = values
+        if other.steps is not None:
+            self.steps = [None] * self.count if self.steps is None else self.steps
+            self.steps[start : start + other.count] = other.steps
+
+
+def _lists(values, count, name):
+    """Return the list that log_steps got for each completion."""
+    items = listed(values, count)
+    if items is None or len(items) != count:
+        got = shown(values) if items is None else length(values, items, count)
+        raise ValueError(f"log_steps takes a list of {count} lists of {name}, one a completion; got {got}")
+    return items
+
+
+def _steps(index, ends, rewards):
+    """Return the (end, reward) pairs of one completion."""
+    lists = [() if values is None else listed(values, sys.maxsize - 1) for values in (ends, rewards)]
+    if None in lists or len(lists[0]) != len(lists[1]):
+        raise ValueError(
+            f"log_steps takes as many rewards as ends for each completion; completion {index} has ends {shown(ends)} "
+            f"and rewards {shown(rewards)}"
+        )
+    read, before = [], 0
+    for end, reward in zip(map(plain, lists[0]), lists[1], strict=True):
+        if not isinstance(end, Integral) or isinstance(end, bool) or end <= before:
+            raise ValueError(
+                f"log_steps takes ends that rise from 1 (tokens up to the end of a step); completion {index} has "
+                f"{shown(end)} after {before}"
+            )
+        if number(reward) is None:
+            raise ValueError(f"log_steps takes rewards that are {NUMBER}; completion {index} has {shown(reward)}")
+        before = int(end)
+        read.append((before, number(reward)))
+    return tuple(read)
 
 
 def _check_name(function, name):

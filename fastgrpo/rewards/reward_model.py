@@ -4,19 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.policy.files import loading
+from fastgrpo.rewards.model import Judge
 
-BATCH = 32  # texts of one forward pass
 
-
-class RewardModel:
+class RewardModel(Judge):
     """A reward model with its tokenizer, as a reward function.
 
     Args:
@@ -24,9 +18,6 @@ class RewardModel:
         tokenizer: Its tokenizer; None loads the one from where the model came from.
         template: Further arguments of the tokenizer's chat template.
         trust_remote_code: Whether Python code that comes with the tokenizer may run.
-
-    Attributes:
-        name_or_path: Where the model came from; empty where it was made in memory.
 
     Raises:
         ValueError: The model has not one label, there is no tokenizer, or the tokenizer has no padding token.
@@ -39,30 +30,23 @@ class RewardModel:
         template: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self.name_or_path = getattr(model.config, "_name_or_path", "")
-        self.__name__ = self.name_or_path.rstrip("/").split("/")[-1] or type(model).__name__
-        if not type(model).__name__.endswith("ForSequenceClassification") or model.config.num_labels != 1:
-            raise ValueError(
-                f"reward_funcs: {self.__name__} is a {type(model).__name__} with {model.config.num_labels} labels; a "
-                "reward model is loaded by AutoModelForSequenceClassification with num_labels=1. What another model "
-                "says is a reward by way of a function f(prompts, completions, **columns) of your own"
-            )
-        if tokenizer is None:
-            if not self.name_or_path:
-                raise ValueError(
-                    f"reward_funcs: {self.__name__} was made in memory and has no tokenizer to load; pass "
-                    "reward_processing_classes"
-                )
-            with loading(self.name_or_path, "tokenizer"):
-                tokenizer = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=trust_remote_code)
-        if tokenizer.pad_token_id is None:
+        super().__init__(model, tokenizer, template, trust_remote_code)
+        if self.tokenizer.pad_token_id is None:
             raise ValueError(
                 f"reward_funcs: the tokenizer of {self.__name__} has no padding token, and the model reads its reward "
                 "before the first one; set tokenizer.pad_token to a token that no text has (the end token ends turns "
                 "of a chat too), and pass the tokenizer as reward_processing_classes"
             )
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        self.model, self.tokenizer, self.template = model.eval(), tokenizer, template or {}
+        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+
+    def _check_kind(self, model):
+        if not type(model).__name__.endswith("ForSequenceClassification") or model.config.num_labels != 1:
+            raise ValueError(
+                f"reward_funcs: {self.__name__} is a {type(model).__name__} with {model.config.num_labels} labels; a "
+                "reward model is loaded by AutoModelForSequenceClassification with num_labels=1. A process reward "
+                "model is named prm:DIR, or made by fastgrpo.rewards.process_model.ProcessRewardModel. What another "
+                "model says is a reward by way of a function f(prompts, completions, **columns) of your own"
+            )
 
     @classmethod
     def load(cls, path: str, **settings: Any) -> "RewardModel":
@@ -83,16 +67,8 @@ class RewardModel:
             model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, trust_remote_code=code)
         return cls(model, **settings)
 
-    def place(self, device: torch.device) -> None:
-        """Move the model to a device.
-
-        Args:
-            device: That of the policy.
-        """
-        self.model.to(device)
-
     @torch.inference_mode()
-    def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float]:
+    def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
         """Judge completions.
 
         Args:
@@ -101,21 +77,18 @@ class RewardModel:
             columns: What else reward functions get.
 
         Returns:
-            The model's logit for each completion after its prompt.
+            The model's logit for each completion after its prompt; None where both together are longer than the model
+            can read.
 
         Raises:
             ValueError: The prompts are messages, and the tokenizer has no chat template.
         """
-        rewards = []
         texts = self._texts(prompts, completions)
-        for start in range(0, len(texts), BATCH):
-            batch = texts[start : start + BATCH]
-            tokens = self.tokenizer(
-                text=batch, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-            )
-            logits = self.model(**tokens.to(self.model.device)).logits
-            rewards += logits[:, 0].float().tolist()
-        return rewards
+
+        def read(inputs, indices):
+            return self.model(**inputs).logits[:, 0].float().tolist()
+
+        return self._judged(self.tokenizer(text=texts, add_special_tokens=False)["input_ids"] if texts else [], read)
 
     def _texts(self, prompts, completions):
         """Return prompt and completion of each as one text."""

@@ -132,7 +132,7 @@ class _Packed(NamedTuple):
         ids: [N] int32 tokens of all completions.
         logps: [N] fp32.
         kept: [N] fp32, or None where no filter was on.
-        rest: What else is known of each completion: finish reason, content, rewards, extras.
+        rest: What else is known of each completion: finish reason, content, rewards, extras, steps.
         errors: As in `Judged`.
         logged: As in `Judged`.
         timeouts: As in `Judged`.
@@ -162,7 +162,7 @@ def _pack(judged, groups):
         torch.tensor(list(chain.from_iterable(rollout.ids for rollout in rollouts)), dtype=torch.int32),
         joined.get("logps"),
         joined.get("kept"),
-        [(c.rollout.finish_reason, c.content, c.rewards, c.extras) for c in judged.completions],
+        [(c.rollout.finish_reason, c.content, c.rewards, c.extras, c.steps) for c in judged.completions],
         judged.errors,
         judged.logged,
         judged.timeouts,
@@ -174,8 +174,8 @@ def _unpacked(packed, prompts) -> dict[int, list[Completion]]:
     ids, spans = packed.ids.tolist(), pairwise(accumulate(packed.lengths, initial=0))
     which = chain.from_iterable([i] * count for i, count in packed.groups.items())
     groups = {i: [] for i in packed.groups}
-    for i, (start, end), (reason, content, rewards, extras) in zip(which, spans, packed.rest, strict=True):
+    for i, (start, end), (reason, content, *verdicts) in zip(which, spans, packed.rest, strict=True):
         kept = None if packed.kept is None else packed.kept[start:end]
         rollout = Rollout(ids[start:end], packed.logps[start:end], reason, kept)
-        groups[i].append(Completion(prompts[i], rollout, content, rewards, extras))
+        groups[i].append(Completion(prompts[i], rollout, content, *verdicts))
     return groups

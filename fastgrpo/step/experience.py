@@ -23,7 +23,6 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.records import Completion, Sample, TrainerState
 from fastgrpo.data.sources import Source
-from fastgrpo.loss.advantage import decoupled_advantages, group_advantages
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards, reward_matrix
@@ -32,6 +31,7 @@ from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.profiling import StageTimer
+from fastgrpo.step.advantages import with_advantages
 from fastgrpo.step.measure import length_metrics, reward_metrics
 
 # The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
@@ -109,6 +109,7 @@ class ExperienceMaker:
         self.ranks = ranks
         self.source, self.tokenizer, self.engine, self.rewards = source, tokenizer, engine, rewards
         self.sampling, self.args, self.timer = sampling, args, timer
+        self.stepped = False  # whether any function has logged step rewards
 
     def __call__(self, state: TrainerState) -> Experience:
         """Draw until there are enough groups that teach something.
@@ -197,9 +198,25 @@ class ExperienceMaker:
             )
         with self.timer.stage("reward"):
             judged = judging.result(allow_none=batch > 0)
+        self._need_steps(judged)
         completions = self.with_advantages(judged.completions)
         measured = _means(list(filter(None, live)))
         return Draw(completions, judged.errors, judged.timeouts, judged.logged, measured, taken, sum(lost))
+
+    def _need_steps(self, judged):
+        """Refuse a run that is to learn from step rewards, whose first batch has none."""
+        if self.args.process_rewards != "token" or self.stepped:
+            return
+        self.stepped = any(completion.steps for completion in judged.completions)
+        silent = (
+            reward_matrix(judged.completions).isnan().all(0).any()
+        )  # a function that gave no verdict, but may later
+        if not self.stepped and not silent:
+            raise ValueError(
+                "process_rewards=token needs step rewards, and no reward function logged any for the first "
+                f"completions; call log_steps(ends, rewards) in one of {', '.join(self.rewards.names)}, or name a "
+                "process reward model (prm:DIR) in reward_funcs, or leave process_rewards out"
+            )
 
     def with_advantages(self, completions: Sequence[Completion]) -> list[Completion]:
         """Turn the rewards of completions that are trained on together into advantages.
@@ -210,27 +227,7 @@ class ExperienceMaker:
         Returns:
             The completions with advantages. Truncated ones are masked if the settings take them out of the loss.
         """
-        args, per_function = self.args, reward_matrix(completions)
-        if args.multi_objective_aggregation == "normalize_then_sum":
-            advantages = decoupled_advantages(
-                per_function, self.rewards.weights, args.num_generations, clip=args.advantage_clip
-            )
-        else:
-            advantages = group_advantages(
-                self.rewards.total(per_function),
-                args.num_generations,
-                scale=args.scale_rewards,
-                baseline=args.advantage_baseline,
-                clip=args.advantage_clip,
-            )
-        return [
-            dataclasses.replace(
-                completion,
-                advantage=advantage,
-                masked=args.mask_truncated_completions and completion.rollout.truncated,
-            )
-            for completion, advantage in zip(completions, advantages.tolist(), strict=True)
-        ]
+        return with_advantages(completions, self.rewards, self.args)
 
     def teaching(self, completions: Sequence[Completion]) -> list[bool]:
         """Find the groups with an advantage on a completion that is not masked.
@@ -241,7 +238,7 @@ class ExperienceMaker:
         Returns:
             Whether each group teaches something.
         """
-        return [any(c.advantage != 0 and not c.masked for c in group) for group in self._groups(completions)]
+        return [any(c.informative and not c.masked for c in group) for group in self._groups(completions)]
 
     def _groups(self, values):
         """Split a list of S values into one list of G values for each group."""
@@ -282,6 +279,7 @@ def to_sample(completion: Completion, index: int | None = None, corrected: bool 
         sampler_logps=rollout.sampler_logps if corrected else None,
         masked=completion.masked,
         index=index,
+        token_advantages=completion.token_advantages,
     )
 
 

@@ -158,7 +158,7 @@ class GRPOUpdate:
         return weights.split(counts.tolist())
 
     def teaches(self, sample: Sample) -> bool:
-        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantage is 0.
+        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantages are 0.
 
         Args:
             sample: The sample.
@@ -167,7 +167,7 @@ class GRPOUpdate:
             Whether it does.
         """
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
-        return not sample.masked and (regularized or sample.advantage != 0)
+        return not sample.masked and (regularized or sample.informative)
 
     def _score(self, samples, kept):
         """Compute reference log-probs of the kept samples, and old log-probs of those after the first minibatch.
@@ -278,7 +278,7 @@ class GRPOUpdate:
         return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
 
     def clipped_share(self, sample: Sample, logps: torch.Tensor) -> torch.Tensor | float:
-        """Measure the share of a sample's tokens whose ratio lies beyond the bound on the side of its advantage.
+        """Measure the share of a sample's tokens whose ratio lies beyond the bound on the side of their advantage.
 
         Args:
             sample: The sample, with its old log-probs.
@@ -287,11 +287,14 @@ class GRPOUpdate:
         Returns:
             The share; a scalar tensor on the policy's device, so that nothing waits for it.
         """
-        if sample.advantage == 0:
+        if not sample.informative:
             return 0.0
         low, high = self.objective.ratio_bounds
         log_ratio = logps - sample.old_logps.to(logps.device)
         if self.objective.importance_sampling_level == "sequence":
             log_ratio = log_ratio.mean().expand(len(log_ratio))
         ratio = log_ratio.exp()
-        return (ratio > high if sample.advantage > 0 else ratio < low).float().mean()
+        if sample.token_advantages is None:
+            return (ratio > high if sample.advantage > 0 else ratio < low).float().mean()
+        advantages = sample.token_advantages.to(ratio.device)
+        return (((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))).float().mean()

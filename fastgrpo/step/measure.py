@@ -26,7 +26,9 @@ def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, grou
     """
     per_function = reward_matrix(completions)
     advantages = torch.tensor([completion.advantage for completion in completions], dtype=torch.float64)
-    spread = (advantages.view(-1, group_size) != 0).any(1).double().mean().item()
+    sizes = torch.tensor([_advantage_size(completion) for completion in completions], dtype=torch.float64)
+    informative = torch.tensor([completion.informative for completion in completions])
+    spread = informative.view(-1, group_size).any(1).double().mean().item()
     values = {
         "reward": totals.nanmean().item(),
         "reward_std": totals.view(-1, group_size).std(1).nanmean().item(),
@@ -34,7 +36,7 @@ def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, grou
         "frac_reward_zero_std": 1 - spread,
         "frac_informative": spread,
         "advantage/mean": advantages.mean().item(),
-        "advantage/abs_mean": advantages.abs().mean().item(),
+        "advantage/abs_mean": sizes.mean().item(),
     }
     for name, column in zip(completions[0].rewards, per_function.T, strict=True):
         given = column[~column.isnan()]
@@ -43,6 +45,12 @@ def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, grou
         values[f"rewards/{name}/mean"] = given.mean().item()
         values[f"rewards/{name}/std"] = given.std(correction=0).item()
     return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _advantage_size(completion):
+    """Return the magnitude of a completion's advantage, which is the mean over its tokens where each has its own."""
+    own = completion.token_advantages
+    return abs(completion.advantage) if own is None else own.double().abs().mean().item()
 
 
 def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:

@@ -3,11 +3,21 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
+from fastgrpo.config.sections import RewardConfig
 from fastgrpo.policy.dry_run import without_weights
 from fastgrpo.policy.files import loading, read_config, read_json
 from fastgrpo.policy.gguf import find_gguf
+from fastgrpo.policy.load import choose_device, choose_dtype
+from fastgrpo.rewards.finding import PRM, names_model
+from fastgrpo.rewards.model import same_device
+from fastgrpo.rewards.process_model import auto_class
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
@@ -52,6 +62,38 @@ def outline_of(model: PreTrainedModel) -> PreTrainedModel:
     for mine, own in zip(copied.parameters(), model.parameters(), strict=True):
         mine.requires_grad_(own.requires_grad)
     return copied
+
+
+def judges_to_come(config: RewardConfig, device: torch.device) -> int:
+    """Count the bytes that the reward models of a run will take on its device, from their configs. Loads no weights.
+
+    Args:
+        config: The settings; reward_funcs and reward_device are used.
+        device: The policy's device.
+
+    Returns:
+        The bytes of the weights of all models that reward_funcs names; 0 where they go to another device.
+
+    Raises:
+        ValueError: There is no config of a model, neither as a folder nor in the hub's cache.
+    """
+    stated, total = config.reward_device, 0
+    if stated != "auto" and not same_device(choose_device(stated, "reward_device"), device):
+        return 0
+    code = config.trust_remote_code
+    for name in config.reward_funcs:
+        path = name.removeprefix(PRM)
+        if name.startswith(PRM):
+            kind, settings = auto_class(path, code, local_files_only=True), {}
+        elif names_model(name):
+            kind, settings = AutoModelForSequenceClassification, {"num_labels": 1}
+        else:
+            continue
+        with loading(path, "reward model"), torch.device("meta"):
+            made = AutoConfig.from_pretrained(path, trust_remote_code=code, local_files_only=True, **settings)
+            model = kind.from_config(made, trust_remote_code=code)
+        total += sum(parameter.numel() for parameter in model.parameters())
+    return total * choose_dtype("auto", device).itemsize
 
 
 def unplannable(model: PreTrainedModel) -> str | None:

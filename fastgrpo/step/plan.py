@@ -20,6 +20,8 @@ from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
 from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.model import same_device
 from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
@@ -31,7 +33,11 @@ MOST_DEVICES = 64  # that the refusal of a run may name as its remedy
 
 
 def plan_run(
-    config: TrainingConfig, model: str | Path | PreTrainedModel, room: float | None = None, ranks: Ranks = ALONE
+    config: TrainingConfig,
+    model: str | Path | PreTrainedModel,
+    room: float | None = None,
+    ranks: Ranks = ALONE,
+    rewards: Rewards | None = None,
 ) -> Plan | None:
     """Make the plan of a run that is about to begin, before its weights are loaded.
 
@@ -43,6 +49,7 @@ def plan_run(
         room: Bytes that the run may take on its device. None stands for what is free on a GPU, and for no limit on a
             CPU.
         ranks: The processes of the run.
+        rewards: The reward functions, before their models have been placed; None for none.
 
     Returns:
         The plan. None for a model that is `unplannable`: loading it refuses it, or gives it to the hf backend.
@@ -56,6 +63,7 @@ def plan_run(
         parameters = model.parameters() if isinstance(model, PreTrainedModel) else ()
         here = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         room = memory_left(here) + sum(p.nbytes for p in parameters if p.device == here)
+    judges = _bytes_of_judges(config, rewards, device)
     room = min(ranks.gather(room, "the free memory of each device"))
     outlined = outline(model, config.trust_remote_code, download=True) if isinstance(model, (str, Path)) else model
     if unplannable(outlined):
@@ -63,7 +71,14 @@ def plan_run(
     if outlined is model:
         outlined = outline_of(model)
     dtype = choose_dtype(config.dtype, device)
-    return plan(config, outlined, dtype=dtype, device=device, room=room, ranks=ranks.size)
+    return plan(config, outlined, dtype=dtype, device=device, room=room, ranks=ranks.size, judges=judges)
+
+
+def _bytes_of_judges(config, rewards, device):
+    """Count the bytes that reward models will take on the policy's device. A device that is none is refused here."""
+    if rewards is None or not same_device(rewards.device(device, config.reward_device), device):
+        return 0
+    return sum(model.bytes_to_come(device) for model in rewards.models)
 
 
 def plan(
@@ -75,6 +90,7 @@ def plan(
     prompt_tokens: int = PROMPT_TOKENS,
     room: float = math.inf,
     ranks: int = 1,
+    judges: int = 0,
 ) -> Plan:
     """Compute the parts of a run's memory on each device, and choose gradient checkpointing and parallel if auto.
 
@@ -89,6 +105,7 @@ def plan(
         prompt_tokens: The length of a typical prompt, in tokens.
         room: Bytes of the device that the run may take.
         ranks: How many processes share the run, each with a device of its own.
+        judges: Bytes that reward models will take on the device.
 
     Returns:
         The plan.
@@ -100,7 +117,7 @@ def plan(
         )  # fmt: skip
 
     def of(split):
-        return _plan_of(config, model, dtype, device, prompt_tokens, room, split)
+        return _plan_of(config, model, dtype, device, prompt_tokens, room, split, judges)
 
     whole = of(Split.of(config, ranks, "ddp", device))
     parallel, chosen = choose_parallel(config, whole)
@@ -154,7 +171,7 @@ def _other_ways(config, split, of):
     return {way: made.least for way, made in ways.items()}
 
 
-def _plan_of(config, model, dtype, device, prompt_tokens, room, split):
+def _plan_of(config, model, dtype, device, prompt_tokens, room, split, judges):
     """Compute the plan of a run that is shared in one way; `model` has its dtype and its adapters."""
     share = config.rollout_memory_utilization if config.rollout_backend == "fast" else 1.0
     slots, one_group, lanes = _slots(config, model, dtype, device, prompt_tokens, share, split)
@@ -162,6 +179,7 @@ def _plan_of(config, model, dtype, device, prompt_tokens, room, split):
         *weight_parts(config, model, dtype, split),
         reference_part(config, model, split),
         *_head(config, model, dtype, device, lanes, split),
+        *([Part("reward models", judges, "their weights", saved_by={"--reward_device cpu": judges})] if judges else []),
     ]
 
     def with_checkpointing(on, why):

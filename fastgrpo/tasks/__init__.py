@@ -25,7 +25,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
 from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer
-from fastgrpo.rewards.finding import find_reward
+from fastgrpo.rewards.finding import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.step.optim import check_schedule
@@ -108,13 +108,12 @@ def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedToke
     return Opened(module, module.build(config, tokenizer), tokenizer)
 
 
-def reward_functions(task: Task, names: Sequence[str], trust_remote_code: bool = False) -> list[Callable]:
+def reward_functions(task: Task, config: Any) -> list[Callable]:
     """Find the reward functions that settings name.
 
     Args:
         task: The task.
-        names: The setting reward_funcs.
-        trust_remote_code: Whether Python code that comes with a reward model may run.
+        config: The settings; reward_funcs, trust_remote_code and those of process reward models are used.
 
     Returns:
         The functions; all of the task's own where none is named.
@@ -122,7 +121,8 @@ def reward_functions(task: Task, names: Sequence[str], trust_remote_code: bool =
     Raises:
         ValueError: There is no function of a name.
     """
-    return [find_reward(name, task.reward_funcs, trust_remote_code) for name in names] or task.reward_funcs
+    known, code, prm = task.reward_funcs, config.trust_remote_code, prm_options(config, config.reward_funcs)
+    return [find_reward(name, known, code, prm) for name in config.reward_funcs] or known
 
 
 def needed_rewards(task: Task, config: Any) -> list[Callable]:
@@ -130,7 +130,7 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
 
     Args:
         task: The task.
-        config: The settings; task, reward_funcs and trust_remote_code are used.
+        config: The settings; task and those of `reward_functions` are used.
 
     Returns:
         At least one function.
@@ -138,7 +138,7 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
     Raises:
         ValueError: There is no function of a name, or none is named and the task has none of its own.
     """
-    functions = reward_functions(task, config.reward_funcs, config.trust_remote_code)
+    functions = reward_functions(task, config)
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
     return functions

@@ -90,10 +90,10 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
         self.held_out = read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs)
-        self.made = made = make_policy(model, processing_class, args, self.ranks, wrapper)
+        self.made = made = make_policy(model, processing_class, args, self.ranks, wrapper, self.rewards)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         if self.rewards is not None:
-            self.rewards.place(self.policy.device)
+            self.rewards.place(self.rewards.device(self.policy.device, args.reward_device), self.tokenizer)
         self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)

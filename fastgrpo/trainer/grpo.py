@@ -13,7 +13,7 @@ from fastgrpo.data.sources import Source
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards, rewards_settings
-from fastgrpo.rewards.finding import found
+from fastgrpo.rewards.finding import found, prm_options
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog
@@ -35,7 +35,7 @@ class GRPOTrainer(Trainer):
             `PeftModel` of one, whose adapters are trained.
         reward_funcs: A reward or a list of them: a function `f(prompts, completions, **columns) -> list[float | None]`
             (see `Rewards`), a model of sequence classification with one label, or a name: the folder or hub id
-            (ORG/MODEL) of such a model, or module:function.
+            (ORG/MODEL) of such a model, prm: with that of a process reward model, or module:function.
         args: The settings; None for the defaults.
         train_dataset: Rows with a `prompt` column (a list of dicts, a datasets.Dataset, a pandas.DataFrame), or a
             `Source` of them. An IterableDataset is read as far as the max_steps of the run can need. All rows are
@@ -114,7 +114,9 @@ class GRPOTrainer(Trainer):
 
     def _make_rewards(self, reward_funcs):
         template, code = self.args.template_kwargs, self.args.trust_remote_code
-        functions = found(reward_funcs, self.tokenizers_of_rewards, template, code)
+        functions = found(
+            reward_funcs, self.tokenizers_of_rewards, template, code, prm_options(self.args, reward_funcs)
+        )
         return Rewards(functions, self.args.reward_weights, shaping=shaping(self.args), **rewards_settings(self.args))
 
     def _check_rows(self, train_rows):

@@ -16,6 +16,7 @@ from fastgrpo.policy.lora import base_weights, refuse_adapters, taken_over, wrap
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
+from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.digest import digest_of_weights, refuse_differences
 from fastgrpo.step.budget import Plan
 from fastgrpo.step.plan import choose_parallel, plan_run
@@ -53,6 +54,7 @@ def make_policy(
     args: TrainingConfig,
     ranks: Ranks,
     wrapper: "PeftModel | None" = None,
+    rewards: Rewards | None = None,
 ) -> Made:
     """Make the policy of a run.
 
@@ -63,6 +65,7 @@ def make_policy(
         args: The settings.
         ranks: The ranks.
         wrapper: Peft's view of the model, where it came with adapters.
+        rewards: The reward functions, whose models take memory on their device; None for none.
 
     Returns:
         The policy and what belongs to it.
@@ -75,7 +78,7 @@ def make_policy(
             "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "
             "--nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
         )
-    plan = plan_run(args, model, ranks=ranks)
+    plan = plan_run(args, model, ranks=ranks, rewards=rewards)
     if plan:
         plan.check()
     parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)

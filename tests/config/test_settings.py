@@ -40,6 +40,7 @@ CONDITIONS = {
     "rollout_backend is fast": ({}, {"rollout_backend": "hf"}),
     "parallel is fsdp2": ({"parallel": "fsdp2"}, {"parallel": "ddp"}),
     "use_adaptive_entropy is True": ({"use_adaptive_entropy": True}, {}),
+    "mask_truncated_completions is True": ({"mask_truncated_completions": True}, {}),
     "eval_num_generations is above 0": ({"eval_num_generations": 4}, {}),
 }
 

@@ -35,6 +35,10 @@ CASES = {
         {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
         "scale_rewards must be group, got batch",
     ),
+    "_tokens_can_have_advantages": (
+        {"process_rewards": "token", "importance_sampling_level": "sequence"},
+        "importance_sampling_level=sequence has one ratio for a whole completion; leave one of the two out",
+    ),
     "_the_entropy_bonus_has_room": (
         {"use_adaptive_entropy": True, "entropy_coef_min": 2.0},
         "entropy_coef_min=2 must not be above entropy_coef_max=1; change one of them",
@@ -78,6 +82,11 @@ def test_every_rule_is_tried_and_looks_at_settings_that_exist():
         {"resume_from_checkpoint": "auto", "output_dir": "x", "overwrite_output_dir": True},
         {"metric_for_best_model": "reward", "logging_steps": 3},
         {"loss_type": "cispo"},
+        {"process_rewards": "token", "loss_type": "vespo"},
+        {"process_rewards": "token", "loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"process_rewards": "token", "off_policy_mask_threshold": 0.1},
+        {"process_rewards": "token", "advantage_baseline": "leave_one_out"},
+        {"process_rewards": "token", "multi_objective_aggregation": "normalize_then_sum"},
     ],
 )
 def test_other_ways_to_contradict_oneself(settings):

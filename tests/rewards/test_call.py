@@ -41,7 +41,7 @@ def test_called_as_trl_calls_them():
         return [1, 0.5]
 
     assert call(Rewards([reward])).tolist() == [[1.0], [0.5]]
-    assert callable(seen.pop("log_metric")) and callable(seen.pop("log_extra"))
+    assert callable(seen.pop("log_metric")) and callable(seen.pop("log_extra")) and callable(seen.pop("log_steps"))
     assert seen == {
         "prompts": ["p0", "p1"],
         "completions": ["c0", "c1"],

@@ -71,6 +71,40 @@ def test_columns_that_are_refused(column, values, match):
     assert not notes.columns
 
 
+def test_steps_are_kept_for_each_completion():
+    notes = Notes(3)
+    assert notes.steps is None
+    notes.log_steps([[1, 3], None, torch.tensor([2])], [(0.5, True), [], torch.tensor([0.25])])
+    assert notes.steps == [((1, 0.5), (3, 1.0)), (), ((2, 0.25),)]
+    assert all(type(end) is int and type(reward) is float for of_one in notes.steps for end, reward in of_one)
+
+
+@pytest.mark.parametrize(
+    "ends, rewards, match",
+    [
+        ([[1]], [[1.0], []], r"takes a list of 2 lists of ends, one a completion; got 1"),
+        ([[1], []], "ab", r"2 lists of rewards, one a completion; got 'ab'"),
+        (
+            [[1], []],
+            [[1.0, 2.0], []],
+            r"as many rewards as ends .* completion 0 has ends \[1\] and rewards \[1.0, 2.0\]",
+        ),
+        ([[1], 3], [[1.0], [2.0]], "completion 1 has ends 3 and"),
+        ([[], [2, 2]], [[], [1.0, 1.0]], "ends that rise from 1 .*; completion 1 has 2 after 2"),
+        ([[0], []], [[1.0], []], "completion 0 has 0 after 0"),
+        ([[1.5], []], [[1.0], []], "completion 0 has 1.5 after 0"),
+        ([[True], []], [[1.0], []], "completion 0 has True after 0"),
+        ([[1], []], [[math.nan], []], "rewards that are a finite number .*; completion 0 has nan"),
+        ([[1], []], [[None], []], "completion 0 has None"),
+    ],
+)
+def test_steps_that_are_refused(ends, rewards, match):
+    notes = Notes(2)
+    with pytest.raises(ValueError, match=match):
+        notes.log_steps(ends, rewards)
+    assert notes.steps is None
+
+
 @pytest.mark.parametrize("column", SAMPLE_COLUMNS)
 def test_no_column_of_a_sample_can_be_overwritten(column):
     with pytest.raises(ValueError, match=rf"log_extra\('{column}', ...\): every sample has such a column; choose"):

@@ -33,7 +33,7 @@ def truth(model, text):
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_each_text_is_judged_as_if_it_were_alone(name, monkeypatch):
-    monkeypatch.setattr("fastgrpo.rewards.reward_model.BATCH", 2)
+    monkeypatch.setattr("fastgrpo.rewards.model.BATCH_TOKENS", 16)
     model = classifier(name=name)
     judge = RewardModel(model, tiny.tokenizer())
     prompts, completions = ["ab", "c", "hello "], ["x", "yyyyyyy", ""]
@@ -83,8 +83,28 @@ def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
     functions = found(mixed, [None, None, tokenizer])
     assert functions[0] is length and functions[2].tokenizer is tokenizer
     assert Rewards(functions).names == ["length", "judge", "Qwen2ForSequenceClassification"]
-    Rewards(functions).place(torch.device("meta"))
-    assert functions[1].model.device.type == functions[2].model.device.type == "meta"
+    functions[2].model.to(torch.bfloat16)
+    rewards = Rewards(functions)
+    assert rewards.device(torch.device("meta")) == torch.device("meta")
+    assert rewards.device(torch.device("meta"), "cpu") == torch.device("cpu")
+    rewards.place(torch.device("meta"))
+    for judge in functions[1:]:
+        assert judge.model.device.type == "meta" and judge.model.dtype == torch.float32 and not judge.pooled
+
+
+def test_a_device_for_reward_models_that_are_not_there_is_refused():
+    rewards = Rewards(lambda completions, **_: [1.0] * len(completions))
+    with pytest.raises(ValueError, match="reward_device=cpu has an effect only where a reward is a model"):
+        rewards.device(torch.device("cpu"), "cpu")
+    with pytest.raises(ValueError, match=r"^reward_device must be cuda, cuda:N, cpu or auto, got 'tpu7'"):
+        Rewards(RewardModel(classifier(), tiny.tokenizer())).device(torch.device("cpu"), "tpu7")
+
+
+def test_texts_that_are_too_long_get_no_reward(caplog):
+    judge = RewardModel(classifier(), tiny.tokenizer())
+    assert judge(["ab", "", ""], ["x" * 254, "", "y" * 257]) == [judge(["ab"], ["x" * 254])[0], None, None]
+    assert "Qwen2ForSequenceClassification has 256 positions, and a prompt with its completion takes 257" in caplog.text
+    assert judge([], []) == []
 
 
 def test_there_are_as_many_tokenizers_as_rewards():

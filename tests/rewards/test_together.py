@@ -39,10 +39,11 @@ def drawn(indices, filtered):
     }
 
 
-def length(completions, log_metric, log_extra, answer, hint, **_):
+def length(completions, completion_ids, log_metric, log_extra, log_steps, answer, hint, **_):
     assert len(hint) == len(completions)
     log_metric("seen", len(completions))
     log_extra("letters", [len(text) for text in completions])
+    log_steps([[1, len(ids)] for ids in completion_ids], [[ids[0], ids[-1]] for ids in completion_ids])
     return [len(text) / 4 + len(a) for text, a in zip(completions, answer, strict=True)]
 
 
@@ -76,6 +77,8 @@ def test_all_ranks_get_what_one_would_have_got(shares, filtered):
             assert mine.rollout.ids == theirs.rollout.ids and mine.content == theirs.content
             assert torch.equal(mine.rollout.logps, theirs.rollout.logps)
             assert mine.rollout.finish_reason == theirs.rollout.finish_reason and mine.extras == theirs.extras
+            assert mine.steps == theirs.steps
+            assert mine.steps["length"] == ((1, mine.rollout.ids[0]), (len(mine.rollout.ids), mine.rollout.ids[-1]))
             assert (mine.rollout.kept is not None) is filtered
             assert torch.equal(mine.rollout.sampler_logps, theirs.rollout.sampler_logps)
         assert reward_matrix(judged.completions).nan_to_num(-1).equal(reward_matrix(alone.completions).nan_to_num(-1))

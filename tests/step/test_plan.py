@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from transformers import Qwen2ForSequenceClassification
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
@@ -13,6 +14,8 @@ from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import Ranks
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.reward_model import RewardModel
 from fastgrpo.rollout import providers
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -248,6 +251,22 @@ def test_a_model_in_memory_is_planned_and_not_changed(tmp_path):
     planned = plan_run(GRPOConfig(device="cpu"), model, room=GIB)
     assert planned.rows() == of_folder.rows() and model.device.type == "cpu"
     assert math.isinf(plan_run(GRPOConfig(device="cpu"), model).room)  # nobody limits the memory of a CPU
+
+
+def test_reward_models_on_the_policys_device_take_their_place(tmp_path):
+    here = RewardModel(Qwen2ForSequenceClassification(tiny.config(num_labels=1)), tiny.tokenizer())
+    judge = RewardModel(Qwen2ForSequenceClassification(tiny.config(num_labels=1)).to("meta"), tiny.tokenizer())
+    model, rewards = tiny.model(vocab_size=258), Rewards([judge])  # its weights have still to come
+    weights = 4 * sum(parameter.numel() for parameter in judge.model.parameters())
+    config = GRPOConfig(device="cpu", gradient_checkpointing=True)
+    alone = plan_run(config, model, room=GIB)
+    beside = plan_run(config, model, room=GIB, rewards=rewards)
+    assert beside.needed == alone.needed + weights
+    assert {part.name: part.bytes for part in beside.parts}["reward models"] == weights
+    room = alone.least + weights // 2
+    assert plan_run(config, model, room=room).fits and not plan_run(config, model, room=room, rewards=rewards).fits
+    assert here.bytes_to_come(CPU) == 0  # they lie there already, and are not in the room that is left
+    assert plan_run(config, model, room=GIB, rewards=Rewards([here])).needed == alone.needed
 
 
 def test_what_has_no_attention_layers_is_not_planned():

@@ -6,9 +6,10 @@ import socket
 import tiny
 import torch
 from ranks import start
-from transformers import MambaConfig
+from transformers import MambaConfig, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from fastgrpo import doctor
+from fastgrpo.step.budget import gib
 
 
 def test_the_table(tmp_path, capsys):
@@ -65,6 +66,25 @@ def test_a_run_that_does_not_fit_gets_its_remedies(tmp_path):
     text = doctor.memory(argv, room=2**20)
     assert "of the 1.00 MiB that the run may take" in text
     assert re.search(r"this does not fit: the run needs at least .*\n  --max_tokens_per_microbatch 8192 saves", text)
+
+
+def test_reward_models_are_planned_by_their_configs(tmp_path):
+    argv = ["--model_name_or_path", str(tiny.save(tmp_path / "model")), "--device", "cpu"]
+    folder = tmp_path / "judge"
+    torch.manual_seed(0)
+    judge = Qwen2ForSequenceClassification(tiny.config(num_labels=1))
+    judge.config.save_pretrained(folder)
+    needed = 4 * sum(parameter.numel() for parameter in judge.parameters())
+    assert "reward models" not in doctor.memory(argv)
+    text = doctor.memory([*argv, "--reward_funcs", "x:y", str(folder)])
+    (line,) = [line for line in text.splitlines() if "reward models" in line]
+    assert gib(needed) in line
+    token = Qwen2ForTokenClassification(tiny.config())
+    token.config.architectures = ["Qwen2ForTokenClassification"]
+    token.config.save_pretrained(tmp_path / "prm")
+    more = doctor.memory([*argv, "--reward_funcs", str(folder), f"prm:{tmp_path / 'prm'}"])
+    (line,) = [line for line in more.splitlines() if "reward models" in line]
+    assert gib(needed + 4 * sum(parameter.numel() for parameter in token.parameters())) in line
 
 
 def test_a_model_whose_memory_cannot_be_computed_is_told_so(tmp_path):

@@ -8,9 +8,10 @@ import pytest
 import tiny
 import torch
 from runs import PROMPTS, lines, make_trainer, share_of_a
-from transformers import Qwen2ForSequenceClassification
+from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.rewards.process_model import ProcessRewardModel
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -119,6 +120,28 @@ def test_a_reward_model_trains(tmp_path, chat, named):
         assert trainer.reward_processing_classes == [tokenizer, None] and len(trainer.reward_funcs) == 2
     assert trained(trainer)
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["reward_std"] > 0
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_process_reward_model_trains_beside_a_function(tmp_path, named):
+    torch.manual_seed(0)
+    model, tokenizer = Qwen2ForTokenClassification(tiny.config(vocab_size=258, num_labels=2)), tiny.tokenizer()
+    settings = {"process_rewards": "token", "reward_device": "cpu"}
+    if named:
+        model.save_pretrained(tmp_path / "prm")
+        tokenizer.save_pretrained(tmp_path / "prm")
+        given, settings["prm_step_separator"] = f"prm:{tmp_path / 'prm'}", "a"
+    else:
+        given = ProcessRewardModel(model, tokenizer, separator="a")
+    trainer = script(tmp_path, [given, share_of_a], **settings)
+    assert trained(trainer)
+    name = "prm" if named else "Qwen2ForTokenClassification"
+    rows = lines(tmp_path / "run" / "samples.jsonl")
+    steps = [row[f"{name}/steps"] for row in rows]
+    assert all(len(of_one or []) == sum(map(bool, map(str.strip, row["completion"].split("a")))) for of_one, row in
+               zip(steps, rows, strict=True))  # fmt: skip
+    assert [row["rewards"][name] for row in rows] == [min(of_one) if of_one else None for of_one in steps]
+    assert lines(tmp_path / "run" / "metrics.jsonl")[0]["frac_informative"] > 0
 
 
 def share_of_a_of(completions, **_):

@@ -1,0 +1,60 @@
+"""What may be given as a reward function, and by which name it goes."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from fastgrpo.rewards.values import NUMBER, number, shown
+
+
+def check_function(function: Any) -> None:
+    """Refuse what cannot be called as a reward function.
+
+    Args:
+        function: What was given as one.
+
+    Raises:
+        ValueError: It cannot be called, or has a `full_mark` that is no number.
+    """
+    if inspect.isclass(function):
+        raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
+    if isinstance(function, PreTrainedModel):
+        raise ValueError(
+            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; "
+            "fastgrpo.rewards.reward_model.RewardModel makes a function of it and its tokenizer"
+        )
+    if not callable(function):
+        raise ValueError(
+            f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
+            "f(prompts, completions, **columns) or a list of them"
+            + ("; fastgrpo.rewards.find_reward finds module:function" if isinstance(function, str) else "")
+        )
+    mark = getattr(function, "full_mark", 1.0)
+    if number(mark) is None:
+        raise ValueError(
+            f"reward function {getattr(function, '__name__', type(function).__name__)!r}: its attribute full_mark must "
+            f"be {NUMBER}, got {shown(mark)}"
+        )
+
+
+def names_of(functions: Sequence[Callable]) -> list[str]:
+    """Name each function; those that share a name are told apart by a number.
+
+    Args:
+        functions: The functions.
+
+    Returns:
+        The `__name__` of each, or that of its class; a second one of the same name is name_2.
+    """
+    names = []
+    for function in functions:
+        while isinstance(function, partial):
+            function = function.func
+        name = getattr(function, "__name__", type(function).__name__)
+        free = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
+        names.append(next(candidate for candidate in free if candidate not in names))
+    return names

@@ -1,0 +1,294 @@
+"""Process reward models: they judge each step of a completion, and the steps together are its reward.
+
+The two published forms:
+
+- "labels": token classification with 2 labels. After each step stands the step tag, and the probability of label 1 at
+  the tag's last token is the reward of the step. TRL's PRMTrainer makes such models, whose tag is the separator of the
+  steps, and each step is tokenized by itself; Qwen2.5-Math-PRM is one, whose tag is the token <extra_0>.
+- "tokens": a causal LM. After each step stands the step tag, and the probability of a good token against a bad one as
+  the token after it is the reward of the step. Math-Shepherd (arXiv 2312.08935) is one: its text is
+  "PROMPT STEP ки", a line break, "STEP ки" and so on, and its tokens are + and -.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fastgrpo.config.sections import PRM_AGGREGATIONS
+from fastgrpo.policy.files import loading
+from fastgrpo.rewards.model import Judge
+from fastgrpo.rewards.steps import split_steps, token_ends
+
+QWEN_TAG, SHEPHERD_TAG = "<extra_0>", "ки"
+SEQUENCES = "ForSequenceClassification"
+
+
+class ProcessRewardModel(Judge):
+    """A process reward model with its tokenizer, as a reward function.
+
+    It logs the steps' rewards (`log_steps`), which process_rewards "token" learns from, and as the column NAME/steps.
+
+    Args:
+        model: A token classifier with 2 labels, the second of which means a right step, or a causal LM. It is put into
+            evaluation mode.
+        tokenizer: Its tokenizer; None loads the one from where the model came from.
+        template: Further arguments of the tokenizer's chat template.
+        trust_remote_code: Whether Python code that comes with the tokenizer may run.
+        separator: What separates the steps of a completion.
+        aggregation: How the steps' rewards become the completion's: "min", "mean", "last" or "product".
+        step_tag: What stands after each step in the text that the model reads. None is "ки" for a causal LM; for a
+            token classifier it is <extra_0> where the tokenizer has such a token, and else the separator.
+        good_token: The token of a causal LM that means a right step.
+        bad_token: The token of a causal LM that means a wrong step.
+
+    Raises:
+        ValueError: The model is of another kind, there is no tokenizer or not one for its form, or an argument is
+            not what it must be.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        template: dict[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        *,
+        separator: str = "\n\n",
+        aggregation: str = "min",
+        step_tag: str | None = None,
+        good_token: str = "+",
+        bad_token: str = "-",
+    ) -> None:
+        super().__init__(model, tokenizer, template, trust_remote_code)
+        if aggregation not in PRM_AGGREGATIONS:
+            raise ValueError(f"prm_aggregation must be one of {', '.join(PRM_AGGREGATIONS)}, got {aggregation!r}")
+        if not separator:
+            raise ValueError("prm_step_separator must not be empty: it separates the steps of a completion")
+        self.separator, self.aggregation, self.policy_tokenizer = separator, aggregation, None
+        if step_tag is None:
+            tag_known = QWEN_TAG in self.tokenizer.get_vocab()
+            step_tag = SHEPHERD_TAG if self._by_tokens else QWEN_TAG if tag_known else separator
+        self.step_tag = step_tag
+        if self._by_tokens:
+            self._prepare_tokens(good_token, bad_token)
+        elif not self._ids(step_tag):
+            raise ValueError(f"prm_step_tag {step_tag!r} of {self.__name__} has no tokens in its tokenizer")
+
+    @property
+    def _by_tokens(self):
+        return self.model.get_output_embeddings() is not None
+
+    def _check_kind(self, model):
+        if model.get_output_embeddings() is not None or (
+            getattr(model.config, "num_labels", None) == 2 and not type(model).__name__.endswith(SEQUENCES)
+        ):
+            return
+        raise ValueError(
+            f"reward_funcs: {self.__name__} is a {type(model).__name__}, which judges no steps; a process reward model "
+            "is a token classifier with 2 labels (AutoModelForTokenClassification), or a causal LM that says a good or "
+            "a bad token after each step. A sequence classifier with one label is a reward model: name it without prm:"
+        )
+
+    def _prepare_tokens(self, good_token, bad_token):
+        """Find the ids of the good and the bad token. Raises ValueError where there are none."""
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"reward_funcs: the tokenizer of {self.__name__} is a slow one of transformers, which does not say "
+                "where the step tags stand; pass its fast one as reward_processing_classes"
+            )
+        self.choices = []
+        for name, text in (("prm_good_token", good_token), ("prm_bad_token", bad_token)):
+            ids = self._ids(text)
+            if not ids or self.tokenizer.decode(ids[-1:]).strip() != text.strip():
+                raise ValueError(
+                    f"{name}={text!r} is not one token of {self.__name__}, but {len(ids)}; name the token that the "
+                    "model says after a step, with its space in front where it has one"
+                )
+            self.choices.append(ids[-1])  # some tokenizers put a token for a space in front
+        if self.choices[0] == self.choices[1]:
+            raise ValueError(f"prm_good_token and prm_bad_token are one token of {self.__name__}: {good_token!r}")
+        if None in self._text_with_tags("1", ["1", "1"])[1]:
+            raise ValueError(
+                f"prm_step_tag {self.step_tag!r} does not end in a token of {self.__name__}; name the text that the "
+                "model was trained to read after each step"
+            )
+
+    @classmethod
+    def load(cls, path: str, **settings: Any) -> "ProcessRewardModel":
+        """Load a process reward model and its tokenizer.
+
+        Args:
+            path: A folder or a hub id.
+            settings: Arguments of `ProcessRewardModel`.
+
+        Returns:
+            The model as a reward function.
+
+        Raises:
+            ValueError: It cannot be loaded, is of another kind, or for the reasons of `ProcessRewardModel`.
+        """
+        code = settings.get("trust_remote_code", False)
+        auto = auto_class(path, code)
+        with loading(path, "process reward model"):
+            model = auto.from_pretrained(path, trust_remote_code=code)
+        return cls(model, **settings)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        prompts: Sequence,
+        completions: Sequence,
+        completion_ids: Sequence[list[int]] = (),
+        log_extra: Callable | None = None,
+        log_steps: Callable | None = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """Judge completions.
+
+        Args:
+            prompts: Texts, or lists of messages.
+            completions: The same kind, one for each prompt.
+            completion_ids: The tokens of each completion.
+            log_extra: Takes the column NAME/steps.
+            log_steps: Takes the ends and the rewards of the steps. It is called where the policy's tokenizer is known,
+                as it is in a run (`place`).
+            columns: What else reward functions get.
+
+        Returns:
+            The reward of each completion, from 0 to 1; None for one without any step, and for one that, after its
+            prompt, is longer than the model can read.
+        """
+        answers = [_text(completion) for completion in completions]
+        split = [split_steps(answer, self.separator) for answer in answers]
+        steps = [[text for text, _ in of_one] for of_one in split]
+        build = self._text_with_tags if self._by_tokens else self._ids_with_tags
+        texts, places = [], []
+        for prompt, of_one in zip(prompts, steps, strict=True):
+            ids, at = build(prompt, of_one) if of_one else ([], [])
+            texts.append(ids)
+            places.append(at)
+        rewards = self._judged(texts, lambda inputs, indices: self._read(inputs, [places[i] for i in indices]))
+        if log_extra is not None:
+            log_extra(f"{self.__name__}/steps", rewards)
+        if log_steps is not None and self.policy_tokenizer is not None:
+            tokenizer, ends = self.policy_tokenizer, []
+            for ids, of_one, of_model in zip(completion_ids, split, rewards, strict=True):
+                ends.append(token_ends(tokenizer, ids, [end for _, end in of_one]) if of_model else [])
+            log_steps(*_one_step_a_token(ends, rewards))
+        return [aggregate(of_one, self.aggregation) if of_one else None for of_one in rewards]
+
+    def _ids(self, text):
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def _ids_with_tags(self, prompt, steps):
+        """Return the ids of a prompt and its steps, each with the tag behind it, and the places of the tags' ends."""
+        if isinstance(prompt, list) and self.tokenizer.chat_template is not None:
+            text = self.tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True, **self.template
+            )
+            ids = self._ids(text)
+        else:
+            first = self.tokenizer.bos_token_id
+            ids = [*([] if first is None else [first]), *self._ids(_text(prompt))]
+        tag, places = self._ids(self.step_tag), []
+        for step in steps:
+            ids = [*ids, *self._ids(step), *tag]
+            places.append(len(ids) - 1)
+        return ids, places
+
+    def _text_with_tags(self, prompt, steps):
+        """Return the ids of the text that Math-Shepherd reads, and the places of the tags' last tokens."""
+        text, ends = _text(prompt), []
+        for i, step in enumerate(steps):
+            text += f"{' ' if i == 0 else chr(10)}{step} {self.step_tag}"
+            ends.append(len(text) - 1)
+        tokens = self.tokenizer(text, return_offsets_mapping=True)
+        # A character may be of several tokens, one for each of its bytes.
+        spans = tokens["offset_mapping"]
+        of_ends = [[at for at, (start, after) in enumerate(spans) if start <= end < after] for end in ends]
+        return tokens["input_ids"], [max(of_one, default=None) for of_one in of_ends]
+
+    def _read(self, inputs, places):
+        """Return the reward of each step of each text of a batch."""
+        if not self._by_tokens:
+            probabilities = self.model(**inputs)[0].float().softmax(-1)[..., 1]
+            return [probabilities[i, at].tolist() for i, at in enumerate(places)]
+        # The logits of the tags alone: those of all tokens would take their vocabulary's size each.
+        needed = sorted({at for of_one in places for at in of_one})
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            inputs = inputs | {"logits_to_keep": torch.tensor(needed, device=self.model.device)}
+        else:
+            needed = range(inputs["input_ids"].shape[1])
+        column = {at: i for i, at in enumerate(needed)}
+        good = self.model(**inputs).logits[..., self.choices].float().softmax(-1)[..., 0]
+        return [good[i, [column[at] for at in of_one]].tolist() for i, of_one in enumerate(places)]
+
+
+def auto_class(path: str, trust_remote_code: bool = False, local_files_only: bool = False) -> type:
+    """Find the class of transformers that loads a process reward model.
+
+    Args:
+        path: A folder or a hub id.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        local_files_only: Whether to look for a hub id in the hub's cache alone.
+
+    Returns:
+        The class.
+
+    Raises:
+        ValueError: There is no config, or it is one of another kind of model.
+    """
+    with loading(path, "config of the process reward model"):
+        config = AutoConfig.from_pretrained(
+            path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
+        )
+    named = (getattr(config, "architectures", None) or ["(none)"])[0]
+    if named.endswith("ForTokenClassification"):
+        return AutoModelForTokenClassification
+    if named.endswith(("ForCausalLM", "LMHeadModel")):
+        return AutoModelForCausalLM
+    if "AutoModel" in (getattr(config, "auto_map", None) or {}):  # such as Qwen2.5-Math-PRM's own class
+        return AutoModel
+    raise ValueError(
+        f"reward_funcs: prm:{path} is a {named}; a process reward model is a token classifier with 2 labels "
+        "(...ForTokenClassification) or a causal LM (...ForCausalLM). A sequence classifier with one label is a reward "
+        "model: name it without prm:"
+    )
+
+
+def aggregate(steps: Sequence[float], how: str) -> float:
+    """Make one reward of those of the steps.
+
+    Args:
+        steps: The rewards of the steps, at least one.
+        how: "min", "mean", "last" or "product".
+
+    Returns:
+        The reward.
+    """
+    makers = {"min": min, "last": lambda rewards: rewards[-1], "product": math.prod}
+    return sum(steps) / len(steps) if how == "mean" else makers[how](steps)
+
+
+def _text(messages):
+    """Return a text, or that of messages without the system's."""
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(m["content"] or "" for m in messages if m["role"] != "system")
+
+
+def _one_step_a_token(ends, rewards):
+    """Join steps that end within one token: of those, the last one's reward counts."""
+    kept = [dict(zip(at, of_one or [], strict=True)) for at, of_one in zip(ends, rewards, strict=True)]
+    return [list(of_one) for of_one in kept], [list(of_one.values()) for of_one in kept]

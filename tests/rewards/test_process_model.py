@@ -1,0 +1,205 @@
+"""Process reward models of both forms against forward passes of one text each, without padding."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny
+import torch
+from tokenizers import AddedToken
+from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
+
+from fastgrpo import GRPOConfig
+from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.finding import find_reward, found, prm_options
+from fastgrpo.rewards.process_model import ProcessRewardModel, aggregate
+
+PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
+COMPLETIONS = ["first\n\nsecond step\n\nthird", "only one", "a\n\nb\n\n"]
+STEPS = [["first", "second step", "third"], ["only one"], ["a", "b"]]
+
+
+def classifier(labels=2, seed=0, kind=Qwen2ForTokenClassification):
+    torch.manual_seed(seed)
+    config = tiny.config(vocab_size=260, max_position_embeddings=256)
+    config.num_labels = labels
+    return kind(config)
+
+
+def causal(seed=0, **changes):
+    return tiny.model(seed=seed, **{"vocab_size": 260, **changes})
+
+
+def ids_of(text, tokenizer=None):
+    return (tokenizer or tiny.tokenizer())(text)["input_ids"]
+
+
+def by_labels(model, prompt, steps, tag, tokenizer=None):
+    """TRL's PRMTrainer reads the pieces one by one; the label stands at the last token of each tag."""
+    ids, rewards = ids_of(prompt, tokenizer), []
+    for step in steps:
+        ids = ids + ids_of(step, tokenizer) + ids_of(tag, tokenizer)
+        with torch.no_grad():
+            rewards.append(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())
+    return rewards
+
+
+def by_tokens(model, prompt, steps, tag="ки", good="+", bad="-"):
+    """Math-Shepherd: the next token after each tag, good against bad."""
+    text, rewards = prompt + " ", []
+    for i, step in enumerate(steps):
+        text += ("\n" if i else "") + f"{step} {tag}"
+        with torch.no_grad():
+            logits = model(torch.tensor([ids_of(text)])).logits[0, -1]
+        rewards.append(logits[[ids_of(good)[0], ids_of(bad)[0]]].softmax(-1)[0].item())
+    return rewards
+
+
+def close(values, truth):
+    assert [v is None for v in values] == [t is None for t in truth]
+    assert [v for v in values if v is not None] == pytest.approx([t for t in truth if t is not None], abs=1e-5)
+
+
+@pytest.mark.parametrize("budget", [10, 10_000])
+def test_labels_at_the_end_of_each_step(budget, monkeypatch):
+    monkeypatch.setattr("fastgrpo.rewards.model.BATCH_TOKENS", budget)
+    model, logged = classifier(), {}
+    judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="mean")
+    rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
+    truth = [by_labels(model, p, steps, "\n\n") for p, steps in zip(PROMPTS, STEPS, strict=True)]
+    close(rewards, [sum(of_one) / len(of_one) for of_one in truth])
+    for mine, of_one in zip(logged["Qwen2ForTokenClassification/steps"], truth, strict=True):
+        close(mine, of_one)
+    assert len({reward for of_one in truth for reward in of_one}) == 6
+
+
+def test_the_tag_of_qwen_is_found_in_the_tokenizer():
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.add_tokens([AddedToken("<extra_0>", special=True)])
+    model = classifier()
+    judge = ProcessRewardModel(model, tokenizer, aggregation="last")
+    assert judge.step_tag == "<extra_0>"
+    prompts = [[{"role": "user", "content": p}] for p in PROMPTS]
+    completions = [[{"role": "assistant", "content": c}] for c in COMPLETIONS]
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    truth = [by_labels(model, t, s, "<extra_0>", tokenizer) for t, s in zip(texts, STEPS, strict=True)]
+    close(judge(prompts, completions), [of_one[-1] for of_one in truth])
+
+
+@pytest.mark.parametrize("partial_logits", [True, False])
+def test_good_and_bad_tokens_after_each_tag(partial_logits, monkeypatch):
+    model, logged = causal(), {}
+    judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="min")
+    if not partial_logits:  # as older classes are, which take no logits_to_keep
+        forward = model.forward
+        monkeypatch.setattr(model, "forward", lambda input_ids, attention_mask=None: forward(input_ids, attention_mask))
+    rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
+    truth = [by_tokens(model, p, steps) for p, steps in zip(PROMPTS, STEPS, strict=True)]
+    close(rewards, [min(of_one) for of_one in truth])
+    for mine, of_one in zip(logged["Qwen2ForCausalLM/steps"], truth, strict=True):
+        close(mine, of_one)
+
+
+def test_tag_and_tokens_of_ones_own_and_messages_without_a_template():
+    model = causal(seed=1)
+    judge = ProcessRewardModel(
+        model, tiny.tokenizer(), separator="; ", step_tag="#", good_token="y", bad_token="n", aggregation="product"
+    )
+    prompts = [[{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1="}]]
+    rewards = judge(prompts, [[{"role": "assistant", "content": "one; two"}]])
+    one, two = by_tokens(model, "1+1=", ["one", "two"], "#", "y", "n")
+    close(rewards, [one * two])
+
+
+def test_how_steps_become_one_reward():
+    steps = [0.5, 0.25, 1.0]
+    values = [aggregate(steps, how) for how in ("min", "mean", "last", "product")]
+    assert values == [0.25, 1.75 / 3, 1.0, 0.125]
+
+
+@pytest.mark.parametrize("form", [classifier, causal])
+def test_what_cannot_be_judged_has_no_reward(form, caplog):
+    judge = ProcessRewardModel(form(), tiny.tokenizer())
+    rewards = judge(["p", "p", "p"], ["", " \n\n ", "x" * 300])
+    assert rewards == [None] * 3
+    assert "has 256 positions, and a prompt with its completion takes 3" in caplog.text
+    judge(["p"], ["x" * 300])
+    assert caplog.text.count("positions") == 1
+    assert judge([], []) == []
+
+
+def test_steps_are_logged_in_tokens_of_the_policy():
+    model = classifier()
+    judge = ProcessRewardModel(model, tiny.tokenizer())
+    rewards = Rewards(judge)
+    rewards.place(rewards.device(torch.device("cpu")), tiny.tokenizer())
+
+    def drawn(prompt, text, stop=(1,)):
+        ids = [*ids_of(text), *stop]
+        return Completion(Prompt(ids_of(prompt), prompt), Rollout(ids, -torch.ones(len(ids)), "stop"), text)
+
+    judged = rewards([drawn(p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
+    name = "Qwen2ForTokenClassification"
+    ends = [[end for end, _ in c.steps[name]] for c in judged.completions]
+    # "first\n\n", "second step\n\n", "third" and the stop token; "a\n\n", and "b\n\n" with the stop token.
+    assert ends == [[7, 20, 26], [9], [3, 7]]
+    truth = by_labels(model, PROMPTS[0], STEPS[0], "\n\n")
+    assert [reward for _, reward in judged.completions[0].steps[name]] == pytest.approx(truth, abs=1e-5)
+    assert judged.completions[0].extras[f"{name}/steps"] == pytest.approx(truth, abs=1e-5)
+    assert judged.completions[0].rewards[name] == pytest.approx(min(truth), abs=1e-5)
+
+
+def test_models_of_another_kind_are_refused(tmp_path):
+    tokenizer = tiny.tokenizer()
+    with pytest.raises(ValueError, match=r"is a Qwen2ForTokenClassification, which judges no steps; .* with 2 labels"):
+        ProcessRewardModel(classifier(labels=3), tokenizer)
+    outcome = classifier(kind=Qwen2ForSequenceClassification, labels=1)
+    with pytest.raises(ValueError, match=r"is a Qwen2ForSequenceClassification, .* name it without prm:"):
+        ProcessRewardModel(outcome, tokenizer)
+    with pytest.raises(ValueError, match=r"ForTokenClassification with 2 labels; .* process reward model is named"):
+        found(classifier(), tokenizer)
+    outcome.save_pretrained(tmp_path / "outcome")
+    with pytest.raises(ValueError, match=r"is a Qwen2ForSequenceClassification; .* name it without prm:"):
+        find_reward(f"prm:{tmp_path / 'outcome'}")
+    with pytest.raises(ValueError, match=r"no such model folder|no config"):
+        find_reward(f"prm:{tmp_path / 'nowhere'}")
+
+
+@pytest.mark.parametrize(
+    "settings, match",
+    [
+        ({"aggregation": "sum"}, "prm_aggregation must be one of min, mean, last, product, got 'sum'"),
+        ({"separator": ""}, "prm_step_separator must not be empty"),
+        ({"good_token": "yes!"}, "prm_good_token='yes!' is not one token of Qwen2ForCausalLM, but 4"),
+        ({"good_token": "-"}, "are one token of Qwen2ForCausalLM: '-'"),
+        ({"bad_token": ""}, "prm_bad_token='' is not one token"),
+    ],
+)
+def test_arguments_that_cannot_be(settings, match):
+    with pytest.raises(ValueError, match=match):
+        ProcessRewardModel(causal(), tiny.tokenizer(), **settings)
+
+
+@pytest.mark.parametrize("form", [classifier, causal])
+def test_a_folder_is_found_by_its_name_with_the_settings(form, tmp_path):
+    folder = tmp_path / "steps"
+    form().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    config = GRPOConfig(reward_funcs=[f"prm:{folder}"], prm_aggregation="mean", prm_step_separator=".")
+    judge = find_reward(f"prm:{folder}", prm=config.prm)
+    assert isinstance(judge, ProcessRewardModel) and (judge.aggregation, judge.separator) == ("mean", ".")
+    assert judge.__name__ == "steps" and not judge.pooled
+    (again,) = found(f"prm:{folder}", None, prm=prm_options(config, f"prm:{folder}"))
+    model = form().eval()
+    truth = by_labels(model, "p", ["a", "b"], ".") if form is classifier else by_tokens(model, "p", ["a", "b"])
+    close(again(["p"], ["a.b"]), [sum(truth) / 2])
+
+
+def test_settings_of_process_reward_models_without_one_are_refused():
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name.startswith("prm_"):
+            config = GRPOConfig(**{field.name: "last"})
+            with pytest.raises(ValueError, match=f"^{field.name} has an effect only where reward_funcs names"):
+                prm_options(config, [len, "math:sqrt"])
+    assert json.dumps(prm_options(GRPOConfig(), []))

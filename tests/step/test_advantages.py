@@ -1,0 +1,166 @@
+"""What rewards become: masked completions in and out of their group, and the steps of completions, by hand."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from fastgrpo import GRPOConfig
+from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.loss.advantage import process_advantages
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.step.advantages import with_advantages
+from fastgrpo.step.measure import reward_metrics
+
+EPS = 1e-4
+
+
+def right(**_):
+    """Named alone here: the rewards stand in the completions."""
+
+
+def steps(**_):
+    """The same."""
+
+
+def completion(reward, tokens=4, reason="stop", of_steps=None, **others):
+    rollout = Rollout([5] * tokens, -torch.ones(tokens), reason)
+    rewards = {"right": reward, **others}
+    return Completion(Prompt([1], "p"), rollout, "x", rewards, steps={"steps": of_steps} if of_steps else {})
+
+
+def advantages(completions, functions=(right,), weights=(), **settings):
+    config = GRPOConfig(num_generations=len(completions), **settings)
+    return with_advantages(completions, Rewards(list(functions), weights), config)
+
+
+GROUP = [completion(1.0), completion(0.0), completion(1.0, reason="length"), completion(0.0, reason="length")]
+
+
+def test_masked_completions_count_in_their_group_by_default():
+    # Rewards 1 1 0 -2: mean 0, squares 1 + 1 + 0 + 4 over 3.
+    group = [completion(r, reason=why) for r, why in ((1.0, "stop"), (1.0, "stop"), (0.0, "length"), (-2.0, "length"))]
+    std = math.sqrt(2) + EPS
+    done = advantages(group, mask_truncated_completions=True)
+    assert [c.advantage for c in done] == pytest.approx([1 / std, 1 / std, 0, -2 / std], rel=1e-12)
+    assert [c.masked for c in done] == [False, False, True, True]
+    assert all(c.token_advantages is None for c in done)
+
+
+def test_masked_completions_out_of_their_group_change_nothing_there():
+    # Given: 1 and 0, mean 0.5, squares 0.25 + 0.25 over 1. The truncated 7 and -2 take no part.
+    group = [completion(r, reason=why) for r, why in ((1.0, "stop"), (0.0, "stop"), (7.0, "length"), (-2.0, "length"))]
+    std = math.sqrt(0.5) + EPS
+    out = {"mask_truncated_completions": True, "masked_completions_in_group": False}
+    done = advantages(group, **out)
+    assert [c.advantage for c in done] == pytest.approx([0.5 / std, -0.5 / std, 0, 0], rel=1e-12)
+    assert done[2].rewards == {"right": 7.0}  # what it got stays known
+    # The batch's deviation and RLOO's baseline are those of the others, too.
+    assert [c.advantage for c in advantages(group, scale_rewards="batch", **out)] == pytest.approx(
+        [0.5 / std, -0.5 / std, 0, 0], rel=1e-12
+    )
+    rloo = advantages(group, scale_rewards="none", advantage_baseline="leave_one_out", **out)
+    assert [c.advantage for c in rloo] == [1.0, -1.0, 0, 0]
+    gdpo = advantages(group, multi_objective_aggregation="normalize_then_sum", **out)
+    assert gdpo[0].advantage > 0 == gdpo[2].advantage == gdpo[3].advantage > gdpo[1].advantage
+
+
+def test_a_group_without_spread_among_those_that_count_teaches_nothing():
+    group = [completion(1.0), completion(1.0), completion(0.0, reason="length"), completion(0.0, reason="length")]
+    inside = advantages(group, mask_truncated_completions=True)
+    assert [c.informative and not c.masked for c in inside] == [True, True, False, False]
+    outside = advantages(group, mask_truncated_completions=True, masked_completions_in_group=False)
+    assert not any(c.informative for c in outside)
+    totals = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    values = reward_metrics(outside, totals, 4)  # all completions are measured, masked ones too
+    assert values["reward"] == 0.5 and values["frac_informative"] == 0 and values["rewards/right/mean"] == 0.5
+    lonely = [completion(1.0), *[completion(0.0, reason="length")] * 3]
+    done = advantages(lonely, mask_truncated_completions=True, masked_completions_in_group=False)
+    assert [c.advantage for c in done] == [0.0] * 4  # one reward has no spread
+
+
+def test_where_nothing_is_masked_the_flag_has_no_effect():
+    with pytest.raises(ValueError, match="masked_completions_in_group has an effect only where mask_truncated"):
+        GRPOConfig(masked_completions_in_group=False)
+    complete = [completion(r) for r in (1.0, 0.0, 0.5)]
+    settings = {"mask_truncated_completions": True}
+    a, b = (advantages(complete, **settings, **more) for more in ({}, {"masked_completions_in_group": False}))
+    assert [c.advantage for c in a] == [c.advantage for c in b]
+
+
+def test_process_advantages_by_hand():
+    # Step rewards 1 0 | 2: mean 1, squares 0 + 1 + 1 over 2, deviation 1.
+    one = 1 + EPS
+    first, second = process_advantages([[(2, 1.0), (3, 0.0)], [(1, 2.0)]], [4, 2], 2)
+    assert first.tolist() == pytest.approx([-1 / one] * 3 + [0], rel=1e-12)
+    assert second.tolist() == pytest.approx([1 / one, 0], rel=1e-12)
+    centred = process_advantages([[(2, 1.0), (3, 0.0)], [(1, 2.0)]], [4, 2], 2, scale="none")
+    assert centred[0].tolist() == [-1, -1, -1, 0]
+
+
+def test_groups_of_steps_are_standardized_apart_and_batches_together():
+    group = [[(1, 1.0)], [(1, 3.0)]]
+    own = process_advantages([*group, [(1, 10.0)], [(1, 30.0)]], [1] * 4, 2)
+    assert own[0] == pytest.approx(-1 / (math.sqrt(2) + EPS)) and own[2] == pytest.approx(-10 / (math.sqrt(200) + EPS))
+    batch = process_advantages([*group, [(1, 10.0)], [(1, 30.0)]], [1] * 4, 2, scale="batch")
+    assert batch[2] / batch[0] == pytest.approx(10)
+    none = process_advantages([[], [], *group], [2, 3, 1, 1], 2)
+    assert [part.tolist() for part in none[:2]] == [[0, 0], [0, 0, 0]] and none[3] > 0
+    equal = process_advantages([[(1, 0.1), (2, 0.1)], [(1, 0.1)]], [2, 1], 2)
+    assert [part.tolist() for part in equal] == [[0, 0], [0]]
+
+
+@pytest.mark.parametrize("ends", [[0], [2, 2], [3, 1], [5]])
+def test_ends_that_are_no_ends_are_refused(ends):
+    with pytest.raises(ValueError, match=r"must rise from 1 to at most 4 tokens, got .* of sample 1"):
+        process_advantages([[], [(end, 1.0) for end in ends]], [4, 4], 2)
+
+
+STEPPED = [
+    completion(1.0, 4, of_steps=((2, 1.0), (3, 0.0)), steps=0.25),
+    completion(0.0, 2, of_steps=((1, 2.0),), steps=0.75),
+]
+BOTH = {"functions": (right, steps), "process_rewards": "token"}
+
+
+def test_a_token_gets_the_outcome_of_the_other_functions_and_its_steps():
+    outcome, one = 0.5 / (math.sqrt(0.5) + EPS), 1 + EPS
+    first, second = advantages(STEPPED, weights=(1.0, 0.5), **BOTH)
+    expected = [outcome - 0.5 / one] * 3 + [outcome], [0.5 / one - outcome, -outcome]
+    assert first.token_advantages.tolist() == pytest.approx(expected[0], rel=1e-6)
+    assert second.token_advantages.tolist() == pytest.approx(expected[1], rel=1e-6)
+    assert first.advantage == pytest.approx(sum(expected[0]) / 4, rel=1e-12)
+    assert first.token_advantages.dtype == torch.float32
+    bounded = advantages(STEPPED, advantage_clip=0.3, **BOTH)
+    assert all(c.token_advantages.abs().max() == torch.tensor(0.3) for c in bounded)
+    sizes = reward_metrics([first, second], torch.tensor([1.25, 0.75], dtype=torch.float64), 2)
+    size = (sum(map(abs, expected[0])) / 4 + sum(map(abs, expected[1])) / 2) / 2
+    assert sizes["advantage/abs_mean"] == pytest.approx(size, rel=1e-6) and sizes["frac_informative"] == 1
+
+
+def test_by_default_steps_are_not_read():
+    done = advantages(STEPPED, functions=(right, steps))
+    assert all(c.token_advantages is None for c in done)
+    assert done[0].advantage == pytest.approx(0.25 / (math.sqrt(2) / 4 + EPS))  # of the sums 1.25 and 0.75
+
+
+def test_a_completion_whose_token_advantages_add_up_to_nothing_still_teaches():
+    balanced = [completion(1.0, 2, of_steps=((1, 0.0), (2, 0.0))), completion(1.0, 2, of_steps=((1, 2.0), (2, -2.0)))]
+    balanced = [dataclasses.replace(c, rewards={"right": 1.0, "steps": 0.0}) for c in balanced]
+    done = advantages(balanced, **BOTH)
+    assert done[1].token_advantages[0] == 0 and done[1].token_advantages[1] < 0
+    one = completion(1.0, 2, of_steps=((1, 3.0), (2, -1.0)), steps=0.0)
+    other = completion(1.0, 2, of_steps=((1, 0.0), (2, 0.0)), steps=0.0)
+    done = advantages([one, other], scale_rewards="none", **BOTH)  # mean 0.5: 2.5 - 1.5 and -1.5; -1 and -0.5
+    assert done[0].token_advantages.tolist() == [1.0, -1.5] and done[1].token_advantages.tolist() == [-1.0, -0.5]
+
+
+def test_masked_steps_leave_the_group_with_their_completion():
+    cut = dataclasses.replace(STEPPED[1], rollout=dataclasses.replace(STEPPED[1].rollout, finish_reason="length"))
+    third = completion(0.0, 1, of_steps=((1, 3.0),), steps=0.0)
+    out = {"mask_truncated_completions": True, "masked_completions_in_group": False}
+    with_it, without = advantages([STEPPED[0], cut, third], **BOTH, **out), advantages([STEPPED[0], third], **BOTH)
+    assert torch.equal(with_it[0].token_advantages, without[0].token_advantages)
+    assert torch.equal(with_it[2].token_advantages, without[1].token_advantages)
+    assert with_it[1].token_advantages.tolist() == [0, 0] and with_it[1].masked

@@ -1,0 +1,217 @@
+"""Advantages of tokens in updates: gradients against fp64 autograd of the formula, and runs that learn by steps."""
+
+import dataclasses
+import itertools
+
+import pytest
+import tiny
+import torch
+from runs import lines, make_trainer, samples_of
+
+from fastgrpo.kernels import reference
+from fastgrpo.loss.advantage import process_advantages
+from fastgrpo.loss.objective import Objective
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.model import Policy
+from fastgrpo.step.grpo import GRPOUpdate
+from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.step.update import Updater
+
+LOSSES = {
+    "grpo": {}, "bnpo": {}, "dapo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01},
+    "sapo": {},
+}  # fmt: skip
+
+
+def stepped_samples():
+    """Six samples in two groups of three, with advantages of tokens: one step each, some with a second one."""
+    samples = samples_of()
+    lengths = [len(sample.completion_ids) for sample in samples]
+    steps = [[(1, float(i)), (length, -0.5 * i)][: 1 + i % 2] for i, length in enumerate(lengths)]
+    own = process_advantages(steps, lengths, 3)
+    return [
+        dataclasses.replace(s, advantage=a.mean().item(), token_advantages=a.float())
+        for s, a in zip(samples, own, strict=True)
+    ]
+
+
+def logps_of(model, sample):
+    """[T] log-probs of a completion by a plain forward pass over it alone."""
+    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+
+
+def updates_of(samples, objective, **settings):
+    """(gradients, weights of the model) before each step of the optimizer, and what the updates returned."""
+    model = tiny.model("llama").double()
+    optimizer = MasterAdamW(model, learning_rate=3e-2)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    policy = Policy.of(model)
+    updater = Updater(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=12)
+    kept, step = [], optimizer.step
+
+    def keep(*arguments):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        kept.append(({name: p.grad.clone() for name, p in model.named_parameters()}, weights))
+        return step(*arguments)
+
+    optimizer.step = keep
+    update = GRPOUpdate(policy, None, updater, objective, temperature=1.0, **settings)
+    return kept, update([samples[:3], samples[3:]])
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_type):
+    objective, samples = Objective(loss_type, **LOSSES[loss_type]), stepped_samples()
+    kept, updated = updates_of(samples, objective, updates_per_rollout=2, num_iterations=2)
+    assert len(kept) == 4
+    model = tiny.model("llama").double()
+    with torch.no_grad():
+        first = [logps_of(model, sample) for sample in samples]
+    for (gradients, weights), minibatch in zip(kept, itertools.cycle([range(3), range(3, 6)]), strict=False):
+        model.load_state_dict(weights)
+        model.zero_grad()
+        mine = [samples[i] for i in minibatch]
+        loss, _ = reference.policy_loss(
+            torch.cat([logps_of(model, sample) for sample in mine]),
+            torch.cat([first[i] for i in minibatch]),
+            None,
+            torch.cat([sample.token_advantages.double() for sample in mine]),
+            torch.cat([updated.samples[i].weights.double() for i in minibatch]),
+            objective,
+        )
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-9, rtol=1e-5)
+    assert any((gradient != 0).any() for gradient in kept[-1][0].values())
+
+
+def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
+    samples = samples_of()[:2]
+    length, end = len(samples[1].completion_ids), 3
+    assert length > end
+    # The other completion has a step, too, and its reward is the lower one.
+    own = process_advantages([[(1, 0.0)], [(end, 1.0)]], [len(s.completion_ids) for s in samples], 2)
+    samples = [dataclasses.replace(s, token_advantages=a.float()) for s, a in zip(samples, own, strict=True)]
+    assert own[1].tolist() == pytest.approx([own[1][0].item()] * end + [0] * (length - end)) and own[1][0] > 0
+    model = tiny.model("llama").double()
+    optimizer = MasterAdamW(model, learning_rate=0.0)
+    schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
+    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=100)
+    update, states = GRPOUpdate(Policy.of(model), None, updater, Objective(), temperature=1.0), []
+    compute = update.policy.completion_states
+
+    def kept(batch):
+        states.append(compute(batch).detach().requires_grad_())
+        return states[-1]
+
+    update.policy.completion_states = kept
+    weights = update.token_weights(samples, step_tokens=4.0)
+    samples = [dataclasses.replace(s, weights=w) for s, w in zip(samples, weights, strict=True)]
+    update.loss(Batch.pack(samples, "cpu"), step_tokens=4.0, with_entropy=False).loss.backward()
+    moved = (states[0].grad != 0).any(1).tolist()
+    before = len(samples[0].completion_ids)
+    assert moved == [True, *[False] * (before - 1), *[True] * end, *[False] * (length - end)]
+    # Each row's gradient is w A (p - onehot) W by hand.
+    head = model.get_output_embeddings().weight
+    logits = states[0].detach() @ head.T
+    onehot = torch.nn.functional.one_hot(torch.tensor([t for s in samples for t in s.completion_ids]), head.shape[0])
+    factor = torch.cat([w.double() * a for w, a in zip(weights, own, strict=True)])[:, None]
+    expected = factor * (logits.softmax(-1) - onehot) @ head
+    torch.testing.assert_close(states[0].grad, expected.detach(), atol=1e-9, rtol=1e-5)
+
+
+def test_clipped_tokens_are_told_by_the_sign_of_their_own_advantage():
+    update = GRPOUpdate.__new__(GRPOUpdate)
+    update.objective = Objective(epsilon=0.2)
+    sample = dataclasses.replace(samples_of()[0], old_logps=torch.zeros(4), advantage=0.0)
+    logps = torch.tensor([1.0, 1.0, -1.0, 0.0])  # ratios e, e, 1/e and 1
+    for signs, share in (([1, -1, -1, 1], 0.5), ([0, 0, 0, 0], 0.0), ([1, 1, -1, -1], 0.75), ([0, 1, 1, 1], 0.25)):
+        own = dataclasses.replace(sample, token_advantages=torch.tensor(signs, dtype=torch.float32))
+        assert float(update.clipped_share(own, logps)) == share
+
+
+def test_batches_hold_advantages_of_tokens_with_what_is_counted():
+    samples = stepped_samples()
+    packed = Batch.pack(samples, "cpu")
+    assert torch.equal(packed.advantages, torch.cat([s.token_advantages for s in samples]))
+    counted = [
+        dataclasses.replace(s, counted=torch.arange(len(s.completion_ids)).remainder(2).float()) for s in samples
+    ]
+    both = Batch.pack(counted, "cpu").advantages
+    assert torch.equal(both, torch.cat([s.token_advantages * s.counted for s in counted]))
+
+
+def vowels_by_step(completions, completion_ids, log_steps, **_):
+    """Every token is a step; it is right where it is a vowel. The completion's own reward says nothing."""
+    tokenizer = tiny.tokenizer()
+    rewards = [[tokenizer.decode([token]) in set("aeiou") for token in ids] for ids in completion_ids]
+    log_steps([range(1, len(ids) + 1) for ids in completion_ids], rewards)
+    return [0.5] * len(completions)
+
+
+SETTINGS = {"num_generations": 16, "prompts_per_step": 4, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+
+
+def share_of_vowels(run):
+    texts = "".join(row["completion"] for row in run)
+    return sum(c in "aeiou" for c in texts) / max(len(texts), 1)
+
+
+SEVERAL = {"updates_per_rollout": 2, "num_iterations": 2, "top_entropy_quantile": 0.8}
+
+
+@pytest.mark.parametrize("further", [{}, pytest.param(SEVERAL, marks=pytest.mark.slow)], ids=["one", "several"])
+def test_a_reward_of_steps_is_learnt(tmp_path, further):
+    trainer = make_trainer(tmp_path, vowels_by_step, max_steps=12, process_rewards="token", **{**SETTINGS, **further})
+    trainer.train()
+    rows = lines(tmp_path / "run" / "samples.jsonl")
+    assert share_of_vowels([row for row in rows if row["step"] == 1]) < 0.2
+    assert share_of_vowels([row for row in rows if row["step"] == 12]) > 0.5
+    first = next(row for row in lines(tmp_path / "run" / "metrics.jsonl") if "frac_informative" in row)
+    assert first["frac_informative"] > 0 and first["advantage/abs_mean"] > 0 and first["reward_std"] == 0
+
+
+def test_without_process_rewards_the_same_function_teaches_nothing(tmp_path):
+    trainer = make_trainer(tmp_path, vowels_by_step, max_steps=1, **SETTINGS)
+    assert trainer.step()["frac_informative"] == 0
+
+
+def test_groups_without_spread_in_their_steps_are_replaced(tmp_path):
+    def by_prompt(prompts, completions, completion_ids, log_steps, **_):
+        flat = [prompt in ("ab", "hello ") for prompt in prompts]
+        ends = [[len(ids)] for ids in completion_ids]
+        log_steps(ends, [[0.5 if same else i % 2] for i, same in enumerate(flat)])
+        return [0.0] * len(completions)
+
+    settings = {
+        "process_rewards": "token",
+        "dynamic_sampling": True,
+        "shuffle_dataset": False,
+        "max_num_gen_batches": 3,
+    }
+    values = make_trainer(tmp_path, by_prompt, prompts_per_step=2, **settings).step()
+    # "ab" is dropped and "c" kept; "hello " is dropped and "1+1=" kept: one of two in each batch.
+    assert values["dynamic_sampling/num_gen_batches"] == 3 and values["dynamic_sampling/filled_groups"] == 0
+    assert values["dynamic_sampling/dropped_groups"] == 2 and values["frac_informative"] == 0.5
+
+
+def test_a_run_by_steps_without_steps_is_refused(tmp_path):
+    def silent(completions, **_):
+        return [0.5] * len(completions)
+
+    trainer = make_trainer(tmp_path, silent, process_rewards="token")
+    with pytest.raises(ValueError, match=r"process_rewards=token needs step rewards, .* in one of silent, or name a"):
+        trainer.step()
+
+    def beyond(completions, completion_ids, log_steps, **_):
+        log_steps([[len(ids) + 1] for ids in completion_ids], [[1.0]] * len(completions))
+        return [0.5] * len(completions)
+
+    trainer = make_trainer(tmp_path / "b", beyond, process_rewards="token")
+    with pytest.raises(ValueError, match=r"'beyond' logs a step that ends at 7 for completion 0, which has 6 tokens"):
+        trainer.step()
+    skipping = make_trainer(tmp_path / "c", [beyond, vowels_by_step], process_rewards="token", reward_errors="skip")
+    values = skipping.step()
+    assert values["rewards/beyond/errors"] == 16 and values["frac_informative"] > 0
