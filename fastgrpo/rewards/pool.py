@@ -48,6 +48,7 @@ START_LIMIT = 600.0  # seconds that a worker may take to import the functions
 GRACE = 5.0  # seconds in which the event loop of a worker may cancel what is over its limit, before it is killed
 LOOK = 0.1  # seconds after which the watching thread looks for dead processes whose pipe another process keeps open
 TRIES = 2  # how many workers may die over one job
+STARTS = 5  # how many workers in a row may die while they import the functions
 
 
 class TimedOut:
@@ -66,6 +67,7 @@ class _Job:
     limit: float | None
     results: list[Future]
     deaths: int = 0
+    done: set[int] = field(default_factory=set)  # the calls whose results are known
 
 
 @dataclass(eq=False)
@@ -78,7 +80,6 @@ class _Worker:
     ready: bool = False
     state: int = 0  # the version of the run's state that it has
     job: _Job | None = None
-    done: set = field(default_factory=set)
 
 
 class Pool:
@@ -114,10 +115,10 @@ class Pool:
         """Give the functions another state of the run.
 
         Args:
-            state: The trainer's state, or None.
+            state: What `plain_state` makes of the trainer's state.
         """
         with self.lock:
-            self.state, self.version = pool_worker.plain_state(state), self.version + 1
+            self.state, self.version = state, self.version + 1
 
     def submit(
         self, name: str, calls: Sequence[Given], seed: int, limit: float | None, together: bool = False
@@ -158,9 +159,7 @@ class Pool:
             self.closing, self.broken, self.deaths = False, None, 0
             self.bell, self.ear = socket.socketpair()
             self.ear.setblocking(False)
-            self.guard = subprocess.Popen(
-                [sys.executable, "-S", "-E", "-c", _RUN_GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
-            )
+            self.guard = _start_guard()
             self.thread = threading.Thread(target=self._watch, name="rewards", daemon=True)
             self.thread.start()
 
@@ -187,7 +186,8 @@ class Pool:
     def _end(self):
         for worker in list(self.workers):
             self._kill(worker)
-        self.guard.stdin.close()
+        with contextlib.suppress(OSError):  # it was killed
+            self.guard.stdin.close()
         self.guard.wait()
         with self.lock:
             left = [*self.queue, *(worker.job for worker in self.workers if worker.job)]
@@ -227,14 +227,18 @@ class Pool:
 
     def _send(self, worker, job):
         """Send a worker its job. Its time begins when it says so."""
-        worker.job, worker.done, worker.deadline = job, set(), float("inf")
+        worker.job, worker.deadline = job, time.monotonic() + START_LIMIT
+        message = job.message
+        if job.done:  # a worker has died over the calls that are left
+            which, together, calls, *rest = message
+            message = which, together, [None if i in job.done else call for i, call in enumerate(calls)], *rest
         with self.lock:
             version, state = self.version, self.state
         try:
             if worker.state != version:
                 worker.connection.send(("state", state))
                 worker.state = version
-            worker.connection.send(("job", job.number, *job.message))
+            worker.connection.send(("job", job.number, *message))
         except OSError:  # it died, which the loop sees
             pass
         except Exception as error:  # whatever pickling the columns of a row raises
@@ -258,8 +262,15 @@ class Pool:
             worker.connection.send(self.start)
 
     def _tell_guard(self, sign, process):
-        self.guard.stdin.write(f"{sign}{process.pid}\n")
-        self.guard.stdin.flush()
+        try:
+            self.guard.stdin.write(f"{sign}{process.pid}\n")
+            self.guard.stdin.flush()
+        except OSError:  # it was killed
+            self.guard.wait()
+            self.guard = _start_guard()
+            living = [worker.process.pid for worker in self.workers] + [process.pid] * (sign == "+")
+            self.guard.stdin.writelines(f"+{pid}\n" for pid in living)
+            self.guard.stdin.flush()
 
     def _hear(self, worker):
         """Read what a worker has sent."""
@@ -274,10 +285,10 @@ class Pool:
                     continue
                 elif kind == "began":
                     limit, together = worker.job.limit, worker.job.message[1]
-                    if limit is not None:
-                        worker.deadline = time.monotonic() + limit + (GRACE if together else 0.0)
+                    spare = GRACE if together else 0.0
+                    worker.deadline = float("inf") if limit is None else time.monotonic() + limit + spare
                 elif kind == "done":
-                    worker.done.add(call)
+                    worker.job.done.add(call)
                     worker.job.results[call].set_result(_result(value))
                 elif kind == "end":
                     worker.job, worker.deadline = None, 0.0
@@ -294,14 +305,14 @@ class Pool:
                 self.deaths += 1
                 if late:
                     self._break(f"a process of the pool took more than {START_LIMIT:g} s to import the functions")
-                elif self.deaths >= TRIES:
+                elif self.deaths >= STARTS:
                     self._break(f"a process of the pool died {_how(code)} while it imported the functions")
             return
         if late:
             self._settle(worker, [TIMED_OUT] * len(job.results))
             return
         job.deaths += 1
-        if job.deaths < TRIES and not worker.done:
+        if job.deaths < TRIES:
             with self.lock:
                 self.queue.appendleft(job)
             return
@@ -310,7 +321,7 @@ class Pool:
     def _settle(self, worker, values):
         """Give the calls of a worker's job that are not done their results."""
         for i, result in enumerate(worker.job.results):
-            if i not in worker.done:
+            if i not in worker.job.done:
                 result.set_result(values[min(i, len(values) - 1)])
         worker.job, worker.deadline = None, 0.0
 
@@ -324,6 +335,11 @@ class Pool:
         worker.process.wait()
         worker.connection.close()
         self._tell_guard("-", worker.process)
+
+
+def _start_guard():
+    command = [sys.executable, "-S", "-E", "-c", _RUN_GUARD]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def _result(sent):

@@ -18,6 +18,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Set
+from copy import deepcopy
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -176,19 +177,26 @@ def _arguments(given, state):
     def logging_by(name: str) -> Callable:
         return lambda *args, **named: logged.append((name, *pickle.loads(pickle.dumps((args, named)))))
 
-    return given.arguments | {name: logging_by(name) for name in given.logs} | {"trainer_state": state}, logged
+    logs = {name: logging_by(name) for name in given.logs}
+    return given.arguments | logs | {"trainer_state": plain_state(state)}, logged
 
 
 def _call(function, given, state, seed, loop):
     """Call a plain function, or await what it gives."""
     arguments, logged = _arguments(given, state)
     _seed(seed)
+    process = os.getpid()
     try:
         result = function(**arguments)
+        if os.getpid() != process:
+            os._exit(0)
         if inspect.isawaitable(result):
             result = loop.run(_awaited(result))
         return Returned(_listed(result, given.count), logged)
     except BaseException as error:
+        if os.getpid() != process:  # two processes must not answer on one pipe
+            traceback.print_exc()
+            os._exit(1)
         return told(error)
 
 
@@ -211,7 +219,7 @@ async def _together(function, calls, state, seed, limit, answer):
         except BaseException as error:
             answer(i, None if scope.expired() and isinstance(error, TimeoutError) else told(error))
 
-    await asyncio.gather(*map(one, range(len(calls))))
+    await asyncio.gather(*(one(i) for i, given in enumerate(calls) if given is not None))
 
 
 def _seed(seed):
@@ -238,9 +246,12 @@ def plain_state(state: Any) -> SimpleNamespace | None:
     """Make an object with the attributes of the trainer's state, which needs no module of the project to be read.
 
     Args:
-        state: A dataclass, or None.
+        state: A dataclass, such an object, or None.
 
     Returns:
-        The object.
+        The object. Its lists and dicts are copies, but for the lines of the history, which may be many thousand.
     """
-    return None if state is None else SimpleNamespace(**vars(state))
+    if state is None:
+        return None
+    values = {name: list(value) if name == "log_history" else deepcopy(value) for name, value in vars(state).items()}
+    return SimpleNamespace(**values)

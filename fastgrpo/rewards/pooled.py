@@ -13,7 +13,7 @@ from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.rewards.guard import Failure, attempt
 from fastgrpo.rewards.notes import LOGS, Notes
 from fastgrpo.rewards.pool import TIMED_OUT, Pool
-from fastgrpo.rewards.pool_worker import Given, Raised
+from fastgrpo.rewards.pool_worker import Given, Raised, plain_state
 from fastgrpo.rewards.values import read_verdicts
 
 
@@ -49,7 +49,7 @@ class Pooled:
     def __init__(self, functions: Mapping[str, Callable], timeout: float | None, workers: int, seed: int):
         self.functions, self.timeout, self.seed = dict(functions), timeout, seed
         self.pool = Pool(self.functions, workers)
-        self.told = None  # the state of the run that the processes have, and its step
+        self.told = None  # the state of the run that the processes have
 
     def begin(
         self, key: int, completions: Sequence[Completion], state: TrainerState | None, columns: Iterable[str] = ()
@@ -65,10 +65,11 @@ class Pooled:
         Returns:
             The calls of each function, in the order of the completions.
         """
-        now = state, None if state is None else state.global_step
-        if self.told is None or self.told[0] is not state or self.told[1] != now[1]:
-            self.pool.tell(state)
+        now = plain_state(state)  # an evaluation changes the state between two steps, too
+        if self.told != now:
+            self.pool.tell(now)
             self.told = now
+        step = None if state is None else state.global_step
         columns, calls = tuple(columns), {}
         for name, function in self.functions.items():
             together = _is_async(function)
@@ -76,7 +77,7 @@ class Pooled:
             parts = [completions[i : i + size] for i in range(0, len(completions), size)]
             given = [Given(arguments(part, columns), LOGS, len(part)) for part in parts]
             limit = None if self.timeout is None else self.timeout * size
-            seeds = [self._seed(now[1], key, i, name) for i in range(len(given))]
+            seeds = [self._seed(step, key, i, name) for i in range(len(given))]
             if together:
                 results = self.pool.submit(name, given, seeds[0], limit, together=True)
             else:
@@ -142,11 +143,12 @@ def workers_of(timeout: float | None, workers: int | None) -> int:
 
     Returns:
         `workers`; where that is None, 0 without a limit of time, and otherwise the cores that this process may use, at
-        most `POOL_WORKERS`.
+        most `POOL_WORKERS`, divided by the number of ranks on this machine, and at least 1.
     """
     if workers is not None:
         return workers
-    return 0 if timeout is None else min(len(os.sched_getaffinity(0)), POOL_WORKERS)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
+    return 0 if timeout is None else max(1, min(len(os.sched_getaffinity(0)), POOL_WORKERS) // ranks)
 
 
 def arguments(completions: Sequence[Completion], columns: Iterable[str]) -> dict[str, list]:

@@ -46,6 +46,10 @@ TOGETHER = {
         "a head whose vocabulary is sharded over processes goes through all kernels of the head",
         ["kernels/softmax.py"],
     ),
+    "tests/rewards/test_adversarial.py": (
+        "texts that try to stall whatever reads an answer",
+        [f"fastgrpo/rewards/{name}.py" for name in ("answers", "spelling", "equality", "expressions", "countdown")],
+    ),
     "tests/ranks/test_matrix.py": ("compares trajectories of any number of ranks", ["fastgrpo/policy/dealing.py"]),
     "tests/kernel_checks/test_cases.py": (
         "runs every trial of the table, by the worker",
