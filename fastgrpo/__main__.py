@@ -14,6 +14,7 @@ COMMANDS = {
     "stages": "runs the three one after another, and prints one table",
     "evaluate": "measures models on held-out prompts, in one table",
     "chat": "talks to a model in the terminal",
+    "check": "judges completions by rewards, and says what would keep them from teaching",
     "doctor": "says what is installed, what is missing, and what a run would hold in memory",
     "report": "draws the curves of a run folder again",
 }

@@ -21,7 +21,7 @@ FLOORS = (
     {"rollout", "rewards"},
     {"evaluation", "step", "kernel_checks"},
     {"trainer", "tasks", "recipes"},
-    {"train", "sft", "distill", "stages", "evaluate", "chat", "doctor", "report", "__init__"},
+    {"train", "sft", "distill", "stages", "evaluate", "chat", "check", "doctor", "report", "__init__"},
     {"__main__"},
 )
 MODULES = sorted((ROOT / "fastgrpo").rglob("*.py"))

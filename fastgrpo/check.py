@@ -1,0 +1,160 @@
+"""python -m fastgrpo.check --reward module:function --dataset PATH [--model DIR]: what is wrong with a reward.
+
+The rows have a column `completion` or `completions`, or --model draws --num_generations completions of each prompt.
+--reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path. A folder's
+held-out split is read (--dataset_test_split). Without a model, completion_ids are the UTF-8 bytes of the completion.
+
+The exit code is 0 where nothing is wrong, 1 where there are warnings, and 2 for a mistake in the command.
+"""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
+from fastgrpo.config.fields import Interval, documented, setting
+from fastgrpo.config.sections import TEMPERATURE, CompletionConfig, EngineConfig, LoadingConfig, PromptConfig
+from fastgrpo.config.settings import Settings
+from fastgrpo.data.prompts import shortened, to_completion
+from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.data.rows import as_rows
+from fastgrpo.evaluation.heldout import complete
+from fastgrpo.evaluation.reward_check import Finding, check_reward
+from fastgrpo.policy.fit import prompts_of
+from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.ranks import refuse_ranks
+from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rollout import make_backend
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.curves import markdown_table
+from fastgrpo.tasks import find_task, needed_rewards
+
+TRUNCATED = 0.1  # share of completions from which on the limit is called too low
+TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "timeouts", "ms a completion")
+
+
+@documented
+@dataclass(frozen=True)
+class CheckConfig(EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings):
+    """The settings of the command. Settings that training has too mean the same there."""
+
+    task: str = setting("dataset", "Task whose rows and reward functions are used.")
+    reward_funcs: tuple[str, ...] = setting((), "Reward functions, as training takes them. None takes the task's own.")
+    model_name_or_path: str | None = setting(None, "Model that draws the completions. None takes those of the rows.")
+    num_generations: int = setting(8, "Completions that the model draws for each prompt.", within=Interval(at_least=2))
+    temperature: float = setting(1.0, "Temperature of the draws.", within=TEMPERATURE)
+    max_samples: int = setting(32, "Number of rows that are read.", within=Interval(at_least=1))
+
+
+def check(argv: list[str]) -> int:
+    """Check the rewards of the command line, and print what was found.
+
+    Args:
+        argv: The arguments.
+
+    Returns:
+        The number of warnings.
+
+    Raises:
+        ValueError: A flag is not allowed, or a reward, a row or the model cannot be used.
+    """
+    config = parse_flags(
+        CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__,
+        aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
+    )  # fmt: skip
+    refuse_ranks("check")
+    quiet_libraries()
+    if (config.dataset_name or "").endswith(".jsonl"):
+        config = dataclasses.replace(config, dataset_test_split="train")
+    path = config.model_name_or_path
+    tokenizer = None if path is None else load_tokenizer(path, config.trust_remote_code)
+    task = find_task(config.task).build(config, tokenizer)
+    functions = needed_rewards(task, config)
+    test = task.test()
+    if test is None:
+        raise ValueError(f"there is no split {config.dataset_test_split!r}; name one with --dataset_test_split")
+    rows = as_rows(test, f"test of task {config.task}").head(config.max_samples)
+    groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
+    state = TrainerState(0, 0, 0.0, config.max_completion_length)
+    found = [check_reward(function, groups, state) for function in functions]
+    print(markdown_table([TITLES, *map(_cells, found)]))
+    warnings = 0
+    for finding in found:
+        for word, pair in (("best", finding.best), ("worst", finding.worst)):
+            if pair is not None:
+                print(f"{finding.name}, {word} ({pair[1]:g}): {shortened(completion_text(pair[0].content), 200)}")
+        for warning in finding.warnings:
+            print(f"warning: {finding.name}: {warning}")
+        warnings += len(finding.warnings)
+    drawn = [completion for group in groups for completion in group]
+    cut = sum(completion.rollout.truncated for completion in drawn) / len(drawn)
+    if cut > TRUNCATED:
+        print(
+            f"warning: {cut:.0%} of the completions are truncated at --max_completion_length "
+            f"{config.max_completion_length}; raise it, or ask for shorter answers"
+        )
+    return warnings + (cut > TRUNCATED)
+
+
+def _cells(found: Finding):
+    numbers = (f"{found.mean:.3f}", f"{found.deviation:.3f}", f"{found.spread:.0%}")
+    counts = (str(found.none), str(found.errors), str(found.timeouts))
+    return (found.name, *numbers, *counts, f"{found.milliseconds:.2f}")
+
+
+def _given(row):
+    """Return the group of a row that has its completions."""
+    if "prompt" not in row:
+        raise ValueError(f"the row has no column 'prompt', only {', '.join(row)}")
+    given = row.get("completions", [row["completion"]] if "completion" in row else None)
+    if not isinstance(given, list) or not given:
+        raise ValueError("the row has no column 'completion' or 'completions' (a list); --model DIR draws them")
+    columns = {name: value for name, value in _without(row).items() if name != "prompt"}
+    prompt = Prompt([], row["prompt"], columns)
+    group = []
+    for content in given:
+        if isinstance(content, str) and not isinstance(row["prompt"], str):
+            content = [{"role": "assistant", "content": content}]
+        ids = list(completion_text(content).encode())
+        group.append(Completion(prompt, Rollout(ids, torch.zeros(len(ids)), "stop"), content))
+    return group
+
+
+def _without(row):
+    """Return a row without the completions that it has, because a model draws others."""
+    return {name: value for name, value in row.items() if name not in ("completion", "completions")}
+
+
+def _draw(rows, tokenizer, config):
+    """Draw the group of each row from the model."""
+    policy, _ = load_policy(
+        config.model_name_or_path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
+        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
+    )  # fmt: skip
+    limit = config.max_completion_length
+    prompts = list(prompts_of(rows, tokenizer, policy, limit, config.template_kwargs))
+    sampling = SamplingParams(
+        temperature=config.temperature, max_tokens=limit, seed=config.seed,
+        stop_token_ids=stop_token_ids(policy, tokenizer),
+    )  # fmt: skip
+    drawn = complete(make_backend(policy, config), prompts, sampling, config.num_generations)
+    return [[to_completion(prompts[i], rollout, tokenizer) for rollout in drawn[i]] for i in sorted(drawn)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0 where nothing is wrong, 1 where there are warnings, 2 for a mistake that the user can fix.
+    """
+    warnings = []
+    return run_command(lambda flags: warnings.append(check(flags)), argv) or int(any(warnings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

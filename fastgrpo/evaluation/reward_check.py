@@ -1,0 +1,259 @@
+"""Finds what would keep a reward function from teaching by GRPO, from its rewards of groups of completions.
+
+GRPO learns from the differences within a group, so a reward must differ there, must be the same when it is asked again,
+and must belong to its completion, whatever other completions are judged with it and in which order.
+"""
+
+import copy
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from fastgrpo.data.prompts import RESERVED
+from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rewards.call import Rewards, reward_matrix
+from fastgrpo.rewards.guard import Failure, attempt
+from fastgrpo.rewards.values import listed, plain
+
+LENGTH_CORRELATION = 0.7  # Spearman's, from which on longer completions count as better
+LENGTHS = 8  # rewards without which no correlation is told of
+ALONE = 64  # completions that are judged alone, at most
+SLOW = 1.0  # milliseconds a completion
+
+
+@dataclass
+class Finding:
+    """What one reward function did.
+
+    Attributes:
+        name: Its name.
+        mean: Of the rewards that were given.
+        deviation: Their standard deviation.
+        spread: The share of groups whose rewards differ.
+        none: Completions without a verdict that are no errors or timeouts.
+        errors: Completions that it failed on.
+        timeouts: Completions on which it took too long.
+        milliseconds: Time of a completion.
+        best: The completion with the largest reward, and the reward; None where there is none.
+        worst: The one with the smallest.
+        warnings: Sentences with what breaks GRPO, and the remedy.
+    """
+
+    name: str
+    mean: float = math.nan
+    deviation: float = math.nan
+    spread: float = 0.0
+    none: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    milliseconds: float = 0.0
+    best: tuple[Completion, float] | None = None
+    worst: tuple[Completion, float] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+class _Watched:
+    """A reward function of which is kept what it raises first, whether it gives NaN, and which arguments it changes."""
+
+    def __init__(self, function: Callable):
+        self.function, self.__name__ = function, getattr(function, "__name__", type(function).__name__)
+        self.raised, self.nan, self.changed = None, False, set()
+
+    def __call__(self, **given: Any) -> Any:
+        before = {name: copy.deepcopy(values) for name, values in given.items() if isinstance(values, list)}
+
+        def after(result: Any) -> Any:
+            self.changed |= {name for name, values in before.items() if given[name] != values}
+            values = listed(result, len(given["completions"]))
+            for value in values or ():
+                read = plain(value)
+                self.nan |= isinstance(read, float) and math.isnan(read)
+            return result if values is None else values
+
+        try:
+            result = self.function(**given)
+        except BaseException as error:
+            self._raise(error)
+        if not inspect.isawaitable(result):
+            return after(result)
+
+        async def wait() -> Any:
+            try:
+                return after(await result)
+            except BaseException as error:
+                self._raise(error)
+
+        return wait()
+
+    def _raise(self, error):
+        self.raised = self.raised or str(Failure(error))
+        raise error
+
+
+def check_reward(
+    function: Callable,
+    groups: Sequence[Sequence[Completion]],
+    state: TrainerState | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Finding:
+    """Judge groups of completions in several ways, and compare the rewards.
+
+    Args:
+        function: The reward function.
+        groups: The completions of each prompt.
+        state: What the function gets as trainer_state.
+        clock: Tells the time in seconds.
+
+    Returns:
+        What was found.
+    """
+    completions = [completion for group in groups for completion in group]
+    watched = _Watched(function)
+    rewards = Rewards(watched, on_error="skip")
+
+    def judge(given: Sequence[Completion]) -> torch.Tensor:
+        judged = rewards(given, state, allow_none=True)
+        timeouts = getattr(judged, "timeouts", {})
+        totals.append((sum(judged.errors.values()), sum(timeouts.values())))
+        return reward_matrix(judged.completions)[:, 0]
+
+    totals = []
+    started = clock()
+    first = judge(completions)
+    seconds = clock() - started
+    found = Finding(watched.__name__, milliseconds=1000 * seconds / max(len(completions), 1))
+    found.errors, found.timeouts = totals[0]
+    found.none = int(first.isnan().sum()) - found.errors - found.timeouts
+    given = first[~first.isnan()]
+    if len(given):
+        found.mean, found.deviation = given.mean().item(), given.std(correction=0).item()
+        ranked = [(completions[i], first[i].item()) for i in range(len(first)) if not first[i].isnan()]
+        found.best, found.worst = max(ranked, key=lambda pair: pair[1]), min(ranked, key=lambda pair: pair[1])
+    found.spread = _spread(first, groups)
+    _tell_failures(found, watched, function, completions)
+    _tell_values(found, first, groups, completions)
+    _tell_dependence(found, first, judge, completions, groups, getattr(function, "group_wise", False))
+    if watched.changed:
+        names = ", ".join(sorted(watched.changed))
+        found.warnings.append(f"It changes its arguments ({names}); copy what it works on, or TRL's trainer breaks.")
+    if getattr(function, "pooled", True):
+        pickled = attempt(lambda: ForkingPickler.dumps(function))
+        if isinstance(pickled, Failure):
+            found.warnings.append(
+                f"It cannot be pickled, so --reward_workers cannot run it ({pickled.error}); define it at the "
+                "top level of a module."
+            )
+        if found.milliseconds > SLOW:
+            found.warnings.append(
+                f"A completion takes it {found.milliseconds:.1f} ms; --reward_workers 4 judges in four processes."
+            )
+    return found
+
+
+def _spread(rewards, groups):
+    """Return the share of groups in which two rewards differ."""
+    differing, at = 0, 0
+    for group in groups:
+        own = rewards[at : at + len(group)]
+        differing, at = differing + (own[~own.isnan()].unique().numel() > 1), at + len(group)
+    return differing / max(len(groups), 1)
+
+
+def _tell_failures(found, watched, function, completions):
+    if watched.raised:
+        found.warnings.append(f"It raises {watched.raised}; mend it, or pass --reward_errors skip.")
+    elif found.errors and not watched.nan:
+        found.warnings.append(
+            f"It failed on {found.errors} completions: it must return a list with a finite number or None for each."
+        )
+    if watched.nan:
+        found.warnings.append("It returns NaN, which ends a run; return None where there is no verdict.")
+    missing = [name for name in _needed(function) if not any(name in c.prompt.columns for c in completions)]
+    if missing:
+        found.warnings.append(f"It needs the column {missing[0]!r}, which the rows do not have; add it to the data.")
+
+
+def _needed(function) -> Iterable[str]:
+    """Return the names of the columns that a function cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    own = {*RESERVED, "log_steps"}
+    return [p.name for p in parameters if p.kind in kinds and p.default is p.empty and p.name not in own]
+
+
+def _tell_values(found, rewards, groups, completions):
+    given = ~rewards.isnan()
+    if not given.any():
+        found.warnings.append("It gives no completion a reward, so nothing is learned from it.")
+    elif rewards[given].unique().numel() == 1:
+        found.warnings.append(f"It is constant ({found.mean:g}), so all advantages are 0; reward what differs.")
+    elif found.spread == 0:
+        found.warnings.append(
+            "It never differs within a group, so all advantages are 0; take rows of other difficulty, a model that "
+            "sometimes succeeds, or more completions a prompt."
+        )
+    lengths = torch.tensor([len(completion_text(c.content)) for c in completions], dtype=torch.float64)
+    correlation = rank_correlation(rewards[given], lengths[given]) if given.sum() >= LENGTHS else 0.0
+    if correlation >= LENGTH_CORRELATION:
+        found.warnings.append(
+            f"Longer is better: its rank correlation with the length is {correlation:.2f} (told from "
+            f"{LENGTH_CORRELATION}); a policy will learn to ramble, so bound the length."
+        )
+
+
+def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return Spearman's rank correlation; ties have their mean rank.
+
+    Args:
+        first: [S] numbers.
+        second: [S] numbers.
+
+    Returns:
+        From -1 to 1; 0 where one of the two is constant.
+    """
+
+    def ranks(values: torch.Tensor) -> torch.Tensor:
+        _, place, counts = values.unique(return_inverse=True, return_counts=True)
+        return (counts.cumsum(0).double() - (counts - 1) / 2)[place]
+
+    if first.unique().numel() < 2 or second.unique().numel() < 2:
+        return 0.0
+    return torch.corrcoef(torch.stack([ranks(first), ranks(second)]))[0, 1].item()
+
+
+def _tell_dependence(found, first, judge, completions, groups, group_wise):
+    """Judge again, in another order, and apart. The first difference explains those that follow."""
+
+    def differs(other: torch.Tensor, of: torch.Tensor = first) -> bool:
+        return not torch.allclose(of, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+    if differs(judge(completions)):
+        found.warnings.append("It is random: asked twice, it gives other rewards; seed it from the completion.")
+        return
+    if len(completions) < 2:
+        return
+    if differs(judge(completions[::-1]).flip(0)):
+        found.warnings.append(
+            "It depends on the order of the completions; a reward must belong to its completion, so compute it from "
+            "that completion alone."
+        )
+        return
+    parts = list(groups) if group_wise else [[completion] for completion in completions[:ALONE]]
+    apart = torch.cat([judge(part) for part in parts if part])
+    if differs(apart, first[: len(apart)]):
+        remedy = (
+            "compute it from the group alone" if group_wise else
+            "where it compares the completions of a prompt, set group_wise = True on it, so that the pool of "
+            "--reward_workers gives it whole groups"
+        )  # fmt: skip
+        found.warnings.append(f"It depends on the other completions it is called with; {remedy}.")

@@ -1,0 +1,71 @@
+"""The command that checks rewards: its table, its warnings, its exit codes."""
+
+import json
+import re
+
+import pytest
+import tiny
+from paths import ROOT
+
+from fastgrpo.check import main
+
+ROWS = [
+    {"prompt": "2 + 3 =", "answer": 5, "completions": ["It is 5", "6"]},
+    {"prompt": [{"role": "user", "content": "4 + 4 ="}], "answer": 8, "completions": ["8", "9"]},
+]
+MODULE = """
+def right(completions, answer, **columns):
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [float(text.endswith(str(a))) for text, a in zip(texts, answer)]
+
+def same(completions, **columns):
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    (tmp_path / "checked_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def test_given_completions_are_judged(rows, capsys):
+    main(["--reward", "checked_rewards:right", "--dataset", rows])
+    out = capsys.readouterr().out
+    assert "| right  | 0.500 | 0.500  | 100% " in out and "right, best (1): 'It is 5'" in out
+
+
+def test_warnings_are_exit_code_1(rows, capsys):
+    assert main(["--reward_funcs", "checked_rewards:same", "--dataset_name", rows]) == 1
+    assert "warning: same: It is constant (1)" in capsys.readouterr().out
+
+
+def test_a_model_draws_the_completions(rows, tmp_path, capsys):
+    model = str(tiny.save(tmp_path / "model", chat=True))
+    argv = ["--reward", "checked_rewards:same", "--dataset", rows, "--model", model]
+    assert main([*argv, "--max_completion_length", "3", "--num_generations", "2"]) == 1
+    assert "of the completions are truncated at --max_completion_length 3" in capsys.readouterr().out
+
+
+def test_mistakes_are_exit_code_2(rows, tmp_path, capsys):
+    assert main(["--dataset", rows]) == 2
+    assert "pass --reward_funcs module:function" in capsys.readouterr().err
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text('{"prompt": "p"}\n')
+    assert main(["--reward", "checked_rewards:same", "--dataset", str(bare)]) == 2
+    assert "no column 'completion' or 'completions'" in capsys.readouterr().err
+
+
+def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    for kind, name in (("python", "my_rewards.py"), ("json", "sums.jsonl")):
+        (tmp_path / name).write_text(re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL)[1])
+    (line,) = re.findall(r"python -m fastgrpo.check (--reward my_rewards:right .*)", page)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    main(line.split())
+    out = capsys.readouterr().out
+    assert "| right  | 0.400 | 0.490  | 100% " in out and "right, worst (0): '6'" in out
