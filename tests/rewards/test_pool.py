@@ -259,3 +259,16 @@ def test_no_process_outlives_the_trainer(tmp_path, how):
         trainer.send_signal(how)
     pid = int(Path(worker).name.removeprefix("judged-"))
     awaited(lambda: is_gone(pid) and all(map(is_gone, guards)))
+
+
+def test_a_killed_guard_is_replaced():
+    pool = Pool({"process": pool_rewards.process}, 1)
+    given = [Given({"completions": ["x"]}, (), 1)]
+    first = pool.submit("process", given, 0, None)[0].result().result[0]
+    guard = pool.guard.pid
+    os.kill(guard, signal.SIGKILL)
+    os.kill(int(first), signal.SIGKILL)
+    second = pool.submit("process", given, 0, None)[0].result().result[0]
+    assert second != first and pool.guard.pid != guard
+    pool.close()
+    assert is_gone(int(second)) and is_gone(guard)
