@@ -1,11 +1,12 @@
-"""Rewards with the faults that rewards of real tasks have, drawn by a global generator."""
+"""Rewards with the faults that rewards of real tasks have, drawn by a global generator.
+
+They import nothing that is slow to import, because each worker that is killed has a successor that imports them.
+"""
 
 import os
 import random
 import signal
 import time
-
-from fastgrpo.tasks import arithmetic
 
 
 def fail():
@@ -21,9 +22,9 @@ def fail():
 
 
 def correctness(prompts, completions, answer, **columns):
-    """Judge the embedded task, with faults."""
+    """Judge the embedded task as its own reward does, with faults."""
     fail()
-    return arithmetic.correctness(prompts, completions, answer)
+    return [float(text.split(" ")[-1] == value) for text, value in zip(completions, answer, strict=True)]
 
 
 def length(completions, **columns):
