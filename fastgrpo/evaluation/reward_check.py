@@ -120,7 +120,7 @@ def check_reward(
 
     def judge(given: Sequence[Completion]) -> torch.Tensor:
         judged = rewards(given, state, allow_none=True)
-        timeouts = getattr(judged, "timeouts", {})
+        timeouts = judged.timeouts
         totals.append((sum(judged.errors.values()), sum(timeouts.values())))
         return reward_matrix(judged.completions)[:, 0]
 
