@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from fastgrpo.rewards.values import read_verdicts
+from fastgrpo.rewards.values import plain, read_verdicts
 
 API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that requests carry
 BATCH = 32  # completions of one request
@@ -24,7 +24,7 @@ TIMEOUT = 60.0  # seconds of a request where reward_timeout says nothing
 RETRIES = 6  # tries after the first one
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the bounds within which the wait before a try doubles
 FAILURES = 4  # requests in a row that fail to the end, before no more are sent
-PAUSE = 60.0  # seconds after which the server is tried again
+PAUSE = 60.0  # seconds after which one request finds out whether the server is back
 _RETRIED = {408, 429, 500, 502, 503, 504}
 
 
@@ -52,7 +52,7 @@ class HttpScorer:
         pooled: False, because a pool of processes would wait no better.
 
     Raises:
-        ValueError: The URL names no server, or holds a user and a password.
+        ValueError: The URL names no server, or holds a user and a password, or the key cannot be sent.
     """
 
     pooled = False
@@ -70,11 +70,16 @@ class HttpScorer:
     ):
         parsed = _parsed(url)
         self.url, self.timeout, self.batch, self.retries = url, timeout, batch, retries
+        self.shown = str(parsed.copy_with(query=None, fragment=None))  # a query may hold a secret
         self.sleep, self.clock = sleep, clock
         self.__name__ = _name(parsed)
         self.concurrency = concurrency
         self.failures, self.closed_until = 0, 0.0
         self.last = ""  # what failed last
+        _headers()
+
+    def __repr__(self) -> str:
+        return f"HttpScorer({self.shown!r})"
 
     def limit(self, seconds: float) -> None:
         """Set how long the server may take for a request.
@@ -111,20 +116,25 @@ class HttpScorer:
         # key would go to a server that nobody named.
         async with httpx.AsyncClient(timeout=self.timeout, headers=_headers(), follow_redirects=False) as client:
 
-            async def ask(body: bytes, count: int) -> list[float | None]:
+            async def ask(body: bytes, count: int, retries: int = self.retries) -> list[float | None]:
                 async with limit:
-                    return self._read(await self._post(client, body), count)
+                    return self._read(await self._post(client, body, retries), count)
 
+            rewards = []
+            if self.closed_until:
+                if self.clock() < self.closed_until:
+                    raise ScorerDown(self._down())
+                rewards = await ask(bodies.pop(0), counts.pop(0), retries=0)
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(ask(body, count)) for body, count in zip(bodies, counts, strict=True)]
-        return [reward for task in asked for reward in task.result()]
+        return rewards + [reward for task in asked for reward in task.result()]
 
-    async def _post(self, client, body):
+    async def _post(self, client, body, retries):
         """Send a request until it is answered. Raises ScorerDown where it is not."""
-        if self.clock() < self.closed_until:
-            raise ScorerDown(self._down())
-        for attempt in range(self.retries + 1):
+        for attempt in range(retries + 1):
             wait = None
+            if self.closed_until and retries:  # another request found out that the server is gone
+                raise ScorerDown(self._down())
             try:
                 answer = await client.post(self.url, content=body)
             except httpx.TimeoutException:
@@ -133,28 +143,28 @@ class HttpScorer:
                 self.last = f"{type(error).__name__}: {error}"
             else:
                 if answer.status_code not in _RETRIED:
-                    self.failures = 0
+                    self.failures, self.closed_until = 0, 0.0
                     return answer
                 self.last = f"it answered {answer.status_code}: {_start(answer)}"
                 wait = _retry_after(answer)
-            if attempt < self.retries:
+            if attempt < retries:
                 bound = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
                 await self.sleep(_JITTER.uniform(0, bound) if wait is None else min(wait, LONGEST_WAIT))
         self.failures += 1
         if self.failures >= FAILURES:
-            self.closed_until = self.clock() + PAUSE  # then one failure more closes it again
+            self.closed_until = self.clock() + PAUSE
             raise ScorerDown(self._down())
-        raise ScorerDown(f"the reward server {self.url} failed {self.retries + 1} times: {self.last}")
+        raise ScorerDown(f"the reward server {self.shown} failed {retries + 1} times: {self.last}")
 
     def _down(self):
         return (
-            f"the reward server {self.url} failed {self.failures} times in a row, and is not asked for {PAUSE:g} s; "
+            f"the reward server {self.shown} failed {self.failures} times in a row, and is not asked for {PAUSE:g} s; "
             f"the last failure: {self.last}; start it, or look into its log"
         )
 
     def _read(self, answer, count):
         """Read the rewards out of an answer."""
-        said = f"the reward server {self.url} answered"
+        said = f"the reward server {self.shown} answered"
         if answer.is_redirect:
             raise ValueError(
                 f"{said} with a redirect to {answer.headers.get('location')!r}; name that URL if it is right"
@@ -195,13 +205,17 @@ def _parsed(url):
 
 
 def _name(url):
-    """Make a name for metrics: http://localhost:8000/score/math -> localhost_score_math."""
-    words = [url.host, *url.path.strip("/").split("/")]
+    """Make a name for metrics: http://localhost:8000/score/math -> localhost_8000_score_math."""
+    words = [url.host, str(url.port or ""), *url.path.strip("/").split("/")]
     return "_".join("".join(c if c.isalnum() else "_" for c in word) for word in words if word)
 
 
 def _headers():
     key = os.environ.get(API_KEY)
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
+        raise ValueError(
+            f"{API_KEY} is empty, or holds characters that no HTTP header can hold; set it again or unset it"
+        )
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
 
@@ -210,15 +224,24 @@ def _body(columns):
     written = []
     for name, values in columns.items():
         try:
-            written.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False)}")
+            written.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False, default=_plain)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the column {name!r} cannot be sent to a reward server as JSON: {error}") from None
     return f"{{{', '.join(written)}}}".encode()
 
 
+def _plain(value):
+    """Return a number of NumPy or torch as one of Python. Raises TypeError where the value is something else."""
+    read = plain(value)
+    if read is value:
+        raise TypeError(f"it holds a {type(value).__name__}")
+    return read
+
+
 def _start(answer):
-    """Return the start of an answer on one line."""
-    return repr(" ".join(answer.text[:400].split())[:200])
+    """Return the start of an answer on one line. A server may repeat what it was sent, so the key is taken out."""
+    text, key = answer.text, os.environ.get(API_KEY)
+    return repr(" ".join((text.replace(key, "***") if key else text)[:400].split())[:200])
 
 
 def _retry_after(answer):

@@ -59,7 +59,7 @@ class Application:
             case ["down"]:
                 return 500, {}, b"Traceback: out of memory"
             case ["refuses"]:
-                return 401, {}, b"who are you?"
+                return 401, {}, f"no key {self.headers[-1].get('authorization')}".encode()
             case ["short"]:
                 return 200, {}, rewards[1:]
             case ["html"]:

@@ -140,7 +140,7 @@ def accuracy(folder):
 @pytest.mark.slow
 def test_500_steps_with_faults_learn_as_much_as_without(tmp_path):
     """About half an hour. A reward of two parts, one of which fails, hangs and dies, and one that is on a server."""
-    size = ("--max_steps", str(STEPS), "--eval_steps", "0", "--eval_on_start", "False", "--seed", "45")
+    size = ("--max_steps", str(STEPS), "--eval_steps", str(STEPS), "--eval_on_start", "False", "--seed", "45")
     plain, folder = tmp_path / "plain", tmp_path / "faulty"
     ended(start(plain, *size, "--reward_funcs", "correctness"), plain, ())
     server, seen, killed, restarts = Server(), set(), 0, 0
