@@ -15,7 +15,14 @@ import torch
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Interval, documented, setting
-from fastgrpo.config.sections import TEMPERATURE, CompletionConfig, EngineConfig, LoadingConfig, PromptConfig
+from fastgrpo.config.sections import (
+    TEMPERATURE,
+    CompletionConfig,
+    EngineConfig,
+    JudgingConfig,
+    LoadingConfig,
+    PromptConfig,
+)
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_completion
 from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
@@ -23,7 +30,7 @@ from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import complete
 from fastgrpo.evaluation.reward_check import Finding, check_reward
 from fastgrpo.policy.fit import prompts_of
-from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout import make_backend
@@ -37,11 +44,10 @@ TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "t
 
 @documented
 @dataclass(frozen=True)
-class CheckConfig(EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings):
+class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings):
     """The settings of the command. Settings that training has too mean the same there."""
 
     task: str = setting("dataset", "Task whose rows and reward functions are used.")
-    reward_funcs: tuple[str, ...] = setting((), "Reward functions, as training takes them. None takes the task's own.")
     model_name_or_path: str | None = setting(None, "Model that draws the completions. None takes those of the rows.")
     num_generations: int = setting(8, "Completions that the model draws for each prompt.", within=Interval(at_least=2))
     temperature: float = setting(1.0, "Temperature of the draws.", within=TEMPERATURE)
@@ -78,7 +84,13 @@ def check(argv: list[str]) -> int:
     rows = as_rows(test, f"test of task {config.task}").head(config.max_samples)
     groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    found = [check_reward(function, groups, state) for function in functions]
+    for function in functions:
+        if hasattr(function, "place"):
+            device = choose_device(config.device if config.reward_device == "auto" else config.reward_device)
+            function.place(device, tokenizer)
+    found = [
+        check_reward(function, groups, state, config.reward_timeout, config.reward_workers) for function in functions
+    ]
     print(markdown_table([TITLES, *map(_cells, found)]))
     warnings = 0
     for finding in found:

@@ -150,8 +150,8 @@ class EngineConfig:
 
 @documented
 @dataclass(frozen=True)
-class RewardConfig:
-    """Which functions judge a completion."""
+class JudgingConfig:
+    """Which functions judge a completion, and where they run."""
 
     reward_funcs: tuple[str, ...] = setting(
         (),
@@ -186,13 +186,6 @@ class RewardConfig:
     prm_bad_token: str = setting(
         "-", "Token with which a process reward model that is a causal LM says that a step is wrong."
     )
-    reward_errors: str = setting(
-        "raise",
-        "What happens when a reward function fails: raise ends the run; skip treats the reward as not given and counts "
-        "the failure in the metrics.",
-        choices=REWARD_ERRORS,
-        resume="free",
-    )
     reward_timeout: float | None = setting(
         None,
         "Seconds that a reward function may take for one completion. The functions then run in processes of their own; "
@@ -219,6 +212,20 @@ class RewardConfig:
             "good_token": self.prm_good_token,
             "bad_token": self.prm_bad_token,
         }
+
+
+@documented
+@dataclass(frozen=True)
+class RewardConfig(JudgingConfig):
+    """What happens where a completion cannot be judged."""
+
+    reward_errors: str = setting(
+        "raise",
+        "What happens when a reward function fails: raise ends the run; skip treats the reward as not given and counts "
+        "the failure in the metrics.",
+        choices=REWARD_ERRORS,
+        resume="free",
+    )
 
 
 @documented

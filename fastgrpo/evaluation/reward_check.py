@@ -101,6 +101,8 @@ def check_reward(
     function: Callable,
     groups: Sequence[Sequence[Completion]],
     state: TrainerState | None = None,
+    timeout: float | None = None,
+    workers: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Finding:
     """Judge groups of completions in several ways, and compare the rewards.
@@ -109,14 +111,29 @@ def check_reward(
         function: The reward function.
         groups: The completions of each prompt.
         state: What the function gets as trainer_state.
+        timeout: Seconds that the function may take for a completion, or None. With a limit it runs in other processes.
+        workers: The number of these processes, as in `Rewards`.
         clock: Tells the time in seconds.
 
     Returns:
         What was found.
     """
-    completions = [completion for group in groups for completion in group]
     watched = _Watched(function)
-    rewards = Rewards(watched, on_error="skip")
+    with Rewards(
+        watched if timeout is None else function, on_error="skip", timeout=timeout, workers=workers
+    ) as rewards:
+        found = _checked(function, watched, rewards, groups, state, clock)
+    if found.timeouts:
+        found.warnings.append(
+            f"It takes more than {timeout:g} s for {found.timeouts} completions, which have no reward then; make it "
+            "faster, or raise --reward_timeout."
+        )
+    return found
+
+
+def _checked(function, watched, rewards, groups, state, clock):
+    """Judge in several ways, and note what is wrong."""
+    completions = [completion for group in groups for completion in group]
 
     def judge(given: Sequence[Completion]) -> torch.Tensor:
         judged = rewards(given, state, allow_none=True)
@@ -128,7 +145,7 @@ def check_reward(
     started = clock()
     first = judge(completions)
     seconds = clock() - started
-    found = Finding(watched.__name__, milliseconds=1000 * seconds / max(len(completions), 1))
+    found = Finding(rewards.names[0], milliseconds=1000 * seconds / max(len(completions), 1))
     found.errors, found.timeouts = totals[0]
     found.none = int(first.isnan().sum()) - found.errors - found.timeouts
     given = first[~first.isnan()]
@@ -137,6 +154,8 @@ def check_reward(
         ranked = [(completions[i], first[i].item()) for i in range(len(first)) if not first[i].isnan()]
         found.best, found.worst = max(ranked, key=lambda pair: pair[1]), min(ranked, key=lambda pair: pair[1])
     found.spread = _spread(first, groups)
+    if rewards.functions[0] is not watched and not found.timeouts:  # what it does to its arguments shows here alone
+        Rewards(watched, on_error="skip")(completions, state, allow_none=True)
     _tell_failures(found, watched, function, completions)
     _tell_values(found, first, groups, completions)
     _tell_dependence(found, first, judge, completions, groups, getattr(function, "group_wise", False))

@@ -5,6 +5,7 @@ import math
 import re
 import threading
 
+import pool_rewards
 import pytest
 import torch
 
@@ -178,6 +179,23 @@ def test_what_brings_its_own_processes_need_not_be_pickled():
             return good(completions)
 
     assert check(Own()).warnings == []
+
+
+def test_what_takes_too_long_is_counted_and_told(tmp_path):
+    texts = ["fine", f"hang {tmp_path / 'child'}"]
+    row = Prompt([], "prompt", {})
+    groups = [[Completion(row, Rollout([65], torch.zeros(1), "stop"), text) for text in texts]]
+    found = check_reward(pool_rewards.endless, groups, timeout=1.0, workers=2)
+    assert (found.timeouts, found.errors, found.none) == (1, 0, 0)
+    assert "It takes more than 1 s for 1 completions" in found.warnings[-1]
+
+
+def test_a_limit_that_nothing_reaches_changes_no_finding():
+    def found(**limit: float) -> list[str]:
+        return check_reward(pool_rewards.changes, GROUPS, clock=lambda: 0.0, **limit).warnings
+
+    assert found(timeout=600.0) == found()
+    assert "It changes its arguments (completions)" in found()[0]
 
 
 def test_rank_correlation_gives_ties_their_mean_rank():
