@@ -1,7 +1,7 @@
 """python -m fastgrpo.check --reward module:function --dataset PATH [--model DIR]: what is wrong with a reward.
 
-The rows have a column `completion` or `completions`, or --model draws --num_generations completions of each prompt.
---reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path. A folder's
+The rows have a column `completion` (one, or a list of them), or --model draws --num_generations completions of each
+prompt. --reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path. A folder's
 held-out split is read (--dataset_test_split). Without a model, completion_ids are the UTF-8 bytes of the completion.
 
 The exit code is 0 where nothing is wrong, 1 where there are warnings, and 2 for a mistake in the command.
@@ -120,9 +120,11 @@ def _given(row):
     """Return the group of a row that has its completions."""
     if "prompt" not in row:
         raise ValueError(f"the row has no column 'prompt', only {', '.join(row)}")
-    given = row.get("completions", [row["completion"]] if "completion" in row else None)
+    given = row.get("completion")
+    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], dict)):
+        given = [given]
     if not isinstance(given, list) or not given:
-        raise ValueError("the row has no column 'completion' or 'completions' (a list); --model DIR draws them")
+        raise ValueError("the row has no column 'completion' (a completion, or a list of them); --model DIR draws them")
     columns = {name: value for name, value in _without(row).items() if name != "prompt"}
     prompt = Prompt([], row["prompt"], columns)
     group = []
@@ -136,7 +138,7 @@ def _given(row):
 
 def _without(row):
     """Return a row without the completions that it has, because a model draws others."""
-    return {name: value for name, value in row.items() if name not in ("completion", "completions")}
+    return {name: value for name, value in row.items() if name != "completion"}
 
 
 def _draw(rows, tokenizer, config):

@@ -10,8 +10,8 @@ from paths import ROOT
 from fastgrpo.check import main
 
 ROWS = [
-    {"prompt": "2 + 3 =", "answer": 5, "completions": ["It is 5", "6"]},
-    {"prompt": [{"role": "user", "content": "4 + 4 ="}], "answer": 8, "completions": ["8", "9"]},
+    {"prompt": "2 + 3 =", "answer": 5, "completion": ["It is 5", "6"]},
+    {"prompt": [{"role": "user", "content": "4 + 4 ="}], "answer": 8, "completion": ["8", "9"]},
 ]
 MODULE = """
 def right(completions, answer, **columns):
@@ -56,7 +56,7 @@ def test_mistakes_are_exit_code_2(rows, tmp_path, capsys):
     bare = tmp_path / "bare.jsonl"
     bare.write_text('{"prompt": "p"}\n')
     assert main(["--reward", "checked_rewards:same", "--dataset", str(bare)]) == 2
-    assert "no column 'completion' or 'completions'" in capsys.readouterr().err
+    assert "no column 'completion' (a completion, or a list" in capsys.readouterr().err
 
 
 def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
