@@ -1,8 +1,9 @@
 """python -m fastgrpo.check --reward module:function --dataset PATH [--model DIR]: what is wrong with a reward.
 
 The rows have a column `completion` (one, or a list of them), or --model draws --num_generations completions of each
-prompt. --reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path. A folder's
-held-out split is read (--dataset_test_split). Without a model, completion_ids are the UTF-8 bytes of the completion.
+prompt. --reward, --dataset and --model are short for --reward_funcs, --dataset_name and --model_name_or_path. The
+held-out split of a folder is read (--dataset_test_split). Without a model, completion_ids are the UTF-8 bytes of the
+completion.
 
 The exit code is 0 where nothing is wrong, 1 where there are warnings, and 2 for a mistake in the command.
 """
