@@ -79,7 +79,7 @@ SAME = {
     "entropy_target": "",
     "top_entropy_quantile": "Of the tokens of an update; TRL takes them of a micro-batch of all processes.",
     "off_policy_mask_threshold": "",
-    "use_bias_correction_kl": "With beta above 0 the gradient of the KL is another one: state True for TRL's.",
+    "use_bias_correction_kl": "",
 }
 # TRL's defaults of those whose own default differs.
 OTHER_DEFAULTS = {
@@ -89,7 +89,6 @@ OTHER_DEFAULTS = {
     "report_to": "none",
     "eval_on_start": False,
     "reward_weights": None,
-    "use_bias_correction_kl": True,
 }
 # What is made of an argument that other settings stand for -> the arguments, with TRL's defaults.
 TRANSLATED = {
