@@ -31,12 +31,14 @@ SAME = {
     "run_name": "",
     "eval_steps": COUNTED + " It is rounded up to whole steps.",
     "eval_on_start": "",
-    "save_steps": COUNTED + " It is rounded up to whole steps.",
+    "save_steps": COUNTED
+    + " It is rounded up to whole steps, or follows eval_steps where metric_for_best_model needs an evaluation.",
     "save_total_limit": "",
     "push_to_hub": "",
     "hub_private_repo": "",
     "hub_model_id": "",
-    "metric_for_best_model": "A metric of docs/runs.md, such as eval/accuracy.",
+    "metric_for_best_model": "A metric of docs/runs.md, such as eval/accuracy or eval_reward. reward is that of "
+    "training: TRL would read eval_reward, and EarlyStoppingCallback, which does, is refused with it.",
     "greater_is_better": "",
     "seed": "",
     "ddp_timeout": "",
@@ -70,7 +72,7 @@ SAME = {
     "mask_truncated_completions": "",
     "sync_ref_model": "",
     "ref_model_mixup_alpha": "",
-    "ref_model_sync_steps": COUNTED + " It must then be whole steps.",
+    "ref_model_sync_steps": COUNTED + " A number that is stated must then be whole steps.",
     "entropy_coef": "",
     "use_adaptive_entropy": "",
     "entropy_coef_min": "",
@@ -101,8 +103,12 @@ TRANSLATED = {
         "steps_per_generation": None,
         "generation_batch_size": None,
     },
-    "eval_num_generations. The completions are drawn as in training, unless eval_temperature, eval_top_p or eval_top_k "
-    "say otherwise. The accuracy comes from a greedy completion besides.": {"num_generations_eval": None},
+    "eval_num_generations. The completions are drawn at the temperature, top_p and top_k of training, also those of "
+    "generation_kwargs, unless eval_temperature, eval_top_p or eval_top_k say otherwise; min_p and repetition_penalty "
+    "have no effect on them. The accuracy comes from a greedy completion besides, and where this argument is not "
+    "stated, from that one alone: TRL would draw num_generations, which is that many times the cost.": {
+        "num_generations_eval": None
+    },
     "steps is eval_steps, or logging_steps where that is None. no evaluates after the last step alone. epoch is "
     "refused: give eval_steps. Where eval_strategy is given, eval_on_start is False unless it is given too.": {
         "eval_strategy": "no"

@@ -29,9 +29,12 @@ The command line and YAML files take settings alone.
 
 What is not stated has the default of settings.md, which is TRL's but for the ones below; an evaluation looks at
 `max_eval_samples` rows and takes place after the last step in any case. Where one of the four arguments of batches is
-stated, the others of them have TRL's defaults, and the `steps` that are stated count updates as in TRL. Where none of
+stated, the others of them have TRL's defaults, and all `steps`, stated or not, count updates as in TRL. Where none of
 them is, a step draws `prompts_per_step` groups, 8 where TRL's default makes one, and all `steps` count rollouts: state
 `per_device_train_batch_size` in a script that relies on its default.
+
+TRL drops the batch that an epoch's last prompts do not fill. Here it is filled with the first prompts of the next
+epoch, so every prompt is drawn equally often, and a run of whole epochs may be a step longer.
 """
 SAME_INTRODUCTION = """## The same
 
