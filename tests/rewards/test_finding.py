@@ -29,7 +29,7 @@ def test_finding_functions():
     with pytest.raises(ValueError, match="no reward function 'accuracy'; the task has correctness"):
         find_reward("accuracy", [correctness])
     for find in (find_reward, lambda name: found(name, None)):  # the path of a file is no model of the hub
-        with pytest.raises(ValueError, match="no reward function 'rewards/mine.py'.*is named module:function"):
+        with pytest.raises(ValueError, match=r"no reward function 'rewards/mine\.py'.*is named module:function"):
             find("rewards/mine.py")
     with pytest.raises(ValueError, match="cannot be imported"):
         find_reward("no_such_module:f")
