@@ -26,11 +26,11 @@ SAME = {
     "use_liger_kernel": "None, the default, uses it on a GPU where it is installed. The head is fused in any case.",
     "logging_steps": COUNTED + " It is rounded up to whole steps.",
     "logging_first_step": "",
-    "disable_tqdm": "",
+    "disable_tqdm": "None is False.",
     "report_to": "none, tensorboard or wandb.",
     "run_name": "",
     "eval_steps": COUNTED + " It is rounded up to whole steps.",
-    "eval_on_start": "",
+    "eval_on_start": "True measures the accuracy that a run begins with; eval_strategy makes it False.",
     "save_steps": COUNTED
     + " It is rounded up to whole steps, or follows eval_steps where metric_for_best_model needs an evaluation.",
     "save_total_limit": "",

@@ -1,6 +1,7 @@
 """docs/from-trl.md, made from the list: `python -m fastgrpo.config.trl_page > docs/from-trl.md`, or `make docs`."""
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from fastgrpo.config.settings import GRPOConfig
@@ -38,7 +39,8 @@ epoch, so every prompt is drawn equally often, and a run of whole epochs may be 
 """
 SAME_INTRODUCTION = """## The same
 
-These are settings of the same name and meaning, with TRL's default: {}.
+These are settings of the same name and meaning, with TRL's default:
+{}.
 
 These are settings of the same name, too, and there is more to say of them:
 
@@ -81,7 +83,7 @@ def page() -> str:
     ]
     parts = [
         INTRODUCTION,
-        SAME_INTRODUCTION.format(_listed(plain)) + "\n".join(same) + "\n",
+        SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n",
         *(
             introduction + "\n".join(f"| {_names(names)} | {text} |" for text, names in groups.items()) + "\n"
             for introduction, groups in (
@@ -90,7 +92,7 @@ def page() -> str:
                 (REFUSED_INTRODUCTION, REFUSED),
             )
         ),
-        f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too.\n",
+        _wrapped(f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too.") + "\n",
     ]
     return "\n".join(parts)
 
@@ -106,6 +108,10 @@ def _names(names: dict[str, Any]) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 119, break_on_hyphens=False)
 
 
 def _value(default: Any) -> str:
