@@ -92,8 +92,9 @@ def page() -> str:
                 (REFUSED_INTRODUCTION, REFUSED),
             )
         ),
-        _wrapped(f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too.") + "\n",
     ]
+    older = f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too."
+    parts.append(_wrapped(older) + "\n")
     return "\n".join(parts)
 
 

@@ -43,6 +43,7 @@ METRICS = {
     "ratio/max": "largest ratio of the policy's probability to the old policy's",
     "clip_ratio/low_mean": "share of active tokens that were clipped at the lower bound of the ratio",
     "clip_ratio/high_mean": "share of active tokens that were clipped at the upper bound of the ratio",
+    "clip_ratio/region_mean": "share of active tokens that were clipped at either bound",
     "completions/mean_length": "mean length of the completions in tokens",
     "completions/min_length": "length of the shortest completion in tokens",
     "completions/max_length": "length of the longest completion in tokens",

@@ -56,11 +56,15 @@ def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """
     lengths = [len(completion.rollout.ids) for completion in completions]
     ended = [len(completion.rollout.ids) for completion in completions if not completion.rollout.truncated]
-    of_ended = {
-        "completions/mean_terminated_length": sum(ended) / len(ended),
-        "completions/min_terminated_length": min(ended),
-        "completions/max_terminated_length": max(ended),
-    } if ended else {}
+    of_ended = (
+        {
+            "completions/mean_terminated_length": sum(ended) / len(ended),
+            "completions/min_terminated_length": min(ended),
+            "completions/max_terminated_length": max(ended),
+        }
+        if ended
+        else {}
+    )
     return of_ended | {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
