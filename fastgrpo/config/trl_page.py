@@ -35,7 +35,7 @@ them is, a step draws `prompts_per_step` groups, 8 where TRL's default makes one
 `per_device_train_batch_size` in a script that relies on its default.
 
 TRL drops the batch that an epoch's last prompts do not fill. Here it is filled with the first prompts of the next
-epoch, so every prompt is drawn equally often, and a run of whole epochs may be a step longer.
+epoch, so no prompt is left out, and a run of whole epochs may be a step longer.
 """
 SAME_INTRODUCTION = """## The same
 
