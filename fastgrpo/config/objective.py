@@ -230,8 +230,9 @@ class ReferenceConfig:
         active=WITH_REFERENCE,
     )
     use_bias_correction_kl: bool = setting(
-        False,
-        "Multiply the KL divergence by the ratio of policy to old policy, so that it stays unbiased off-policy.",
+        True,
+        "Multiply the KL divergence by the ratio of policy to old policy, so that its gradient is unbiased. kl=full, "
+        "which is no estimate from drawn tokens, needs no correction and has none.",
     )
     ref_device: str | None = setting(
         None,

@@ -181,6 +181,8 @@ class GRPOConfig(
         knobs = {field.name: getattr(self, field.name) for field in dataclasses.fields(Objective) if field.name in mine}
         if self.importance_sampling_mode is None:  # off: the loss is given no sampler's log-probs, and needs no mode
             del knobs["importance_sampling_mode"]
+        if self.kl == "full":  # the sum over the vocabulary has no bias, and the loss refuses to correct it
+            knobs["use_bias_correction_kl"] = False
         return Objective(**knobs)
 
 

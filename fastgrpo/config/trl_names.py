@@ -26,17 +26,19 @@ SAME = {
     "use_liger_kernel": "None, the default, uses it on a GPU where it is installed. The head is fused in any case.",
     "logging_steps": COUNTED + " It is rounded up to whole steps.",
     "logging_first_step": "",
-    "disable_tqdm": "",
+    "disable_tqdm": "None is False.",
     "report_to": "none, tensorboard or wandb.",
     "run_name": "",
     "eval_steps": COUNTED + " It is rounded up to whole steps.",
-    "eval_on_start": "",
-    "save_steps": COUNTED + " It is rounded up to whole steps.",
+    "eval_on_start": "True measures the accuracy that a run begins with; eval_strategy makes it False.",
+    "save_steps": COUNTED
+    + " It is rounded up to whole steps, or follows eval_steps where metric_for_best_model needs an evaluation.",
     "save_total_limit": "",
     "push_to_hub": "",
     "hub_private_repo": "",
     "hub_model_id": "",
-    "metric_for_best_model": "A metric of docs/runs.md, such as eval/accuracy.",
+    "metric_for_best_model": "A metric of docs/runs.md, such as eval/accuracy or eval_reward. reward is that of "
+    "training: TRL would read eval_reward, and EarlyStoppingCallback, which does, is refused with it.",
     "greater_is_better": "",
     "seed": "",
     "ddp_timeout": "",
@@ -70,7 +72,7 @@ SAME = {
     "mask_truncated_completions": "",
     "sync_ref_model": "",
     "ref_model_mixup_alpha": "",
-    "ref_model_sync_steps": COUNTED + " It must then be whole steps.",
+    "ref_model_sync_steps": COUNTED + " A number that is stated must then be whole steps.",
     "entropy_coef": "",
     "use_adaptive_entropy": "",
     "entropy_coef_min": "",
@@ -79,7 +81,7 @@ SAME = {
     "entropy_target": "",
     "top_entropy_quantile": "Of the tokens of an update; TRL takes them of a micro-batch of all processes.",
     "off_policy_mask_threshold": "",
-    "use_bias_correction_kl": "With beta above 0 the gradient of the KL is another one: state True for TRL's.",
+    "use_bias_correction_kl": "",
 }
 # TRL's defaults of those whose own default differs.
 OTHER_DEFAULTS = {
@@ -89,7 +91,6 @@ OTHER_DEFAULTS = {
     "report_to": "none",
     "eval_on_start": False,
     "reward_weights": None,
-    "use_bias_correction_kl": True,
 }
 # What is made of an argument that other settings stand for -> the arguments, with TRL's defaults.
 TRANSLATED = {
@@ -102,8 +103,12 @@ TRANSLATED = {
         "steps_per_generation": None,
         "generation_batch_size": None,
     },
-    "eval_num_generations. The completions are drawn as in training, unless eval_temperature, eval_top_p or eval_top_k "
-    "say otherwise. The accuracy comes from a greedy completion besides.": {"num_generations_eval": None},
+    "eval_num_generations. The completions are drawn at the temperature, top_p and top_k of training, also those of "
+    "generation_kwargs, unless eval_temperature, eval_top_p or eval_top_k say otherwise; min_p and repetition_penalty "
+    "have no effect on them. The accuracy comes from a greedy completion besides, and where this argument is not "
+    "stated, from that one alone: TRL would draw num_generations, which is that many times the cost.": {
+        "num_generations_eval": None
+    },
     "steps is eval_steps, or logging_steps where that is None. no evaluates after the last step alone. epoch is "
     "refused: give eval_steps. Where eval_strategy is given, eval_on_start is False unless it is given too.": {
         "eval_strategy": "no"

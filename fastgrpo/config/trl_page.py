@@ -1,6 +1,7 @@
 """docs/from-trl.md, made from the list: `python -m fastgrpo.config.trl_page > docs/from-trl.md`, or `make docs`."""
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from fastgrpo.config.settings import GRPOConfig
@@ -29,13 +30,17 @@ The command line and YAML files take settings alone.
 
 What is not stated has the default of settings.md, which is TRL's but for the ones below; an evaluation looks at
 `max_eval_samples` rows and takes place after the last step in any case. Where one of the four arguments of batches is
-stated, the others of them have TRL's defaults, and the `steps` that are stated count updates as in TRL. Where none of
+stated, the others of them have TRL's defaults, and all `steps`, stated or not, count updates as in TRL. Where none of
 them is, a step draws `prompts_per_step` groups, 8 where TRL's default makes one, and all `steps` count rollouts: state
 `per_device_train_batch_size` in a script that relies on its default.
+
+TRL drops the batch that an epoch's last prompts do not fill. Here it is filled with the first prompts of the next
+epoch, so no prompt is left out, and a run of whole epochs may be a step longer.
 """
 SAME_INTRODUCTION = """## The same
 
-These are settings of the same name and meaning, with TRL's default: {}.
+These are settings of the same name and meaning, with TRL's default:
+{}.
 
 These are settings of the same name, too, and there is more to say of them:
 
@@ -78,7 +83,7 @@ def page() -> str:
     ]
     parts = [
         INTRODUCTION,
-        SAME_INTRODUCTION.format(_listed(plain)) + "\n".join(same) + "\n",
+        SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n",
         *(
             introduction + "\n".join(f"| {_names(names)} | {text} |" for text, names in groups.items()) + "\n"
             for introduction, groups in (
@@ -87,8 +92,9 @@ def page() -> str:
                 (REFUSED_INTRODUCTION, REFUSED),
             )
         ),
-        f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too.\n",
     ]
+    older = f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too."
+    parts.append(_wrapped(older) + "\n")
     return "\n".join(parts)
 
 
@@ -103,6 +109,10 @@ def _names(names: dict[str, Any]) -> str:
 
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 119, break_on_hyphens=False)
 
 
 def _value(default: Any) -> str:

@@ -83,7 +83,9 @@ def world_size() -> int:
 
 
 def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
-    """Turn counts of updates into counts of steps.
+    """Turn counts of updates into counts of steps, those that TRL's defaults give among them.
+
+    A checkpoint that came with every N-th evaluation, or line of metrics.jsonl, still does after both were rounded.
 
     Args:
         settings: Settings by name.
@@ -93,19 +95,26 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
         The settings with the counts of steps.
 
     Raises:
-        ValueError: max_steps or ref_model_sync_steps is no whole number of steps.
+        ValueError: max_steps or ref_model_sync_steps was stated and is no whole number of steps.
     """
-    counted = {}
+    defaults = {"logging_steps": 10, "save_steps": 500}
+    if settings.get("sync_ref_model"):
+        defaults["ref_model_sync_steps"] = 512
+    stated, counts, counted = settings, defaults | settings, {}
     for name in (*ROUNDED, *EXACT):
-        count = settings.get(name)
+        count = counts.get(name)
         if count is None or (count := typed(name, count, float)) < 1:  # -1 steps, or a share of the run
             continue
-        if name in EXACT and count % updates:
+        if name in EXACT and name in stated and count % updates:
             raise ValueError(
                 f"{name}={count:g} counts updates, as in TRL, and a step makes {updates} of them "
                 f"(updates_per_rollout x num_iterations), so it must be a multiple of {updates}"
             )
-        counted[name] = math.ceil(count / updates)
+        counts[name], counted[name] = count, math.ceil(count / updates)
+    if (metric := settings.get("metric_for_best_model")) and "save_steps" in counted:
+        every = "eval_steps" if metric.startswith(("eval/", "eval_")) else "logging_steps"
+        if every in counted and counts["save_steps"] % counts[every] == 0:
+            counted["save_steps"] = int(counts["save_steps"] // counts[every]) * counted[every]
     return settings | counted
 
 
@@ -141,7 +150,8 @@ def draws(stated: Stated) -> dict[str, Any]:
     count = stated["num_generations_eval"]
     if count is None:
         return {}
-    like = {name: stated[name] for name in ("temperature", "top_p", "top_k") if name in stated}
+    like = {**stated, **(generation(stated) if stated.get("generation_kwargs") else {})}
+    like = {name: like[name] for name in ("temperature", "top_p", "top_k") if name in like}
     like = {f"eval_{name}": value for name, value in like.items() if f"eval_{name}" not in stated}
     return {"eval_num_generations": count, **like}
 

@@ -151,6 +151,6 @@ def names_model(name: str) -> bool:
         name: The name.
 
     Returns:
-        True for an existing folder, and for ORG/MODEL.
+        True for an existing folder, and for ORG/MODEL. The path of a Python file is neither.
     """
-    return Path(name).is_dir() or (":" not in name and "/" in name)
+    return Path(name).is_dir() or (":" not in name and "/" in name and not name.endswith(".py"))

@@ -5,11 +5,12 @@ made a thing. Overwriting a folder deletes what is noted alone, and a run refuse
 name that the run would use.
 """
 
+import contextlib
 import errno
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fastgrpo.run.lock import LOCK, FolderLock
@@ -65,6 +66,23 @@ class RunFolder:
     def close(self) -> None:
         """Release the folder."""
         self._lock.close()
+
+    @contextlib.contextmanager
+    def held_for(self) -> Iterator[None]:
+        """Hold the folder while the context manager is open, also after it was released.
+
+        Returns:
+            A context manager that yields nothing.
+
+        Raises:
+            ValueError: Another run holds the folder now.
+        """
+        again = None if self.held else FolderLock(self.path)
+        try:
+            yield
+        finally:
+            if again is not None:
+                again.close()
 
     def made(self) -> list[Path]:
         """Return what runs have made in the folder and is still there."""

@@ -51,7 +51,9 @@ def entry(step: int, values: Mapping[str, float]) -> dict[str, Any]:
     made = {}
     for name, value in values.items():
         before, slash, _ = name.partition("/")
-        held_out = slash and before.split("_")[0] == "eval"
+        # Every evaluation has its time or its loss, whatever its prefix is; training has no such names.
+        measured = f"{before}/time" in values or f"{before}/loss" in values
+        held_out = slash and (before.split("_")[0] == "eval" or (measured and before != "time"))
         if held_out:
             made.setdefault(before, {})[name] = value
         else:

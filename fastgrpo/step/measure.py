@@ -60,10 +60,20 @@ def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         completions: [S].
 
     Returns:
-        Metrics by name.
+        Metrics by name. Those of the completions that ended by themselves are absent where none did.
     """
     lengths = [len(completion.rollout.ids) for completion in completions]
-    return {
+    ended = [len(completion.rollout.ids) for completion in completions if not completion.rollout.truncated]
+    of_ended = (
+        {
+            "completions/mean_terminated_length": sum(ended) / len(ended),
+            "completions/min_terminated_length": min(ended),
+            "completions/max_terminated_length": max(ended),
+        }
+        if ended
+        else {}
+    )
+    return of_ended | {
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),

@@ -69,6 +69,8 @@ class Meter:
                 values[name] = math.fsum(part) / per.get(name, max(tokens, 1))
             elif part:
                 values[name] = EXTREMES[extreme](part)
+        if "clip_ratio/low_mean" in values:  # no token is clipped at both bounds
+            values["clip_ratio/region_mean"] = values["clip_ratio/low_mean"] + values["clip_ratio/high_mean"]
         return values
 
     def mean(self, name: str, update: int, ranks: Ranks = ALONE) -> float:

@@ -5,6 +5,7 @@ that is nearly every update. So the module holds bf16 weights for speed, and the
 and moments. After each step the masters are copied into the storage of the module's weights, which rollouts read too.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -279,7 +280,7 @@ def make_schedule(
         optimizer: The optimizer whose learning rate is scheduled.
         name: The name of the schedule in transformers, such as "cosine".
         warmup_steps: The number of updates over which the learning rate rises from 0. A value between 0 and 1 is a
-            share of `total_steps`.
+            share of `total_steps`, rounded up.
         total_steps: The number of updates of the whole run.
         further: Further arguments of the schedule by name, such as min_lr_rate of cosine_with_min_lr, or None.
 
@@ -290,7 +291,7 @@ def make_schedule(
         ValueError: There is no schedule of this name, it needs or takes other arguments, or it follows a metric.
     """
     if 0 < warmup_steps < 1:
-        warmup_steps = round(warmup_steps * total_steps)
+        warmup_steps = math.ceil(warmup_steps * total_steps)  # as transformers
     try:
         schedule = get_scheduler(
             name,

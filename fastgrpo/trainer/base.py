@@ -36,6 +36,7 @@ from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
 from fastgrpo.trainer.evaluating import Evaluating
+from fastgrpo.trainer.finishing import Finishing
 from fastgrpo.trainer.given import with_adapters
 from fastgrpo.trainer.held_out import all_rows, read_held_out
 from fastgrpo.trainer.leaving import Leaving
@@ -43,7 +44,7 @@ from fastgrpo.trainer.opening import Opening
 from fastgrpo.trainer.policy import make_policy
 
 
-class Trainer(Opening, Evaluating, Leaving, ABC):
+class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
     """Trains a causal LM step by step, evaluates and saves it. A subclass says what one step is.
 
     Args:
@@ -337,6 +338,7 @@ class Trainer(Opening, Evaluating, Leaving, ABC):
     def _save(self, step):
         """Save a checkpoint. Where a callback waits for it, so does the run."""
         self.checkpoints.save(step, self._snapshot)
+        self.callbacks.note_saved()
         if self.callbacks.any_hears("on_save"):
             self.checkpoints.wait()
         self.callbacks.call("on_save")

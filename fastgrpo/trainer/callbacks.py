@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl
+from transformers import EarlyStoppingCallback, PreTrainedTokenizerBase, TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 from transformers.trainer_utils import IntervalStrategy
 
@@ -122,8 +122,16 @@ class Callbacks:
         """Begin the training, and find out whether any rank has callbacks, whose decisions all must hear of then.
 
         Raises:
+            ValueError: An EarlyStoppingCallback would follow another metric than the checkpoints.
             RankLost: Another rank failed or did not come.
         """
+        metric = self.args.metric_for_best_model
+        stops = any(isinstance(callback, EarlyStoppingCallback) for callback in self.handler.callbacks)
+        if stops and metric is not None and not metric.startswith("eval_"):
+            raise ValueError(
+                f"metric_for_best_model={metric!r} is a metric of training here, and EarlyStoppingCallback would "
+                f"follow eval_{metric}; set metric_for_best_model='eval_{metric}'"
+            )
         self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
         self.call("on_train_begin")
 
@@ -179,13 +187,17 @@ class Callbacks:
             measured: What was measured on held-out rows, by TRL's names.
         """
         state, name = self.state, self.args.metric_for_best_model
-        value = measured.get(name, measured.get(f"eval_{name}"))
+        value = measured.get(name)
         if value is None or value != value:
             return
         best = state.best_metric
         if best is None or (value > best if self.args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
-            state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{state.global_step}"
+
+    def note_saved(self) -> None:
+        """Note the checkpoint of this step as the best one where the best value was measured at it."""
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
 
     def export(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the callbacks: the state of those that have one, and the decisions."""
@@ -207,9 +219,9 @@ class Callbacks:
             if states:
                 for name, value in states.pop(0)["attributes"].items():
                     setattr(callback, name, value)
-        best = self.state.best_global_step
-        if best is not None:
-            self.state.best_model_checkpoint = f"{self.args.output_dir}/checkpoint-{best}"
+        best = Path(self.args.output_dir) / f"checkpoint-{self.state.best_global_step}"
+        if best.is_dir():
+            self.state.best_model_checkpoint = str(best)
 
     def _stateful(self) -> Iterable[Any]:
         return [callback for callback in self.handler.callbacks if isinstance(callback, ExportableState)]

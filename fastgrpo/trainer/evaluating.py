@@ -37,8 +37,8 @@ class Evaluating:
             self.log.say(self.unmeasured)
         return values or None
 
-    def _measure(self, rows, prefix):
-        """Complete and judge held-out rows. Return the metrics by name."""
+    def _measure(self, rows, prefix, further=()):
+        """Complete and judge held-out rows, and log this with `further` metrics. Return the metrics by name."""
         if not rows:
             return {}
         draws = self.args.eval_num_generations
@@ -59,10 +59,10 @@ class Evaluating:
             )  # fmt: skip
         told = result.summary()
         result = renamed(result, prefix)
-        self._write(result.metrics())
+        self._write(dict(further) | result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"
         self.log.say(f"step {self.state.global_step}: held-out{name} {told}")
-        return result.values
+        return dict(further) | result.values
 
     def _write(self, values):
         """Log what was measured on held-out rows, unless the run has ended."""

@@ -1,23 +1,21 @@
-"""What a trainer leaves behind at the end of a run, and what it writes when it is told to."""
+"""The methods of transformers' Trainer by which a script writes, uploads and prints what a trainer has."""
 
+import contextlib
 import json
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import TrainerCallback
 
-from fastgrpo.policy.lora import merged
-from fastgrpo.run.card import model_card
 from fastgrpo.run.checkpoint import save_model
-from fastgrpo.run.curves import conclude
-from fastgrpo.run.history import Summary, last_training, mean_loss
 
 
 class Leaving:
-    """The end of a `Trainer`, which has the policy, the tokenizer, the log and the callbacks."""
+    """What scripts tell a `Trainer`, which has the policy, the tokenizer, the log and the callbacks."""
+
+    left = False  # whether a script has written something of its own into the folder of the run
 
     def is_world_process_zero(self) -> bool:
         """Tell whether this process is rank 0, which alone writes and speaks."""
@@ -60,7 +58,8 @@ class Leaving:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the model, with adapters these alone, and the tokenizer in the format of transformers.
 
-        All ranks call this together, and rank 0 writes.
+        Rank 0 writes, and may call this alone once the run has begun. Where the ranks hold shards of the model
+        (parallel=fsdp2), all of them call this together, since they gather it.
 
         Args:
             output_dir: The folder. For None and for the folder of the run, whose config.json has the run's settings, it
@@ -70,12 +69,13 @@ class Leaving:
         path = Path(output_dir or self.log.dir)
         whole = self.policy.full_state_dict() if self.policy.lockstep else None
         if self.ranks.lead:
+            card, states = self._card(adapters=self.args.use_peft), whole or self.policy.state_dict()
             if path.resolve() == self.log.dir.resolve():
-                path = self.log.folder.claim("final")
+                with self._claimed("final") as path:
+                    save_model(path, self.policy.module, self.tokenizer, states, card)
                 self.log.say(f"the model is saved in {path}")
-            card = self._card(adapters=self.args.use_peft)
-            save_model(path, self.policy.module, self.tokenizer, whole or self.policy.state_dict(), card)
-        self.ranks.meet("the end of saving the model")
+            else:
+                save_model(path, self.policy.module, self.tokenizer, states, card)
 
     def push_to_hub(self, commit_message: str = "End of training", **settings: Any) -> Any:
         """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together.
@@ -123,56 +123,21 @@ class Leaving:
             return
         files = [f"{split}_results.json", *(["all_results.json"] if combined else [])]
         for file in files:
-            path = self.log.folder.claim(file)
-            before = json.loads(path.read_text()) if path.exists() and file.startswith("all") else {}
-            path.write_text(json.dumps({**before, **metrics}, indent=2, sort_keys=True) + "\n")
+            with self._claimed(file) as path:
+                before = json.loads(path.read_text()) if path.exists() and file.startswith("all") else {}
+                path.write_text(json.dumps({**before, **metrics}, indent=2, sort_keys=True) + "\n")
 
     def save_state(self) -> None:
         """Write trainer_state.json, with the log, to the folder of the run."""
         self.open()
         if self.ranks.lead:
             state = {**self.state.state_dict(), "log_history": self.state.log_history}
-            self.log.folder.claim("trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+            with self._claimed("trainer_state.json") as path:
+                path.write_text(json.dumps(state, indent=2) + "\n")
 
-    def _card(self, adapters):
-        """Write the model card of what is saved now: of adapters, or of a whole model."""
-        base, rows, name = self.policy.module.name_or_path, len(self.source), self.log.dir.name
-        rewards = self.rewards.names if self.rewards else ()
-        return model_card(
-            self.args, self.state, name=name, base=base, rows=rows, rewards=rewards, adapters=adapters,
-            inputs=self.inputs,
-        )  # fmt: skip
-
-    def _finish(self):
-        """Write the files that a finished run leaves, and return its summary."""
-        state, history = self.state, self.log.history
-        seconds = round(time.perf_counter() - self.log.started, 2)
-        summary = {
-            "accuracy_before": state.accuracy_before,
-            "accuracy_after": state.accuracy_after,
-            "steps": state.global_step,
-            "wall_seconds": seconds,
-            "num_tokens": state.num_tokens,
-        }
-        metrics = {
-            "train_runtime": seconds,
-            "train_steps_per_second": round(state.global_step / max(seconds, 0.01), 3),
-            "train_loss": mean_loss(history),
-            "epoch": state.epoch,
-        }
-        history.append({**last_training(history), **metrics, "step": state.global_step})
-        self.callbacks.call("on_log", logs=history[-1])
-        self.callbacks.call("on_train_end")
-        result = Summary(summary, metrics)
-        if self.args.use_peft:
-            with self.policy.gather():  # which all ranks open together
-                if self.ranks.lead:
-                    whole = merged(self.policy.for_rollouts.module)
-                    card = self._card(adapters=False)
-                    save_model(self.log.folder.claim("merged"), whole, self.tokenizer, card=card)
-        if self.ranks.lead:
-            left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
-            self.log.say("\n" + left)
-        if self.args.push_to_hub:
-            self.push_to_hub()
-        return result
+    @contextlib.contextmanager
+    def _claimed(self, name) -> Iterator[Path]:
+        """Hold the folder of the run, which an ended run has released, and claim a name in it."""
+        with self.log.folder.held_for():
+            self.left = True
+            yield self.log.folder.claim(name)

@@ -43,7 +43,9 @@ class Opening:
         """Open the run that `train` was told to go on with; without a word of it a new one, or that of the settings."""
         if checkpoint in (None, False):
             return self.open()
-        begun = self.log is not None and (self.state.global_step or self.log.checkpoint is not None or self.log.history)
+        begun = self.log is not None and (
+            self.state.global_step or self.log.checkpoint is not None or self.log.history or self.left
+        )
         if begun:
             raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; make a new one")
         resume = "auto" if checkpoint is True else str(checkpoint)

@@ -104,6 +104,9 @@ class SFTTrainer(Trainer):
         values, examples = {}, self.examples[id(rows)] if id(rows) in self.examples else self._examples(rows)
         if examples:
             values[f"{prefix}/loss"] = loss = mean_loss(self.policy, examples, self.updater.dealer)
-            self._write(values)
             self.log.say(f"step {self.state.global_step}: held-out loss {loss:.4f}")
-        return values | (super()._measure(rows, prefix) if self.rewards is not None else {})
+        if self.rewards is not None:
+            return super()._measure(rows, prefix, values)
+        if values:
+            self._write(values)
+        return values

@@ -137,7 +137,8 @@ def test_the_loss_and_its_settings_allow_the_same():
     """The loss checks its knobs again, as a library of its own."""
     assert len(KNOBS) == len(dataclasses.fields(Objective))
     own = {field.name: field.default for field in dataclasses.fields(Objective)}
-    for name in KNOBS - {"max_completion_length", "importance_sampling_mode"}:
+    others = {"max_completion_length", "importance_sampling_mode", "use_bias_correction_kl"}  # see docs/objectives.md
+    for name in KNOBS - others:
         assert own[name] == FIELDS[name].default, name
         known = setting_of(FIELDS[name])
         for value in outside(known) if known.within else ():
@@ -219,3 +220,9 @@ def test_values_of_another_type_or_size_are_refused_by_name(settings, match):
 def test_what_the_loss_cannot_combine_is_refused(settings):
     with pytest.raises(ValueError, match=r"luspo|cispo|delta"):
         GRPOConfig(**settings)
+
+
+def test_the_kl_of_a_run_is_corrected_as_in_trl_but_for_the_full_one():
+    assert GRPOConfig(beta=0.1).objective.use_bias_correction_kl
+    assert not GRPOConfig(beta=0.1, kl="full").objective.use_bias_correction_kl
+    assert not GRPOConfig(beta=0.1, use_bias_correction_kl=False).objective.use_bias_correction_kl

@@ -43,7 +43,6 @@ def test_trls_defaults_are_never_refused(defaults):
         "gradient_checkpointing": True,
         "use_liger_kernel": False,
         "eval_on_start": False,
-        "use_bias_correction_kl": True,
     }
 
 

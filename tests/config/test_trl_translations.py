@@ -130,6 +130,26 @@ def test_counts_of_updates_become_counts_of_steps():
     assert config.updates_per_step == 4 and config.max_steps * config.updates_per_step == 12
 
 
+def test_counts_that_trls_defaults_give_are_converted_too():
+    config = GRPOConfig(steps_per_generation=2, num_iterations=2, beta=0.1, sync_ref_model=True)
+    assert (config.logging_steps, config.save_steps, config.ref_model_sync_steps) == (3, 125, 128)
+    three = GRPOConfig(per_device_train_batch_size=8, num_iterations=3, beta=0.1, sync_ref_model=True)
+    assert (three.logging_steps, three.save_steps, three.ref_model_sync_steps) == (4, 167, 171)
+    assert GRPOConfig(per_device_train_batch_size=8, num_iterations=2, save_strategy="no").save_steps is None
+    assert GRPOConfig(num_iterations=2).save_steps == 500
+
+
+def test_checkpoints_meet_their_evaluations_after_rounding():
+    """5 and 10 updates would be 2 and 3 steps of 4 updates, and a checkpoint without its evaluation is refused."""
+    updates = {"steps_per_generation": 4, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    config = GRPOConfig(eval_steps=5, save_steps=10, metric_for_best_model="eval_reward", **updates)
+    assert (config.eval_steps, config.save_steps) == (2, 4)
+    config = GRPOConfig(metric_for_best_model="reward", **updates)  # 10 and 500
+    assert (config.logging_steps, config.save_steps) == (3, 150)
+    with pytest.raises(ValueError, match="save_steps=2 must be a multiple of eval_steps"):
+        GRPOConfig(eval_steps=10, save_steps=5, metric_for_best_model="eval_reward", **updates)
+
+
 def test_without_names_of_batches_steps_are_steps():
     config = GRPOConfig(updates_per_rollout=2, max_steps=5, save_steps=3, use_cpu=True)
     assert (config.max_steps, config.save_steps) == (5, 3)
@@ -159,6 +179,8 @@ def test_draws_of_an_evaluation_are_those_of_training():
     drawn = (config.eval_num_generations, config.eval_temperature, config.eval_top_p, config.eval_top_k)
     assert drawn == (2, 0.7, 0.9, 5)
     assert GRPOConfig(num_generations_eval=None, temperature=0.7).eval_temperature == 1.0
+    config = GRPOConfig(num_generations_eval=2, generation_kwargs={"temperature": 0.5, "top_p": 0.8}, top_k=3)
+    assert (config.eval_temperature, config.eval_top_p, config.eval_top_k) == (0.5, 0.8, 3)
 
 
 def test_what_is_saved():

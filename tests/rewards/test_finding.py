@@ -5,6 +5,7 @@ import math
 import pytest
 
 from fastgrpo.rewards import find_reward
+from fastgrpo.rewards.finding import found
 
 
 def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
@@ -27,6 +28,9 @@ def test_finding_functions():
     assert find_reward("math:sqrt") is math.sqrt
     with pytest.raises(ValueError, match="no reward function 'accuracy'; the task has correctness"):
         find_reward("accuracy", [correctness])
+    for find in (find_reward, lambda name: found(name, None)):  # the path of a file is no model of the hub
+        with pytest.raises(ValueError, match=r"no reward function 'rewards/mine\.py'.*is named module:function"):
+            find("rewards/mine.py")
     with pytest.raises(ValueError, match="cannot be imported"):
         find_reward("no_such_module:f")
     with pytest.raises(ValueError, match="cannot be imported"):

@@ -40,3 +40,12 @@ def test_a_summary_is_a_dict_and_an_output_of_training():
     summary = Summary({"steps": 4}, {"train_loss": 0.25})
     assert summary == {"steps": 4} and summary.global_step == 4
     assert summary.training_loss == 0.25 and summary.metrics == {"train_loss": 0.25}
+
+
+def test_an_evaluation_has_trls_names_whatever_its_prefix_is():
+    assert entry(3, {"test/accuracy": 0.5, "test/time": 1.0, "epoch": 1.0}) == {
+        "test_accuracy": 0.5, "test_runtime": 1.0, "epoch": 1.0, "step": 3,
+    }  # fmt: skip
+    assert entry(1, {"test_b/loss": 0.5}) == {"test_b_loss": 0.5, "step": 1}
+    training = {"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0}
+    assert entry(1, training) == training | {"step": 1}

@@ -44,7 +44,11 @@ def test_lengths():
         "completions/min_length": 2,
         "completions/max_length": 6,
         "completions/clipped_ratio": 0.25,
+        "completions/mean_terminated_length": 10 / 3,
+        "completions/min_terminated_length": 2,
+        "completions/max_terminated_length": 4,
     }
+    assert not any("terminated" in name for name in length_metrics([completion(6, "length")]))
 
 
 def test_rates():

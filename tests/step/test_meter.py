@@ -40,6 +40,12 @@ def test_means_are_weighted_by_active_tokens_and_extremes_are_not():
     assert "active_tokens" not in values
 
 
+def test_a_token_is_clipped_at_one_bound_or_the_other():
+    meter = Meter()
+    meter.add(output(0.0, 4, **{"clip_ratio/low_mean": 0.25, "clip_ratio/high_mean": 0.5}), batch(), 0)
+    assert meter.values([1.0])["clip_ratio/region_mean"] == 0.75
+
+
 def test_a_skipped_update_leaves_its_count_alone():
     meter = Meter()
     meter.add(output(1.0, 2, kl=0.1), batch(), 0)

@@ -153,6 +153,21 @@ def test_a_frozen_module_is_refused():
         MasterAdamW(torch.nn.Linear(2, 2).requires_grad_(False), learning_rate=1.0)
 
 
+@pytest.mark.parametrize("share, total", [(0.05, 25), (0.1, 12), (0.1, 30), (0.07, 100), (0.01, 3)])
+def test_a_share_of_warmup_is_as_long_as_transformers_makes_it(share, total):
+    from transformers import TrainingArguments
+
+    optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
+    schedule = make_schedule(optimizer, "constant_with_warmup", warmup_steps=share, total_steps=total)
+    length = TrainingArguments(warmup_steps=share, use_cpu=True).get_warmup_steps(total)
+    rates = []
+    for _ in range(total):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.adamw.step()
+        schedule.step()
+    assert rates.index(1.0) == length
+
+
 def test_schedule():
     optimizer = MasterAdamW(torch.nn.Linear(2, 2), learning_rate=1.0)
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.2, total_steps=10)

@@ -115,6 +115,31 @@ def test_early_stopping_by_the_best_metric(tmp_path, metric):
     assert trainer.state.best_metric == history[0] > history[1] > history[2]
 
 
+def test_the_best_checkpoint_is_one_that_there_is(tmp_path):
+    """The best value is that of step 1, after which nothing was saved."""
+    trainer = make_trainer(
+        tmp_path, falling, eval_rows=PROMPTS[:2], max_steps=2, eval_steps=1, eval_on_start=False,
+        metric_for_best_model="eval_reward", save_steps=None,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == 1 and trainer.state.best_model_checkpoint is None
+
+
+def test_early_stopping_by_a_metric_of_training_is_refused(tmp_path):
+    trainer = make_trainer(
+        tmp_path, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, metric_for_best_model="reward",
+        callbacks=[EarlyStoppingCallback()],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"'reward' is a metric of training .*metric_for_best_model='eval_reward'"):
+        trainer.train()
+
+
+def test_a_metric_of_training_marks_checkpoints_alone(tmp_path):
+    trainer = make_trainer(tmp_path, eval_rows=PROMPTS[:2], eval_steps=1, save_steps=1, metric_for_best_model="reward")
+    trainer.train()
+    assert trainer.checkpoints.best["metric"] == "reward" and trainer.state.best_metric is None
+
+
 def test_a_resumed_run_has_the_callbacks_state(tmp_path):
     def make(**settings):
         return make_trainer(

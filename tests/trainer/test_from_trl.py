@@ -194,7 +194,7 @@ def test_names_of_metrics_are_trls(tmp_path):
     assert {"loss", "grad_norm", "learning_rate", "reward", "reward_std", "rewards/length/mean", "rewards/length/std",
             "kl", "entropy", "frac_reward_zero_std", "completions/mean_length", "completions/min_length",
             "completions/max_length", "completions/clipped_ratio",
-            "clip_ratio/low_mean", "clip_ratio/high_mean", "num_tokens", "step_time", "epoch",
+            "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "num_tokens", "step_time", "epoch",
             "step"} <= set(entry), sorted(entry)  # fmt: skip
 
 

@@ -11,6 +11,9 @@ import torch
 from runs import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fastgrpo.run.folder import RunFolder
+from fastgrpo.trainer import leaving
+
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
@@ -28,6 +31,38 @@ def same(path, trainer):
 def test_the_model_is_saved_where_it_is_asked_for(trainer, tmp_path):
     trainer.save_model(tmp_path / "model")
     assert same(tmp_path / "model", trainer)
+
+
+def test_rank_0_alone_saves_a_model_that_it_has_whole(trainer, tmp_path, monkeypatch):
+    """Scripts save under `if trainer.is_world_process_zero()`, so that no other rank comes to meet it."""
+    for wait in ("meet", "any", "gather", "from_lead"):
+        monkeypatch.setattr(type(trainer.ranks), wait, lambda *_: pytest.fail("rank 0 waits for the others"))
+    trainer.save_model(tmp_path / "model")
+    assert same(tmp_path / "model", trainer)
+
+
+def test_after_the_end_the_folder_is_held_while_something_is_written(trainer, monkeypatch):
+    folder = trainer.log.folder
+    assert not folder.held
+    other = RunFolder(folder.path)  # a run that goes on in the folder
+    with pytest.raises(ValueError, match=r"is in use"):
+        trainer.save_model()
+    with pytest.raises(ValueError, match=r"is in use"):
+        trainer.save_metrics("late", {})
+    assert not (folder.path / "late_results.json").exists()
+    other.close()
+    held = []
+    monkeypatch.setattr(leaving, "save_model", lambda *_: held.append(other_may_take(folder.path)))
+    trainer.save_model()
+    assert held == [False] and other_may_take(folder.path)
+
+
+def other_may_take(path):
+    try:
+        RunFolder(path).close()
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -59,6 +59,17 @@ def test_what_was_measured_before_is_not_given_up(tmp_path):
     assert lines(tmp_path / "other" / "metrics.jsonl")
 
 
+@pytest.mark.parametrize("write", ["save_model", "save_state", "save_metrics"])
+def test_what_a_script_wrote_is_not_given_up(tmp_path, write):
+    make_trainer(tmp_path).train()
+    trainer = make_trainer(tmp_path, output_dir=str(tmp_path / "other"))
+    getattr(trainer, write)(*(("train", {"a": 1}) if write == "save_metrics" else ()))
+    made = {path.name for path in (tmp_path / "other").iterdir()}
+    with pytest.raises(ValueError, match=r"this trainer has begun a run; make a new one"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert made == {path.name for path in (tmp_path / "other").iterdir()} and len(made) > 3
+
+
 def test_a_new_run_gives_its_folder_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_trainer(tmp_path).train()

@@ -99,7 +99,17 @@ def test_reward_functions_measure_held_out_prompts_too(tmp_path):
     trainer = make_trainer(tmp_path, reward_funcs=share_of_a, max_steps=1)
     trainer.train()
     first = [row for row in lines(tmp_path / "run") if row["step"] == 0]
-    assert [sorted(set(row) & {"eval/loss", "eval/accuracy"}) for row in first] == [["eval/loss"], ["eval/accuracy"]]
+    assert [sorted(set(row) & {"eval/loss", "eval/accuracy"}) for row in first] == [["eval/accuracy", "eval/loss"]]
+
+
+def test_an_evaluation_is_one_line_of_the_log(tmp_path):
+    trainer = make_trainer(tmp_path, reward_funcs=[share_of_a], eval_steps=None)
+    assert {"eval/loss", "eval/accuracy"} <= set(trainer.evaluate())
+    (entry,) = trainer.state.log_history
+    assert {"eval_loss", "eval_accuracy", "eval_runtime", "epoch"} <= set(entry)
+    trainer.evaluate(metric_key_prefix="test")
+    assert {"test_loss", "test_accuracy", "test_runtime", "epoch"} <= set(trainer.state.log_history[1])
+    assert len(lines(tmp_path / "run")) == 2
 
 
 def test_messages_are_learned(tmp_path):

@@ -9,10 +9,6 @@ CASES = {
     # name: (command line, what its message must say)
     "a KL without its coefficient": (flags(kl="full"), "kl has an effect only where beta is above 0; leave it out"),
     "no such KL": (flags(kl="k4", beta=0.1), "kl must be one of k1, k2, k3, abs, full, got 'k4'"),
-    "a correction of what is no estimate": (
-        flags(kl="full", beta=0.1, use_bias_correction_kl=True),
-        "use_bias_correction_kl corrects an estimate .* kl='full' .*leave one of them out",
-    ),
 }
 
 
