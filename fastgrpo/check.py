@@ -34,6 +34,7 @@ from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.curves import markdown_table
@@ -85,13 +86,9 @@ def check(argv: list[str]) -> int:
     rows = as_rows(test, f"test of task {config.task}").head(config.max_samples)
     groups = list(rows.each(_given)) if path is None else _draw(rows.map(_without), tokenizer, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    for function in functions:
-        if hasattr(function, "place"):
-            device = choose_device(config.device if config.reward_device == "auto" else config.reward_device)
-            function.place(device, tokenizer)
-    found = [
-        check_reward(function, groups, state, config.reward_timeout, config.reward_workers) for function in functions
-    ]
+    with Rewards(functions) as rewards:
+        rewards.place(rewards.device(choose_device(config.device), config.reward_device), tokenizer)
+        found = [check_reward(function, groups, state, timeout=config.reward_timeout) for function in functions]
     print(markdown_table([TITLES, *map(_cells, found)]))
     warnings = 0
     for finding in found:

@@ -193,14 +193,6 @@ class JudgingConfig:
         within=Interval(above=0),
         resume="free",
     )
-    reward_workers: int | None = setting(
-        None,
-        "Number of processes that judge completions on each rank, also while others are still drawn; 0 judges in the "
-        f"trainer's own process. None is 0 where reward_timeout is None, and else the number of cores, at most "
-        f"{POOL_WORKERS}.",
-        within=Interval(at_least=0),
-        resume="free",
-    )
 
     @property
     def prm(self) -> dict[str, Any]:
@@ -217,13 +209,21 @@ class JudgingConfig:
 @documented
 @dataclass(frozen=True)
 class RewardConfig(JudgingConfig):
-    """What happens where a completion cannot be judged."""
+    """What happens where a completion cannot be judged, and how many are judged at the same time."""
 
     reward_errors: str = setting(
         "raise",
         "What happens when a reward function fails: raise ends the run; skip treats the reward as not given and counts "
         "the failure in the metrics.",
         choices=REWARD_ERRORS,
+        resume="free",
+    )
+    reward_workers: int | None = setting(
+        None,
+        "Number of processes that judge completions on each rank, also while others are still drawn; 0 judges in the "
+        f"trainer's own process. None is 0 where reward_timeout is None, and else the number of cores, at most "
+        f"{POOL_WORKERS}.",
+        within=Interval(at_least=0),
         resume="free",
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastgrpo.data.prompts import RESERVED
+from fastgrpo.data.prompts import RESERVED, shortened
 from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, reward_matrix
@@ -101,9 +101,8 @@ def check_reward(
     function: Callable,
     groups: Sequence[Sequence[Completion]],
     state: TrainerState | None = None,
-    timeout: float | None = None,
-    workers: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    timeout: float | None = None,
 ) -> Finding:
     """Judge groups of completions in several ways, and compare the rewards.
 
@@ -111,51 +110,44 @@ def check_reward(
         function: The reward function.
         groups: The completions of each prompt.
         state: What the function gets as trainer_state.
-        timeout: Seconds that the function may take for a completion, or None. With a limit it runs in other processes.
-        workers: The number of these processes, as in `Rewards`.
         clock: Tells the time in seconds.
+        timeout: Seconds that the function may take for a completion, or None. It is first called in processes that can
+            be killed, and completions on which it took longer are left out of what follows.
 
     Returns:
         What was found.
+
+    Raises:
+        ValueError: There is a timeout, and the function cannot be sent to another process.
     """
-    watched = _Watched(function)
-    with Rewards(
-        watched if timeout is None else function, on_error="skip", timeout=timeout, workers=workers
-    ) as rewards:
-        found = _checked(function, watched, rewards, groups, state, clock)
-    if found.timeouts:
-        found.warnings.append(
-            f"It takes more than {timeout:g} s for {found.timeouts} completions, which have no reward then; make it "
-            "faster, or raise --reward_timeout."
-        )
-    return found
-
-
-def _checked(function, watched, rewards, groups, state, clock):
-    """Judge in several ways, and note what is wrong."""
+    groups, late = (groups, []) if timeout is None else _without_late(function, groups, state, timeout)
     completions = [completion for group in groups for completion in group]
+    watched = _Watched(function)
+    if not completions:
+        return Finding(watched.__name__, timeouts=len(late), warnings=[_told_late(late, timeout)] if late else [])
+    rewards = Rewards(watched, on_error="skip")
 
     def judge(given: Sequence[Completion]) -> torch.Tensor:
         judged = rewards(given, state, allow_none=True)
-        timeouts = judged.timeouts
-        totals.append((sum(judged.errors.values()), sum(timeouts.values())))
+        errors.append(judged.errors.total())
         return reward_matrix(judged.completions)[:, 0]
 
-    totals = []
+    rewards(completions[:1], state, allow_none=True)  # what only the first call does, as an import, is not timed
+    errors = []
     started = clock()
     first = judge(completions)
     seconds = clock() - started
-    found = Finding(rewards.names[0], milliseconds=1000 * seconds / max(len(completions), 1))
-    found.errors, found.timeouts = totals[0]
-    found.none = int(first.isnan().sum()) - found.errors - found.timeouts
+    found = Finding(watched.__name__, milliseconds=1000 * seconds / max(len(completions), 1))
+    found.errors, found.timeouts = errors[0], len(late)
+    found.none = int(first.isnan().sum()) - found.errors
     given = first[~first.isnan()]
     if len(given):
         found.mean, found.deviation = given.mean().item(), given.std(correction=0).item()
         ranked = [(completions[i], first[i].item()) for i in range(len(first)) if not first[i].isnan()]
         found.best, found.worst = max(ranked, key=lambda pair: pair[1]), min(ranked, key=lambda pair: pair[1])
     found.spread = _spread(first, groups)
-    if rewards.functions[0] is not watched and not found.timeouts:  # what it does to its arguments shows here alone
-        Rewards(watched, on_error="skip")(completions, state, allow_none=True)
+    if late:
+        found.warnings.append(_told_late(late, timeout))
     _tell_failures(found, watched, function, completions)
     _tell_values(found, first, groups, completions)
     _tell_dependence(found, first, judge, completions, groups, getattr(function, "group_wise", False))
@@ -174,6 +166,31 @@ def _checked(function, watched, rewards, groups, state, clock):
                 f"A completion takes it {found.milliseconds:.1f} ms; --reward_workers 4 judges in four processes."
             )
     return found
+
+
+def _without_late(function, groups, state, timeout):
+    """Return the groups without the completions on which a function takes too long, and those completions."""
+    late, kept = [], []
+    with Rewards(function, on_error="skip", timeout=timeout) as rewards:
+        if rewards.pooled is None:  # it has a limit of its own, which is set now
+            return groups, late
+        whole = getattr(function, "group_wise", False)
+        parts = [[list(group)] if whole else [[completion] for completion in group] for group in groups]
+        begun = [[rewards.begin(part, state, key=i) for part in own] for i, own in enumerate(parts)]
+        for own, calls in zip(parts, begun, strict=True):
+            group = []
+            for part, call in zip(own, calls, strict=True):
+                judged = rewards(part, state, allow_none=True, begun=call)
+                (late if judged.timeouts.total() else group).extend(part)
+            kept.append(group)
+    return [group for group in kept if group], late
+
+
+def _told_late(late, timeout):
+    return (
+        f"It takes longer than {timeout:g} s for {len(late)} completions, the first "
+        f"{shortened(late[0].content)}; train with --reward_timeout, or bound what it does."
+    )
 
 
 def _spread(rewards, groups):

@@ -5,7 +5,6 @@ import math
 import re
 import threading
 
-import pool_rewards
 import pytest
 import torch
 
@@ -103,6 +102,12 @@ def short(completions, **columns):
     return [1.0]
 
 
+def hangs_on_9(completions, **columns):
+    if any(value(text) == 9 for text in completions):
+        threading.Event().wait()
+    return [value(text) for text in completions]
+
+
 @pytest.mark.parametrize("function", [good, good_async, by_group])
 def test_a_good_reward_has_no_warning(function):
     found = check(function)
@@ -168,6 +173,35 @@ def test_a_slow_reward_is_told_of_the_pool():
     assert found.milliseconds == pytest.approx(100) and "--reward_workers" in found.warnings[0]
 
 
+def test_completions_that_take_too_long_are_counted_and_left_out():
+    found = check_reward(hangs_on_9, GROUPS, clock=lambda: 0.0, timeout=5)
+    assert (found.timeouts, found.none, found.errors) == (1, 0, 0)
+    assert found.best[1] == 8 and found.spread == 1
+    (warning,) = found.warnings
+    assert "longer than 5 s for 1 completions, the first 'it is 9'" in warning
+
+
+def test_where_all_take_too_long_that_is_what_is_told():
+    nines = [group([9], "p")]
+    found = check_reward(hangs_on_9, nines, timeout=0.1)
+    assert found.timeouts == 1 and found.best is None and math.isnan(found.mean)
+    assert "longer than 0.1 s" in found.warnings[0]
+
+
+def test_the_limit_of_what_has_its_own_is_set():
+    class Own:
+        pooled = False
+
+        def limit(self, seconds):
+            self.seconds = seconds
+
+        def __call__(self, completions, **columns):
+            return good(completions)
+
+    own = Own()
+    assert check_reward(own, GROUPS, clock=lambda: 0.0, timeout=3).warnings == [] and own.seconds == 3
+
+
 def test_what_brings_its_own_processes_need_not_be_pickled():
     class Own:
         pooled = False
@@ -179,23 +213,6 @@ def test_what_brings_its_own_processes_need_not_be_pickled():
             return good(completions)
 
     assert check(Own()).warnings == []
-
-
-def test_what_takes_too_long_is_counted_and_told(tmp_path):
-    texts = ["fine", f"hang {tmp_path / 'child'}"]
-    row = Prompt([], "prompt", {})
-    groups = [[Completion(row, Rollout([65], torch.zeros(1), "stop"), text) for text in texts]]
-    found = check_reward(pool_rewards.endless, groups, timeout=1.0, workers=2)
-    assert (found.timeouts, found.errors, found.none) == (1, 0, 0)
-    assert "It takes more than 1 s for 1 completions" in found.warnings[-1]
-
-
-def test_a_limit_that_nothing_reaches_changes_no_finding():
-    def found(**limit: float) -> list[str]:
-        return check_reward(pool_rewards.changes, GROUPS, clock=lambda: 0.0, **limit).warnings
-
-    assert found(timeout=600.0) == found()
-    assert "It changes its arguments (completions)" in found()[0]
 
 
 def test_rank_correlation_gives_ties_their_mean_rank():

@@ -68,12 +68,6 @@ def deadly(completions, **_):
     return [1.0] * len(completions)
 
 
-def changes(completions, **_):
-    rewards = [float(text[-1]) for text in completions]
-    completions.sort()
-    return rewards
-
-
 def process(completions, **_):
     return [float(os.getpid())] * len(completions)
 
