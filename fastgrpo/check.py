@@ -51,6 +51,12 @@ class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, PromptConfig, L
 
     task: str = setting("dataset", "Task whose rows and reward functions are used.")
     model_name_or_path: str | None = setting(None, "Model that draws the completions. None takes those of the rows.")
+    reward_timeout: float | None = setting(
+        10.0,
+        "Seconds that a reward function may take for one completion. What takes longer is killed, counted and left out "
+        "of the other findings. None sets no limit, and runs the functions in this process alone.",
+        within=Interval(above=0),
+    )
     num_generations: int = setting(8, "Completions that the model draws for each prompt.", within=Interval(at_least=2))
     temperature: float = setting(1.0, "Temperature of the draws.", within=TEMPERATURE)
     max_samples: int = setting(32, "Number of rows that are read.", within=Interval(at_least=1))

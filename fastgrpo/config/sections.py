@@ -189,7 +189,8 @@ class JudgingConfig:
     reward_timeout: float | None = setting(
         None,
         "Seconds that a reward function may take for one completion. The functions then run in processes of their own; "
-        "what takes longer is killed, and its reward counts as not given. None sets no limit.",
+        "what takes longer is killed, and its reward counts as not given. For a server it is the limit of one try of a "
+        "request, and for the sandbox that of all tests of a completion. None sets no limit.",
         within=Interval(above=0),
         resume="free",
     )

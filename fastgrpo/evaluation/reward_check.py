@@ -20,6 +20,7 @@ from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.guard import Failure, attempt
+from fastgrpo.rewards.pool import DIED
 from fastgrpo.rewards.values import listed, plain
 
 LENGTH_CORRELATION = 0.7  # Spearman's, from which on longer completions count as better
@@ -116,15 +117,13 @@ def check_reward(
 
     Returns:
         What was found.
-
-    Raises:
-        ValueError: There is a timeout, and the function cannot be sent to another process.
     """
-    groups, late = (groups, []) if timeout is None else _without_late(function, groups, state, timeout)
+    groups, late, deaths = (groups, [], []) if timeout is None else _without_late(function, groups, state, timeout)
     completions = [completion for group in groups for completion in group]
     watched = _Watched(function)
     if not completions:
-        return Finding(watched.__name__, timeouts=len(late), warnings=[_told_late(late, timeout)] if late else [])
+        warnings = ([_told_late(late, timeout)] if late else []) + deaths[:1]
+        return Finding(watched.__name__, timeouts=len(late), errors=len(deaths), warnings=warnings)
     rewards = Rewards(watched, on_error="skip")
 
     def judge(given: Sequence[Completion]) -> torch.Tensor:
@@ -138,8 +137,8 @@ def check_reward(
     first = judge(completions)
     seconds = clock() - started
     found = Finding(watched.__name__, milliseconds=1000 * seconds / max(len(completions), 1))
+    found.none = int(first.isnan().sum()) - errors[0]
     found.errors, found.timeouts = errors[0], len(late)
-    found.none = int(first.isnan().sum()) - found.errors
     given = first[~first.isnan()]
     if len(given):
         found.mean, found.deviation = given.mean().item(), given.std(correction=0).item()
@@ -149,6 +148,8 @@ def check_reward(
     if late:
         found.warnings.append(_told_late(late, timeout))
     _tell_failures(found, watched, function, completions)
+    found.errors += len(deaths)
+    found.warnings += deaths[:1]
     _tell_values(found, first, groups, completions)
     _tell_dependence(found, first, judge, completions, groups, getattr(function, "group_wise", False))
     if watched.changed:
@@ -169,21 +170,39 @@ def check_reward(
 
 
 def _without_late(function, groups, state, timeout):
-    """Return the groups without the completions on which a function takes too long, and those completions."""
-    late, kept = [], []
-    with Rewards(function, on_error="skip", timeout=timeout) as rewards:
+    """Judge in processes that can be killed. Return the groups without what takes too long or ends its process.
+
+    Returns:
+        (the groups, the completions that are late, what is to be told of each that ends its process).
+    """
+    late, deaths, kept = [], [], []
+    try:
+        rewards = Rewards(function, timeout=timeout)
+    except ValueError as error:
+        if "cannot be sent to another process" not in str(error):
+            raise
+        return groups, late, deaths  # it cannot be pickled, which is found below
+    with rewards:
         if rewards.pooled is None:  # it has a limit of its own, which is set now
-            return groups, late
+            return groups, late, deaths
         whole = getattr(function, "group_wise", False)
         parts = [[list(group)] if whole else [[completion] for completion in group] for group in groups]
         begun = [[rewards.begin(part, state, key=i) for part in own] for i, own in enumerate(parts)]
         for own, calls in zip(parts, begun, strict=True):
             group = []
             for part, call in zip(own, calls, strict=True):
-                judged = rewards(part, state, allow_none=True, begun=call)
+                try:
+                    judged = rewards(part, state, allow_none=True, begun=call)
+                except ValueError as error:  # what it raises, it raises again where it is watched
+                    if DIED in str(error):
+                        said = f"It ends the process that runs it, on the completion {shortened(part[0].content)}."
+                        deaths += [said] * len(part)
+                    else:
+                        group += part
+                    continue
                 (late if judged.timeouts.total() else group).extend(part)
             kept.append(group)
-    return [group for group in kept if group], late
+    return [group for group in kept if group], late, deaths
 
 
 def _told_late(late, timeout):

@@ -228,7 +228,8 @@ class Rewards:
             for name, function, own in zip(self.names, self.functions, notes, strict=True)
             if name not in begun
         ]
-        with slowness_told([name for name in self.names if name not in begun]):
+        named = zip(self.names, self.functions, strict=True)
+        with slowness_told([name for name, function in named if pooled(function) and name not in begun]):
             here = iter(awaited([attempt(call) for call in calls]))
         results = [
             self.pooled.collect(begun[name], own) if name in begun else next(here)
@@ -263,9 +264,10 @@ class Rewards:
             )
             for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]
-        if not allow_none:
-            self.refuse_none(done)
-        self._tell_silence(done)
+        if not timeouts:  # one that took too long says nothing of the rows
+            self._tell_silence(done)
+            if not allow_none:
+                self.refuse_none(done)
         return Judged(done, errors, dict(logged), timeouts)
 
     def _tell_silence(self, completions):

@@ -7,6 +7,7 @@ that has this list as "rewards".
 
 import asyncio
 import json
+import logging
 import os
 import random
 import time
@@ -73,10 +74,12 @@ class HttpScorer:
         self.shown = str(parsed.copy_with(query=None, fragment=None))  # a query may hold a secret
         self.sleep, self.clock = sleep, clock
         self.__name__ = _name(parsed)
+        self.local = parsed.host in ("localhost", "127.0.0.1", "::1")  # which no proxy of the environment reaches
         self.concurrency = concurrency
         self.failures, self.closed_until = 0, 0.0
         self.last = ""  # what failed last
         _headers()
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each URL with its query
 
     def __repr__(self) -> str:
         return f"HttpScorer({self.shown!r})"
@@ -114,7 +117,10 @@ class HttpScorer:
         limit = asyncio.Semaphore(self.concurrency)
         # A client belongs to the loop that it was used in first, so each call has its own. A redirect is an error: the
         # key would go to a server that nobody named.
-        async with httpx.AsyncClient(timeout=self.timeout, headers=_headers(), follow_redirects=False) as client:
+        client = httpx.AsyncClient(
+            timeout=self.timeout, headers=_headers(), follow_redirects=False, trust_env=not self.local
+        )  # fmt: skip
+        async with client:
 
             async def ask(body: bytes, count: int, retries: int = self.retries) -> list[float | None]:
                 async with limit:
@@ -136,10 +142,11 @@ class HttpScorer:
             if self.closed_until and retries:  # another request found out that the server is gone
                 raise ScorerDown(self._down())
             try:
-                answer = await client.post(self.url, content=body)
-            except httpx.TimeoutException:
+                async with asyncio.timeout(self.timeout):  # httpx has a limit for each read, and none for the whole
+                    answer = await client.post(self.url, content=body)
+            except (httpx.TimeoutException, TimeoutError):
                 self.last = f"no answer within {self.timeout:g} s"
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 self.last = f"{type(error).__name__}: {error}"
             else:
                 if answer.status_code not in _RETRIED:
@@ -193,7 +200,7 @@ def _parsed(url):
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise ValueError(f"reward_funcs: {url!r} is no URL: {error}") from None
+        raise ValueError(f"reward_funcs: {url.rpartition('@')[2]!r} is no URL: {error}") from None
     if parsed.userinfo:
         raise ValueError(
             f"reward_funcs: the URL of {parsed.host} holds a user or a password, which would be logged; put a key into "
@@ -212,9 +219,10 @@ def _name(url):
 
 def _headers():
     key = os.environ.get(API_KEY)
-    if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
         raise ValueError(
-            f"{API_KEY} is empty, or holds characters that no HTTP header can hold; set it again or unset it"
+            f"{API_KEY} is empty, begins or ends with a space, or holds characters that no HTTP header can; set it "
+            "again or unset it"
         )
     return {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 

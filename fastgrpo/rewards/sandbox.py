@@ -4,13 +4,16 @@ The column `tests` of a row is a list, which `fastgrpo.rewards.sandbox_tests` re
 """
 
 import contextlib
-import os
+import dataclasses
+import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.jail import Limits, Violation
+from fastgrpo.rewards.pooled import cores
 from fastgrpo.rewards.prison import Prison
 from fastgrpo.rewards.sandbox_tests import Assertion, program_of, read_tests
 
@@ -35,9 +38,26 @@ class Sandbox:
         if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
             raise ValueError(f"workers must be a whole number above 0, got {workers!r}")
         self.__name__ = "sandbox_python_all" if all_or_nothing else "sandbox_python"
-        self.all_or_nothing = all_or_nothing
-        self._prison = Prison(limits or Limits())
-        self._threads = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)), thread_name_prefix="sandbox")
+        self.all_or_nothing, self.limits = all_or_nothing, limits or Limits()
+        self.workers, self.seconds = workers or cores(), None
+        self._prison = self._threads = None
+        self._open()
+
+    def _open(self):
+        """Make what runs programs, unless it is there. Raises ValueError where this machine cannot."""
+        if self._prison is None:
+            self._prison = Prison(self.limits)
+            self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
+
+    def limit(self, seconds: float) -> None:
+        """Set how long the tests of a completion may take together. Those for which no time is left count as late.
+
+        Args:
+            seconds: The setting reward_timeout.
+        """
+        self.close()
+        self.seconds = seconds
+        self.limits = dataclasses.replace(self.limits, seconds=min(seconds, self.limits.seconds))
 
     def __call__(
         self, completions: Sequence, tests: Sequence | None = None, log_extra: Any = None, **columns: Any
@@ -56,6 +76,7 @@ class Sandbox:
         Raises:
             ValueError: The tests of a row cannot be read.
         """
+        self._open()
         rows = [None if listed is None else read_tests(listed) for listed in tests or [None] * len(completions)]
         programs = [program_of(completion_text(completion)) for completion in completions]
         verdicts = list(self._threads.map(self._verdicts, programs, rows))
@@ -64,9 +85,11 @@ class Sandbox:
         return [self._reward(found, row) for found, row in zip(verdicts, rows, strict=True)]
 
     def close(self) -> None:
-        """Wait for the programs that run, and free what the jails needed."""
-        self._threads.shutdown(cancel_futures=True)
-        self._prison.close()
+        """Wait for the programs that run, and free what the jails needed. It opens again where it is called again."""
+        if self._prison is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._prison.close()
+            self._prison = self._threads = None
 
     def _reward(self, verdicts, tests):
         if not tests:
@@ -79,9 +102,13 @@ class Sandbox:
         verdicts = []
         if program is None or not tests:
             return verdicts
+        ends = math.inf if self.seconds is None else time.monotonic() + self.seconds
         with contextlib.ExitStack() as jails:
             jail = None
             for test in tests:
+                if time.monotonic() > ends:
+                    verdicts.append("timeout")
+                    continue
                 if jail is None or isinstance(test, Assertion):  # an assertion is seen by no other test's process
                     jails.close()
                     jail = jails.enter_context(self._prison.jail(program))

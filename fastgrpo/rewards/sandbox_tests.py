@@ -6,12 +6,12 @@ white space at their ends, and so are the ends of the texts. {"assert": ...} is 
 An expected output never enters the jail. Nor does the expected value of an assertion of the form
 `assert EXPRESSION == LITERAL` (either way around): the jail tells the expression's value, as plain data, and it is
 compared here. Any other assertion shares an interpreter with the program. It has passed where it hands back a nonce
-that it got after the program had run, so a program that ends early, or prints whatever it likes, fails.
+that it got after the program had run, so a program that ends early, or prints whatever it likes, fails. One that reads
+the descriptors of its own process for the nonce passes: only what is compared here is beyond a program's reach.
 """
 
 import ast
 import contextlib
-import re
 import secrets
 from typing import Any
 
@@ -19,7 +19,6 @@ from fastgrpo.rewards.jail import Jail
 from fastgrpo.rewards.jailed import canonical
 from fastgrpo.rewards.values import shown
 
-_FENCE = re.compile(r"[ \t]*```[ \t]*(\S*)[ \t]*")
 _LANGUAGES = ("", "python", "python3", "py")
 
 
@@ -115,10 +114,12 @@ def program_of(text: str) -> str | None:
     """
     program, block, language = None, None, ""
     for line in text.split("\n"):
-        fence = _FENCE.fullmatch(line.rstrip("\r"))
+        words = line.strip(" \t\r")
+        named = words[3:].strip()
+        fence = words.startswith("```") and not any(map(str.isspace, named))
         if block is None and fence:
-            block, language = [], fence[1].lower()
-        elif block is not None and fence and not fence[1]:
+            block, language = [], named.lower()
+        elif block is not None and fence and not named:
             program = "".join(f"{each}\n" for each in block) if language in _LANGUAGES else program
             block = None
         elif block is not None:

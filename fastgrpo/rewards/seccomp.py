@@ -24,6 +24,7 @@ REFUSED = {
     "perf_event_open": (298, 241),
     "bpf": (321, 280),
     "userfaultfd": (323, 282),
+    "pidfd_getfd": (438, 438),
     "io_uring_setup": (425, 425),
 }
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, and the column above

@@ -84,7 +84,7 @@ class Judging:
             for name, values in other.logged.items():
                 logged[name] += values
         completions = list(chain.from_iterable(group for _, group in sorted(groups.items())))
-        if not allow_none:
+        if not allow_none and not timeouts:
             self.rewards.refuse_none(completions)
         return Judged(completions, errors, dict(logged), timeouts)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import threading
 
@@ -179,6 +180,18 @@ def test_completions_that_take_too_long_are_counted_and_left_out():
     assert found.best[1] == 8 and found.spread == 1
     (warning,) = found.warnings
     assert "longer than 5 s for 1 completions, the first 'it is 9'" in warning
+
+
+def ends_on_9(completions, **columns):
+    if any(value(text) == 9 for text in completions):
+        os._exit(0)
+    return [value(text) for text in completions]
+
+
+def test_what_ends_its_process_is_an_error_and_not_the_end_of_the_check():
+    found = check_reward(ends_on_9, GROUPS, clock=lambda: 0.0, timeout=600)
+    assert (found.errors, found.timeouts, found.none) == (1, 0, 0)
+    assert found.warnings == ["It ends the process that runs it, on the completion 'it is 9'."]
 
 
 def test_where_all_take_too_long_that_is_what_is_told():

@@ -88,7 +88,7 @@ TOGETHER = {
     ),
     "tests/rewards/test_pool.py": (
         "from reward functions to the processes that run them",
-        ["fastgrpo/rewards/pooled.py", "fastgrpo/rewards/pool_worker.py"],
+        ["fastgrpo/rewards/pooled.py", "fastgrpo/rewards/pool_worker.py", "fastgrpo/rewards/portable.py"],
     ),
     "tests/run/test_shards.py": (
         "ranks write together, in threads that exchange things apart from the main ones",

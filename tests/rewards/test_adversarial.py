@@ -28,19 +28,20 @@ UNITS = (
 )  # fmt: skip
 SCRIPT = """
 import json, sys
-from fastgrpo.rewards import answers, gsm8k
+from fastgrpo.rewards import answers, gsm8k, sandbox_tests
 for text in json.load(sys.stdin):
     print(repr(text[:40]), repr(text[-1:]), flush=True)
     answers.answers_match(text, "#### 42")
     answers.answers_match("42", text)
     gsm8k.format_reward(["?"], [text])
+    sandbox_tests.program_of(text)
 print("done")
 """
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_the_worst_of_100_000_characters_are_read_at_once(beginning):
-    texts = [(beginning + unit * LENGTH)[:LENGTH] + "!" for unit in UNITS]
+    texts = [(beginning + unit * LENGTH)[:LENGTH] + "!" for unit in UNITS] + [f"{beginning}```{' ' * LENGTH}a b"]
     command = [sys.executable, "-c", SCRIPT]
     try:
         run = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, timeout=LIMIT, cwd=ROOT)

@@ -62,11 +62,11 @@ def test_the_key_is_said_nowhere(server, monkeypatch, caplog):
     with caplog.at_level(logging.DEBUG), pytest.raises(ExceptionGroup) as raised:
         judge(scorer, ["x"])
     assert "401: 'no key Bearer ***'" in str(raised.value.exceptions[0])
-    assert "hidden" not in repr(raised.value.exceptions) + repr(scorer)
+    assert "hidden" not in caplog.text + repr(raised.value.exceptions) + repr(scorer)
     assert "secret-key" not in caplog.text + repr(raised.value.exceptions) + repr(vars(scorer))
-    for bad in ("", "two\nlines", "schlüssel"):
+    for bad in ("", "two\nlines", "schlüssel", "space "):
         monkeypatch.setenv(http.API_KEY, bad)
-        with pytest.raises(ValueError, match="FASTGRPO_REWARD_API_KEY is empty, or holds characters"):
+        with pytest.raises(ValueError, match="FASTGRPO_REWARD_API_KEY is empty, begins or ends with a space"):
             HttpScorer(url)
     with pytest.raises(
         ValueError, match=r"the URL of localhost holds a user or a password.*FASTGRPO_REWARD_API_KEY"
@@ -197,6 +197,12 @@ def test_a_server_that_takes_too_long_is_given_up():
         scorer = HttpScorer(url, retries=1, sleep=Sleeps())
         Rewards(scorer, timeout=0.2)  # reward_timeout is that of a request
         assert "failed 2 times: no answer within 0.2 s" in failed(scorer)
+
+
+def test_a_server_that_sends_for_ever_is_given_up(server):
+    url, _ = server
+    scorer = HttpScorer(f"{url}/drips", retries=0, sleep=Sleeps(), timeout=1.0)
+    assert "failed 1 times: no answer within 1 s" in failed(scorer)
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///score", "https://:80/x"])

@@ -89,12 +89,18 @@ def test_what_cannot_be_logged_is_a_failure():
 
 def test_a_completion_that_takes_too_long_is_given_up_with_all_that_it_started(tmp_path):
     texts = ["fine", f"hang {tmp_path / 'child'}", "fine"]
-    judged = judge([pool_rewards.endless, pool_rewards.verdicts], texts, timeout=5.0)
+    judged = judge([pool_rewards.endless, pool_rewards.verdicts], texts, timeout=10.0)
     assert str(rewards_of(judged, "endless")) == "[1.0, nan, 1.0]"
     assert rewards_of(judged, "verdicts") == [1.0] * 3
     assert judged.timeouts == {"endless": 1}
     assert judged.errors == {}
     awaited(lambda: is_gone(int((tmp_path / "child").read_text())))
+
+
+def test_a_batch_that_takes_too_long_ends_no_run(tmp_path):
+    with Rewards(pool_rewards.endless, timeout=2.0, workers=1) as rewards:
+        judged = rewards(completions(f"hang {tmp_path / 'child'}"))  # which would refuse that nothing has a reward
+    assert judged.timeouts == {"endless": 1} and not rewards.told
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path):
@@ -124,11 +130,33 @@ def test_workers_may_be_killed_at_any_moment():
 
 
 def test_async_calls_run_together_and_each_has_its_limit():
-    judged = judge([pool_rewards.meeting], ["a", "late", "b", "c"], timeout=5.0)
+    judged = judge([pool_rewards.meeting], ["a", "late", "b", "c"], timeout=10.0)
     assert str(rewards_of(judged, "meeting")) == "[2.0, nan, 2.0, 2.0]"
     assert judged.timeouts == {"meeting": 1}
     judged = judge([pool_rewards.own_timeout], ["a"], on_error="skip")
     assert judged.errors == {"own_timeout": 1} and not judged.timeouts  # the function's own limit is its own error
+
+
+def test_an_async_call_that_blocks_or_kills_its_process_costs_no_other_one():
+    judged = judge([pool_rewards.blocks], ["a", "block", "b"], timeout=10.0)
+    assert str(rewards_of(judged, "blocks")) == "[1.0, nan, 1.0]"
+    assert judged.timeouts == {"blocks": 1}
+    judged = judge([pool_rewards.blocks], ["a", "kill", "b"], on_error="skip")
+    assert str(rewards_of(judged, "blocks")) == "[1.0, nan, 1.0]"
+    assert judged.errors == {"blocks": 1}
+
+
+def test_what_a_function_starts_in_another_session_ends_with_it(tmp_path):
+    judged = judge([pool_rewards.endless_elsewhere], [str(tmp_path / "child")], timeout=10.0)
+    assert judged.timeouts == {"endless_elsewhere": 1}
+    awaited(lambda: is_gone(int((tmp_path / "child").read_text())))
+
+
+def test_a_pool_that_cannot_start_a_process_says_so(monkeypatch):
+    with Rewards(pool_rewards.process, workers=1) as rewards:
+        monkeypatch.setattr(Pool, "_start_worker", lambda self: os.open("/nowhere", os.O_RDONLY))
+        with pytest.raises(RuntimeError, match="the processes that judge completions failed: FileNotFoundError"):
+            rewards(completions("a"))
 
 
 def test_results_depend_neither_on_the_number_of_workers_nor_on_the_order_of_finishing():

@@ -28,6 +28,25 @@ def test_names():
 
 
 @needs_namespaces
+def test_it_opens_again_after_it_was_closed():
+    sandbox = Sandbox(limits=PATIENT)
+    for _ in range(2):
+        assert judge(sandbox, "print(1)", {"output": "1"}) == (["passed"], 1.0)
+        sandbox.close()
+        sandbox.close()
+
+
+@needs_namespaces
+def test_the_limit_of_a_completion_is_that_of_all_its_tests():
+    sandbox = Sandbox(limits=PATIENT)
+    Rewards(sandbox, timeout=2.0)
+    endless = {"input": "", "output": "1"}
+    assert sandbox.limits.seconds == 2.0
+    assert judge(sandbox, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # 400 s one after another
+    sandbox.close()
+
+
+@needs_namespaces
 class TestRuns:
     """Programs in jails."""
 

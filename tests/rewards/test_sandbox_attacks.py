@@ -99,7 +99,10 @@ BOUNDED = {  # a program -> what it prints when it has met the limit
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.ptrace(16, 1, 0, 0), ctypes.get_errno())",
         "-1 1",
     ),
-    "the internet": (refused("socket.create_connection(('192.0.2.1', 80), 1)"), "refused"),
+    "the internet": (
+        refused("socket.socket(socket.AF_INET, socket.SOCK_DGRAM).connect(('192.0.2.1', 80))"),  # needs a route
+        "refused",
+    ),
     "a device": (refused("os.mknod('/tmp/disk', 0o60600, os.makedev(254, 0))"), "refused"),
     "sysctl": (refused("open('/proc/sys/kernel/core_pattern', 'w')"), "refused"),
 }

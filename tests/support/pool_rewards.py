@@ -97,6 +97,25 @@ async def meeting(completions, **_):
     return [2.0]
 
 
+async def blocks(completions, **_):
+    """Keeps the event loop from running for ever, or kills the process."""
+    await asyncio.sleep(0)
+    if completions[0] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while completions[0] == "block":
+        pass
+    await asyncio.sleep(0)
+    return [1.0]
+
+
+def endless_elsewhere(completions, **_):
+    """Never ends, with a process in a session of its own."""
+    child = subprocess.Popen(["sleep", "100000"], start_new_session=True)
+    Path(completions[0]).write_text(str(child.pid))
+    while True:
+        pass
+
+
 async def own_timeout(completions, **_):
     async with asyncio.timeout(0):
         await asyncio.Event().wait()
