@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from fastgrpo.rewards.values import plain, read_verdicts
+from fastgrpo.rewards.values import json_number, read_verdicts
 
 API_KEY = "FASTGRPO_REWARD_API_KEY"  # the environment variable of a secret that requests carry
 BATCH = 32  # completions of one request
@@ -232,18 +232,10 @@ def _body(columns):
     written = []
     for name, values in columns.items():
         try:
-            written.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False, default=_plain)}")
+            written.append(f"{json.dumps(name)}: {json.dumps(values, allow_nan=False, default=json_number)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the column {name!r} cannot be sent to a reward server as JSON: {error}") from None
     return f"{{{', '.join(written)}}}".encode()
-
-
-def _plain(value):
-    """Return a number of NumPy or torch as one of Python. Raises TypeError where the value is something else."""
-    read = plain(value)
-    if read is value:
-        raise TypeError(f"it holds a {type(value).__name__}")
-    return read
 
 
 def _start(answer):

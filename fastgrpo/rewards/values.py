@@ -114,13 +114,23 @@ def json_values(values: Sequence[Any]) -> list:
         TypeError: JSON has no such type.
         ValueError: JSON or UTF-8 has no such value: half of a surrogate pair, a list within itself.
     """
-    text = json.dumps([plain(value) for value in values], ensure_ascii=False, default=_number_or_refuse)
+    text = json.dumps([plain(value) for value in values], ensure_ascii=False, default=json_number)
     text.encode()
     return json.loads(text, parse_int=_integer, parse_constant=lambda constant: None)
 
 
-def _number_or_refuse(value):
-    """Return a number of NumPy or torch as one of Python. Raises TypeError where the value is something else."""
+def json_number(value: Any) -> Any:
+    """Convert what JSON does not know, for `json.dumps`.
+
+    Args:
+        value: A number of NumPy or torch.
+
+    Returns:
+        The number of Python.
+
+    Raises:
+        TypeError: The value is something else.
+    """
     read = plain(value)
     if read is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")

@@ -129,7 +129,7 @@ def test_bad_numbers_are_named(server):
 
 def test_a_column_that_json_cannot_hold_is_named():
     with pytest.raises(
-        ValueError, match=r"the column 'when' cannot be sent to a reward server as JSON: it holds a set"
+        ValueError, match=r"the column 'when' cannot be sent to a reward server as JSON: Object of type set"
     ):
         judge(HttpScorer("http://localhost:1/"), ["x"], when=[{1}])
 
