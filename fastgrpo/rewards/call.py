@@ -264,8 +264,9 @@ class Rewards:
             )
             for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]
-        if not timeouts:  # one that took too long says nothing of the rows
-            self._tell_silence(done)
+        if not timeouts:  # what took too long says nothing of the rows
+            if not errors:
+                self._tell_silence(done)
             if not allow_none:
                 self.refuse_none(done)
         return Judged(done, errors, dict(logged), timeouts)
