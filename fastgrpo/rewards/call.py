@@ -260,7 +260,9 @@ class Rewards:
                 rewards=verdicts,
                 extras={column: values[i] for column, values in extras.items()},
                 # Those of a function that gave no verdict do not count either.
-                steps={name: of[i] for name, of in steps.items() if of[i] and not math.isnan(verdicts[name])},
+                steps={
+                    name: of[i] for name, of in steps.items() if of[i] is not None and not math.isnan(verdicts[name])
+                },
             )
             for i, (completion, verdicts) in enumerate(zip(completions, by_name, strict=True))
         ]

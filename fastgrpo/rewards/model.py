@@ -57,6 +57,7 @@ class Judge:
             with loading(self.name_or_path, "tokenizer"):
                 tokenizer = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=trust_remote_code)
         self.model, self.tokenizer, self.template = model.eval(), tokenizer, template or {}
+        self.model.config.use_cache = False  # each text is read once
         self.told = False  # whether a text that is too long has been told of
 
     def _check_kind(self, model) -> None:
@@ -69,8 +70,9 @@ class Judge:
             device: The device.
             policy_tokenizer: The tokenizer of the completions that will be judged.
         """
-        dtype = None if getattr(self.model, "is_quantized", False) else choose_dtype("auto", device)
-        self.model.to(device=device, dtype=dtype)
+        self.model.to(device)
+        if not getattr(self.model, "is_quantized", False):
+            self.model.to(choose_dtype("auto", device))
         self.policy_tokenizer = policy_tokenizer
 
     def bytes_to_come(self, device: torch.device) -> int:

@@ -64,7 +64,15 @@ class RewardModel(Judge):
         """
         code = settings.get("trust_remote_code", False)
         with loading(path, "reward model"):
-            model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, trust_remote_code=code)
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                path, num_labels=1, trust_remote_code=code, output_loading_info=True
+            )
+        if info["missing_keys"]:  # transformers makes them at random, another time others
+            lacking = ", ".join(sorted(info["missing_keys"]))
+            raise ValueError(
+                f"reward_funcs: {path} is no reward model, for its files lack {lacking}; name a sequence "
+                "classifier with one label, or prm: in front of a process reward model"
+            )
         return cls(model, **settings)
 
     @torch.inference_mode()

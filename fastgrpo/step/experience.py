@@ -207,7 +207,7 @@ class ExperienceMaker:
         """Refuse a run that is to learn from step rewards, whose first batch has none."""
         if self.args.process_rewards != "token" or self.stepped:
             return
-        self.stepped = any(completion.steps for completion in judged.completions)
+        self.stepped = any(any(completion.steps.values()) for completion in judged.completions)
         silent = (
             reward_matrix(judged.completions).isnan().all(0).any()
         )  # a function that gave no verdict, but may later

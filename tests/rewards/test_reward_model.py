@@ -112,3 +112,9 @@ def test_there_are_as_many_tokenizers_as_rewards():
         found([classifier(), classifier()], tiny.tokenizer())
     judge = found(classifier(), tiny.tokenizer())
     assert len(judge) == 1
+
+
+def test_another_model_is_not_taken_for_one_with_a_head_made_at_random(tmp_path):
+    tiny.save(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"is no reward model, for its files lack score\.weight; name a sequence"):
+        find_reward(str(tmp_path / "model"))
