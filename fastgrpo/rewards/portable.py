@@ -5,7 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 
-from fastgrpo.rewards import pool_worker
+import fastgrpo.rewards.pool_worker as pool_worker
 from fastgrpo.rewards.pool_worker import Start
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import tiny
@@ -66,6 +67,7 @@ def test_the_example_of_the_page(tmp_path, monkeypatch, capsys):
     (line,) = re.findall(r"python -m fastgrpo.check (--reward my_rewards:right .*)", page)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)  # that of another test
     main(line.split())
     out = capsys.readouterr().out
     assert "| right  | 0.400 | 0.490  | 100% " in out and "right, worst (0): '6'" in out
