@@ -96,11 +96,11 @@ lint: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,docs,integrations,rewards]'
 	touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,docs,integrations,rewards,bench]'
 	touch $@
 
 clean:

@@ -35,6 +35,8 @@ setup(
             "pyyaml>=6,<7",
             "tqdm>=4.66,<5",
             "matplotlib>=3.9,<4",
+            "plotly>=6,<8",
+            "rich>=14,<16",
             "tensorboard>=2.17,<3",
             "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",  # needs triton, which is for Linux
         ],
@@ -67,6 +69,12 @@ setup(
             "gguf>=0.17,<1",
             "accelerate>=1.10,<2",
             "uvicorn>=0.30,<1",
+            "trackio>=0.40,<1",
+            "wandb>=0.22,<1",
+            "selenium>=4.30,<5",
+            "nbclient>=0.10,<1",
+            "ipykernel>=6.30,<8",
         ],
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30,<2"],
     },
 )
