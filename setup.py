@@ -22,7 +22,7 @@ setup(
     options={"editable_wheel": {"mode": "compat"}},
     packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
     package_dir={"fastgrpo.kernels": "kernels"},
-    package_data={"fastgrpo": ["recipes/*.yaml"]},
+    package_data={"fastgrpo": ["recipes/*.yaml", "page/assets/*"]},
     install_requires=["torch>=2.8", "triton>=3.6,<3.8; platform_system == 'Linux'"],
     extras_require={
         "train": [

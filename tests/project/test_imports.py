@@ -18,7 +18,7 @@ FLOORS = (
     {"config", "data", "integrations"},
     {"policy"},
     {"run"},
-    {"rollout", "rewards"},
+    {"rollout", "rewards", "page"},
     {"evaluation", "step", "kernel_checks"},
     {"trainer", "tasks", "recipes"},
     {"train", "sft", "distill", "stages", "evaluate", "chat", "check", "doctor", "report", "__init__"},

@@ -1,0 +1,48 @@
+"""Puts a page together: the skeleton, the styles, the scripts, plotly's bundle, and the payload as JSON.
+
+Everything that comes from a run (prompts, completions, names) reaches the page in the payload alone, whose JSON cannot
+end its script element, and the scripts write it as text nodes. So nothing in a completion is ever read as HTML.
+"""
+
+import json
+import re
+from importlib.resources import files
+from typing import Any
+
+STYLES = ("style.css", "samples.css")
+SCRIPTS = ("charts.js", "samples.js", "main.js")
+# What could end a script element, or a line of JavaScript, inside of a string of JSON.
+ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def render(payload: dict[str, Any]) -> str:
+    """Write the page.
+
+    Args:
+        payload: What the page shows, as JSON can hold it.
+
+    Returns:
+        The HTML.
+    """
+    from plotly.offline import get_plotlyjs
+
+    text = json.dumps(payload, ensure_ascii=False, allow_nan=False).translate(str.maketrans(ESCAPES))
+    parts = {
+        "styles": "\n".join(map(asset, STYLES)),
+        "plotly": get_plotlyjs(),
+        "payload": text,
+        "scripts": "\n".join(map(asset, SCRIPTS)),
+    }
+    return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], asset("page.html"))
+
+
+def asset(name: str) -> str:
+    """Read a file of the page.
+
+    Args:
+        name: Its name in the folder assets.
+
+    Returns:
+        Its text.
+    """
+    return (files("fastgrpo.page") / "assets" / name).read_text(encoding="utf-8")
