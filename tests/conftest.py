@@ -1,10 +1,12 @@
-"""What every test gets: seeded torch, NaN in uninitialised memory, and a skip where a GPU is asked for and absent."""
+"""What every test gets: seeded torch, NaN in uninitialised memory, no hub, and a skip where a GPU is lacking."""
 
 import os
 import signal
 
 # cuBLAS is deterministic only with a workspace of its own; it reads this when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# No test needs Hugging Face's hub. Where it cannot be reached, asking it for a model that is not there takes a minute.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch

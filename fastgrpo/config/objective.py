@@ -25,6 +25,9 @@ WITH_ADAPTIVE = When("use_adaptive_entropy is True", lambda settings: settings.u
 WITH_SAPO = When("loss_type is sapo", lambda settings: settings.loss_type == "sapo")
 WITH_VESPO = When("loss_type is vespo", lambda settings: settings.loss_type == "vespo")
 WITH_REFERENCE = When("beta is above 0", lambda settings: settings.beta != 0)
+WITH_ESTIMATE = When(
+    "beta is above 0 and kl is not full", lambda settings: settings.beta != 0 and settings.kl != "full"
+)
 WITH_SYNC = When("sync_ref_model is True", lambda settings: settings.sync_ref_model)
 WITH_MASK = When("mask_truncated_completions is True", lambda settings: settings.mask_truncated_completions)
 PROCESS_REWARDS = ("outcome", "token")
@@ -233,6 +236,7 @@ class ReferenceConfig:
         True,
         "Multiply the KL divergence by the ratio of policy to old policy, so that its gradient is unbiased. kl=full, "
         "which is no estimate from drawn tokens, needs no correction and has none.",
+        active=WITH_ESTIMATE,
     )
     ref_device: str | None = setting(
         None,

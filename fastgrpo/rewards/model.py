@@ -116,8 +116,20 @@ class Judge:
         return results
 
     def _positions(self):
-        """Return how many tokens the model can read."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**63
+        """Return how many tokens the model can read.
+
+        The positions of RoBERTa and its kin begin behind that of padding, so no text has the first padding_idx + 1.
+        """
+        most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**63
+        for name, module in self.model.named_modules():
+            padding = getattr(module, "padding_idx", None)
+            if name.endswith("position_embeddings") and padding is not None:
+                most = min(most, module.num_embeddings - padding - 1)
+        return most
+
+    def _lacks_first(self, text):
+        """Tell whether the model is an encoder, whose texts begin with [CLS] or its like, and a text does not."""
+        return self.tokenizer.cls_token is not None and not text.startswith(self.tokenizer.cls_token)
 
     def _inputs(self, texts):
         """Pad token ids on the right. What pads is not attended to, so any token will do where there is none for it."""

@@ -4,13 +4,16 @@ The two published forms:
 
 - "labels": token classification with 2 labels. After each step stands the step tag, and the probability of label 1 at
   the tag's last token is the reward of the step. TRL's PRMTrainer makes such models, whose tag is the separator of the
-  steps, and each step is tokenized by itself; Qwen2.5-Math-PRM is one, whose tag is the token <extra_0>.
+  steps, and each step is tokenized by itself; Qwen2.5-Math-PRM is one, whose tag is the token <extra_0>. The text of an
+  encoder begins with its [CLS].
 - "tokens": a causal LM. After each step stands the step tag, and the probability of a good token against a bad one as
   the token after it is the reward of the step. Math-Shepherd (arXiv 2312.08935) is one: its text is
   "PROMPT STEP ки", a line break, "STEP ки" and so on, and its tokens are + and -.
+
+A completion may spell special tokens, such as <extra_0>. They are read as plain text there, so that a policy cannot set
+step tags of its own.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -188,8 +191,11 @@ class ProcessRewardModel(Judge):
             log_steps(*_one_step_a_token(ends, rewards))
         return [aggregate(of_one, self.aggregation) if of_one else None for of_one in rewards]
 
-    def _ids(self, text):
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _ids(self, text, plain=False):
+        """Return the ids of a text; where it is `plain`, what spells special tokens in it is text."""
+        if not text:
+            return []
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"]
 
     def _ids_with_tags(self, prompt, steps):
         """Return the ids of a prompt and its steps, each with the tag behind it, and the places of the tags' ends."""
@@ -197,13 +203,14 @@ class ProcessRewardModel(Judge):
             text = self.tokenizer.apply_chat_template(
                 prompt, tokenize=False, add_generation_prompt=True, **self.template
             )
-            ids = self._ids(text)
+            first = self.tokenizer.cls_token_id if self._lacks_first(text) else None
         else:
-            first = self.tokenizer.bos_token_id
-            ids = [*([] if first is None else [first]), *self._ids(_text(prompt))]
+            text, first = _text(prompt), self.tokenizer.bos_token_id
+            first = self.tokenizer.cls_token_id if first is None else first
+        ids = [*([] if first is None else [first]), *self._ids(text)]
         tag, places = self._ids(self.step_tag), []
         for step in steps:
-            ids = [*ids, *self._ids(step), *tag]
+            ids = [*ids, *self._ids(step, plain=True), *tag]
             places.append(len(ids) - 1)
         return ids, places
 
@@ -213,26 +220,41 @@ class ProcessRewardModel(Judge):
         for i, step in enumerate(steps):
             text += f"{' ' if i == 0 else chr(10)}{step} {self.step_tag}"
             ends.append(len(text) - 1)
-        tokens = self.tokenizer(text, return_offsets_mapping=True)
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        spelt = any(token in step for token in special for step in steps)
+        if spelt and self.step_tag in special:
+            return self._between_tags(_text(prompt), steps)
+        tokens = self.tokenizer(text, return_offsets_mapping=True, split_special_tokens=spelt)
         # A character may be of several tokens, one for each of its bytes.
         spans = tokens["offset_mapping"]
         of_ends = [[at for at, (start, after) in enumerate(spans) if start <= end < after] for end in ends]
         return tokens["input_ids"], [max(of_one, default=None) for of_one in of_ends]
+
+    def _between_tags(self, prompt, steps):
+        """Return what `_text_with_tags` does, where the tag is a special token and the steps spell special tokens."""
+        ids, places = self.tokenizer(prompt)["input_ids"], []
+        for i, step in enumerate(steps):
+            ids = [*ids, *self._ids(f"{' ' if i == 0 else chr(10)}{step} ", plain=True), *self._ids(self.step_tag)]
+            places.append(len(ids) - 1)
+        return ids, places
 
     def _read(self, inputs, places):
         """Return the reward of each step of each text of a batch."""
         if not self._by_tokens:
             probabilities = self.model(**inputs)[0].float().softmax(-1)[..., 1]
             return [probabilities[i, at].tolist() for i, at in enumerate(places)]
-        # The logits of the tags alone: those of all tokens would take their vocabulary's size each.
-        needed = sorted({at for of_one in places for at in of_one})
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            inputs = inputs | {"logits_to_keep": torch.tensor(needed, device=self.model.device)}
-        else:
-            needed = range(inputs["input_ids"].shape[1])
-        column = {at: i for i, at in enumerate(needed)}
-        good = self.model(**inputs).logits[..., self.choices].float().softmax(-1)[..., 0]
-        return [good[i, [column[at] for at in of_one]].tolist() for i, of_one in enumerate(places)]
+        # The head gets the tags alone: the logits of every token would take the vocabulary's size.
+        texts = [i for i, of_one in enumerate(places) for _ in of_one]
+        tags = [at for of_one in places for at in of_one]
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda module, states: (states[0][texts, tags].unsqueeze(0), *states[1:])
+        )
+        try:
+            logits = self.model(**inputs).logits
+        finally:
+            hook.remove()
+        good = iter(logits[0, :, self.choices].float().softmax(-1)[:, 0].tolist())
+        return [[next(good) for _ in of_one] for of_one in places]
 
 
 def auto_class(path: str, trust_remote_code: bool = False, local_files_only: bool = False) -> type:

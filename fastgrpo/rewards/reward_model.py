@@ -96,7 +96,9 @@ class RewardModel(Judge):
         def read(inputs, indices):
             return self.model(**inputs).logits[:, 0].float().tolist()
 
-        return self._judged(self.tokenizer(text=texts, add_special_tokens=False)["input_ids"] if texts else [], read)
+        # An encoder reads [CLS] TEXT [SEP]; the template of a chat writes what other models need.
+        special = bool(texts) and self._lacks_first(texts[0])
+        return self._judged(self.tokenizer(text=texts, add_special_tokens=special)["input_ids"] if texts else [], read)
 
     def _texts(self, prompts, completions):
         """Return prompt and completion of each as one text."""

@@ -17,6 +17,7 @@ RENAMED = {
     "time": "runtime",
 }  # what is not called as in TRL behind eval/
 SAMPLED = "sampled/"
+LEARNING_RATE = "learning_rate"  # every line of training has it, and no line of an evaluation
 
 
 def evaluated(values: Mapping[str, float], prefix: str = "eval") -> dict[str, float]:
@@ -51,10 +52,8 @@ def entry(step: int, values: Mapping[str, float]) -> dict[str, Any]:
     made = {}
     for name, value in values.items():
         before, slash, _ = name.partition("/")
-        # Every evaluation has its time or its loss, whatever its prefix is; training has no such names.
-        measured = f"{before}/time" in values or f"{before}/loss" in values
-        held_out = slash and (before.split("_")[0] == "eval" or (measured and before != "time"))
-        if held_out:
+        # A line is of training or of one evaluation, all of whose metrics have its prefix, whatever that is.
+        if slash and LEARNING_RATE not in values:
             made.setdefault(before, {})[name] = value
         else:
             made[name] = value
@@ -119,7 +118,7 @@ def last_training(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Returns:
         A copy of it; empty where there is none.
     """
-    return dict(next((line for line in reversed(history) if "learning_rate" in line), {}))
+    return dict(next((line for line in reversed(history) if LEARNING_RATE in line), {}))
 
 
 class Summary(dict):

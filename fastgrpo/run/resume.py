@@ -170,7 +170,7 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
     """Compare the settings with those of a checkpoint. A change is allowed, gives a warning, or is refused.
 
     The field of each setting says which of these applies (`Setting.resume`). If the checkpoint is older than a setting,
-    the setting's default is compared.
+    the setting's default is compared. A setting that had no effect and has none now may differ.
 
     Args:
         checkpoint: The checkpoint that the run continues from.
@@ -188,11 +188,14 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
             f"run from its weights: --model_name_or_path {checkpoint}"
         )
     before, now = state["config"], asdict(config)
+    earlier = _earlier(before, config)
     for field in fields(config):
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
-        rule = setting_of(field).resume
+        rule, active = setting_of(field).resume, setting_of(field).active
         if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
+            continue
+        if active is not None and not (active.holds(earlier) or active.holds(config)):
             continue
         if rule == "same":
             anew = (
@@ -206,3 +209,12 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
             f"warning: {field.name} was {old!r} and is {new!r} now: the run continues, but not bit for bit as it would "
             "have without the change"
         )
+
+
+def _earlier(before, config):
+    """Return the settings of a checkpoint as a record, unchecked: their ranges may have been others then."""
+    record = object.__new__(type(config))
+    for field in fields(config):
+        value = before.get(field.name, field.default)
+        object.__setattr__(record, field.name, tuple(value) if isinstance(value, list) else value)
+    return record

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -148,6 +149,18 @@ class ExperienceMaker:
                 "oversampling/aborted_tokens": lost,
             }
         return Experience(completions, trained, taken, sum(map(len, completions)) + lost, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps: whether any function has logged step rewards."""
+        return {"stepped": self.stepped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: The dictionary that `state_dict` returned.
+        """
+        self.stepped = state["stepped"]
 
     def draw(self, state: TrainerState, batch: int, count: int) -> Draw:
         """Draw and reward one batch of groups.

@@ -160,7 +160,12 @@ class GRPOTrainer(Trainer):
 
     def parts(self) -> dict[str, Stateful]:
         """Return the parts of the run that have state, by the names that a checkpoint gives them."""
-        own = {"reference": self.reference, "entropy": self.entropy}
+        by_steps = self.args.process_rewards == "token"
+        own = {
+            "reference": self.reference,
+            "entropy": self.entropy,
+            "experience": self.make_experience if by_steps else None,
+        }
         return super().parts() | {name: part for name, part in own.items() if part is not None}
 
     def _most_rows(self):

@@ -20,9 +20,9 @@ COMPLETIONS = ["first\n\nsecond step\n\nthird", "only one", "a\n\nb\n\n"]
 STEPS = [["first", "second step", "third"], ["only one"], ["a", "b"]]
 
 
-def classifier(labels=2, seed=0, kind=Qwen2ForTokenClassification):
+def classifier(labels=2, seed=0, kind=Qwen2ForTokenClassification, **changes):
     torch.manual_seed(seed)
-    config = tiny.config(vocab_size=260, max_position_embeddings=256)
+    config = tiny.config(**{"vocab_size": 260, "max_position_embeddings": 256, **changes})
     config.num_labels = labels
     return kind(config)
 
@@ -39,7 +39,7 @@ def by_labels(model, prompt, steps, tag, tokenizer=None):
     """TRL's PRMTrainer reads the pieces one by one; the label stands at the last token of each tag."""
     ids, rewards = ids_of(prompt, tokenizer), []
     for step in steps:
-        ids = ids + ids_of(step, tokenizer) + ids_of(tag, tokenizer)
+        ids = ids + ids_of(step) + ids_of(tag, tokenizer)  # a tokenizer that knows no tag reads a step as text
         with torch.no_grad():
             rewards.append(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())
     return rewards
@@ -87,14 +87,14 @@ def test_the_tag_of_qwen_is_found_in_the_tokenizer():
     close(judge(prompts, completions), [of_one[-1] for of_one in truth])
 
 
-@pytest.mark.parametrize("partial_logits", [True, False])
-def test_good_and_bad_tokens_after_each_tag(partial_logits, monkeypatch):
-    model, logged = causal(), {}
+def test_good_and_bad_tokens_after_each_tag(monkeypatch):
+    model, logged, shapes = causal(), {}, []
     judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="min")
-    if not partial_logits:  # as older classes are, which take no logits_to_keep
-        forward = model.forward
-        monkeypatch.setattr(model, "forward", lambda input_ids, attention_mask=None: forward(input_ids, attention_mask))
-    rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
+    with monkeypatch.context() as patch:
+        forward = model.lm_head.forward
+        patch.setattr(model.lm_head, "forward", lambda states: shapes.append(states.shape) or forward(states))
+        rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
+    assert shapes == [(1, sum(map(len, STEPS)), 32)]  # logits are made after the steps, and nowhere else
     truth = [by_tokens(model, p, steps) for p, steps in zip(PROMPTS, STEPS, strict=True)]
     close(rewards, [min(of_one) for of_one in truth])
     for mine, of_one in zip(logged["Qwen2ForCausalLM/steps"], truth, strict=True):
@@ -110,6 +110,49 @@ def test_tag_and_tokens_of_ones_own_and_messages_without_a_template():
     rewards = judge(prompts, [[{"role": "assistant", "content": "one; two"}]])
     one, two = by_tokens(model, "1+1=", ["one", "two"], "#", "y", "n")
     close(rewards, [one * two])
+
+
+SPELT = ["one <extra_0> two", "th<eos>ree"]  # a completion that spells the tag, and the end token
+
+
+def test_a_tag_that_a_completion_spells_is_text():
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken("<extra_0>", special=True)])
+    model = classifier()
+    judge = ProcessRewardModel(model, tokenizer, aggregation="min")
+    plain = [[t for char in step.encode() for t in ids_of(chr(char))] for step in SPELT]
+    tag = ids_of("<extra_0>", tokenizer)
+    ids = [*ids_of("p"), *plain[0], *tag, *plain[1], *tag]
+    assert judge._ids_with_tags("p", SPELT) == (ids, [len(plain[0]) + 1, len(ids) - 1])
+    probabilities = model(torch.tensor([ids])).logits.softmax(-1)[0, :, 1]
+    close(judge(["p"], ["\n\n".join(SPELT)]), [probabilities[[len(plain[0]) + 1, -1]].min().item()])
+
+
+@pytest.mark.parametrize("tag", ["<extra_0>", "ки"])
+def test_a_special_token_that_a_completion_spells_is_text_of_a_causal_lm_too(tag):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken("<extra_0>", special=True)])
+    judge = ProcessRewardModel(causal(), tokenizer, step_tag=tag)
+    ids, places = judge._text_with_tags("p", SPELT)
+    end = ids_of(tag, tokenizer)
+    pieces = [
+        [t for char in f"{before}{step} ".encode() for t in ids_of(chr(char))]
+        for before, step in zip(" \n", SPELT, strict=True)
+    ]
+    assert ids == [*ids_of("p"), *pieces[0], *end, *pieces[1], *end]
+    assert places == [len(pieces[0]) + len(end), len(ids) - 1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_text_of_an_encoder_begins_with_its_first_token(chat):
+    tokenizer = tiny.encoder_tokenizer()
+    judge = ProcessRewardModel(classifier(vocab_size=262), tokenizer)
+    prompt = "p"
+    if chat:
+        tokenizer.chat_template, prompt = tiny.CHAT_TEMPLATE, [{"role": "user", "content": "p"}]
+    ids, places = judge._ids_with_tags(prompt, ["a"])
+    text = "<user>p\n<assistant>" if chat else "p"
+    assert ids == [tokenizer.cls_token_id, *ids_of(text), *ids_of("a"), *ids_of("\n\n")] and places == [len(ids) - 1]
 
 
 def test_how_steps_become_one_reward():

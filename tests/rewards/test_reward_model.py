@@ -3,7 +3,12 @@
 import pytest
 import tiny
 import torch
-from transformers import LlamaForSequenceClassification, Qwen2ForSequenceClassification
+from transformers import (
+    LlamaForSequenceClassification,
+    Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import find_reward, found, names_model
@@ -105,6 +110,31 @@ def test_texts_that_are_too_long_get_no_reward(caplog):
     assert judge(["ab", "", ""], ["x" * 254, "", "y" * 257]) == [judge(["ab"], ["x" * 254])[0], None, None]
     assert "Qwen2ForSequenceClassification has 256 positions, and a prompt with its completion takes 257" in caplog.text
     assert judge([], []) == []
+
+
+def test_an_encoder_reads_its_special_tokens_and_as_many_tokens_as_have_positions(caplog):
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=262, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=18, num_labels=1, pad_token_id=1,
+    )  # fmt: skip
+    model, tokenizer = RobertaForSequenceClassification(config).eval(), tiny.encoder_tokenizer()
+    judge = RewardModel(model, tokenizer)
+
+    def alone(text):
+        ids = [tokenizer.cls_token_id, *tiny.tokenizer()(text)["input_ids"], tokenizer.sep_token_id]
+        return model(torch.tensor([ids])).logits[0, 0].item()
+
+    rewards = judge(["ab", "c", "c"], ["x" * 12, "y" * 3, "x" * 14])  # 16, 6 and 17 tokens
+    assert rewards[:2] == pytest.approx([alone("ab" + "x" * 12), alone("cyyy")], abs=1e-5) and rewards[2] is None
+    assert "has 16 positions, and a prompt with its completion takes 17 tokens" in caplog.text
+    framed = judge(["[CLS]ab", "[CLS]c"], ["x", "y"])  # as a template could write
+    assert framed == pytest.approx([framed_alone(model, tokenizer, text) for text in ("abx", "cy")], abs=1e-5)
+
+
+def framed_alone(model, tokenizer, text):
+    ids = [tokenizer.cls_token_id, *tiny.tokenizer()(text)["input_ids"]]
+    return model(torch.tensor([ids])).logits[0, 0].item()
 
 
 def test_there_are_as_many_tokenizers_as_rewards():

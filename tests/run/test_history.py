@@ -47,5 +47,10 @@ def test_an_evaluation_has_trls_names_whatever_its_prefix_is():
         "test_accuracy": 0.5, "test_runtime": 1.0, "epoch": 1.0, "step": 3,
     }  # fmt: skip
     assert entry(1, {"test_b/loss": 0.5}) == {"test_b_loss": 0.5, "step": 1}
-    training = {"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0}
+    training = {"time/loss": 1.0, "time/reward": 2.0, "loss": 3.0, "rewards/length/mean": 1.0, "learning_rate": 0.1}
     assert entry(1, training) == training | {"step": 1}
+
+
+def test_what_a_reward_function_logs_in_training_keeps_its_name():
+    logged = {"learning_rate": 0.1, "judge/time": 2.0, "judge/loss": 1.0, "judge/calls": 3.0, "eval/mean_length": 4.0}
+    assert entry(1, logged) == logged | {"step": 1}

@@ -23,7 +23,9 @@ def checkpoint(folder, changes=(), without=()):
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - {*CHOSEN}))
 def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
     folder, said = checkpoint(tmp_path, {name: "before"}), []
-    rule = setting_of(FIELDS[name]).resume
+    rule, active = setting_of(FIELDS[name]).resume, setting_of(FIELDS[name]).active
+    if active is not None and not active.holds(GRPOConfig()):
+        rule = "free"  # see the next test
     if rule == "same":
         with pytest.raises(
             ValueError, match=rf"trained with {name}='before', now it is .*; leave {name} as it was, or "
@@ -32,6 +34,22 @@ def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
     else:
         check_settings(folder, GRPOConfig(), said.append)
     assert [line.startswith(f"warning: {name} was 'before' and is ") for line in said] == [True] * (rule == "inexact")
+
+
+@pytest.mark.parametrize(
+    "name, before, effect",
+    [
+        ("use_bias_correction_kl", False, {"beta": 0.1}),
+        ("ref_model_sync_steps", 7, {"beta": 0.1, "sync_ref_model": True}),
+        ("sapo_temperature_pos", 2.0, {"loss_type": "sapo"}),
+    ],
+)
+def test_a_change_without_effect_is_free(tmp_path, name, before, effect):
+    check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(), pytest.fail)
+    with pytest.raises(ValueError, match=f"was trained with {name}={before!r}"):
+        check_settings(checkpoint(tmp_path, {name: before, **effect}), GRPOConfig(**effect), pytest.fail)
+    with pytest.raises(ValueError, match="was trained with"):  # it had an effect before, and has none now
+        check_settings(checkpoint(tmp_path, {name: before, **effect}), GRPOConfig(), pytest.fail)
 
 
 @pytest.mark.parametrize("name, before", [("gradient_checkpointing", True), ("dtype", "float32")])

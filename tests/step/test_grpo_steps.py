@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import pytest
 import tiny
@@ -16,6 +17,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
+
+pytestmark = pytest.mark.usefixtures("without_curves")
 
 LOSSES = {
     "grpo": {}, "bnpo": {}, "dapo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01},
@@ -195,6 +198,19 @@ def test_groups_without_spread_in_their_steps_are_replaced(tmp_path):
     # "ab" is dropped and "c" kept; "hello " is dropped and "1+1=" kept: one of two in each batch.
     assert values["dynamic_sampling/num_gen_batches"] == 3 and values["dynamic_sampling/filled_groups"] == 0
     assert values["dynamic_sampling/dropped_groups"] == 2 and values["frac_informative"] == 0.5
+
+
+def test_a_resumed_run_knows_that_steps_were_logged(tmp_path):
+    def at_first(completions, completion_ids, log_steps, trainer_state, **_):
+        if trainer_state.global_step == 0:
+            log_steps([[len(ids)] for ids in completion_ids], [[float(i % 2)] for i in range(len(completions))])
+        return [0.5] * len(completions)
+
+    make_trainer(tmp_path, at_first, process_rewards="token", max_steps=1).train()
+    settings = {"process_rewards": "token", "max_steps": 2, "resume_from_checkpoint": "auto"}
+    assert make_trainer(tmp_path, at_first, **settings).train()["steps"] == 2
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["experience"] == {"stepped": True}
 
 
 def test_a_run_by_steps_without_steps_is_refused(tmp_path):

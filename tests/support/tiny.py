@@ -1,7 +1,7 @@
 """Small models and tokenizers made on the spot, shared by the tests of the engine."""
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -73,6 +73,15 @@ def tokenizer(chat=False):
     fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
     if chat:
         fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def encoder_tokenizer():
+    """The same tokens, with [CLS] in front of a text and [SEP] behind it, as BERT's tokenizer puts them."""
+    fast = tokenizer()
+    fast.add_special_tokens({"cls_token": "[CLS]", "sep_token": "[SEP]"})
+    ends = [(token, fast.convert_tokens_to_ids(token)) for token in ("[CLS]", "[SEP]")]
+    fast.backend_tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=ends)
     return fast
 
 
