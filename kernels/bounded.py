@@ -4,8 +4,8 @@ The gradient of a row's loss by its logits is
 
     dz_n = g_n (onehot_t - p_n) / T,   so   |dz_n|_1 = 2 |g_n| m_n / T,   with   m_n = sum_{v != t} p_nv = 1 - p_nt
 
-and nearly all of m_n lies on few columns v. A chunk of rows leaves out a set L of columns that holds no row's target, as
-large as the bound allows with the tolerance tau:
+and nearly all of m_n lies on few columns v. A chunk of rows leaves out a set L of columns that holds no row's target,
+as large as the bound allows with the tolerance tau:
 
     sum_{v in L} p_nv <= tau m_n     for every row n with g_n != 0
 
@@ -14,9 +14,9 @@ confidence is. So dH_n = dz_n W errs by at most (tau |g_n| m_n / T) max_{v in L}
 sum_n (tau |g_n| m_n / T) |h_n|, added up over its rows. A soft-cap multiplies the columns by slopes of at most 1 and
 leaves both as they are. Log-probs, loss and metrics are those of the exact path.
 
-L is the longest beginning of the columns in the order of what they contribute, sum_n |g_n| p_nv / m_n. A vocabulary that
-is sharded over ranks bounds the mass of each shard by tau times the shard's own part of m_n, which adds up to the bound
-without an exchange.
+L is the longest beginning of the columns in the order of what they contribute, sum_n |g_n| p_nv / m_n. A vocabulary
+that is sharded over ranks bounds the mass of each shard by tau times the shard's own part of m_n, which adds up to the
+bound without an exchange.
 
 Shapes: n rows of the chunk (one a token), V vocabulary entries here, K <= V kept ones.
 """

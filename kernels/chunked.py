@@ -9,8 +9,9 @@ A GRPO gradient is separable by row: g is known as soon as logp is, so dz is for
 forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
 nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
 and dW. The KL of the full distributions (full_kl.py) takes one product more, of the reference's states with its head,
-and adds its own part to dz. With a backward tolerance the last two products run over fewer columns (bounded.py). A weight whose rows are sharded over processes (vocabulary-parallel) adds all-reduces of
-per-row values (softmax.py) and of dH; dW and dbias stay with their shard.
+and adds its own part to dz. With a tolerance, the last two products run over fewer columns (bounded.py). A weight whose
+rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values (softmax.py) and of dH; dW and
+dbias stay with their shard.
 """
 
 import torch
@@ -110,7 +111,7 @@ class _Gradients:
             dbias += dz.sum(0)
 
     def _add_columns(self, dz, h, rows, columns):
-        """Add the gradients of one chunk over some columns, a block of them at a time: gathered, multiplied, put back."""
+        """Add the gradients of one chunk over some columns: gathered, multiplied and put back, a block at a time."""
         dh, dw, dbias = self.sums
         product = torch.zeros_like(h)
         for start in range(0, len(columns), CAST_ROWS):

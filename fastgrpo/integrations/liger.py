@@ -46,6 +46,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's weight for tokens with a negative advantage.
+        backward_tolerance: See `linear_grpo_loss`.
 
     Raises:
         ValueError: `Objective` refuses the value of a setting.
@@ -58,6 +59,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
         delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+        backward_tolerance: float = 0.0,
     ):  # fmt: skip
         super().__init__()
         self.beta, self.use_ref_model, self.temperature = beta, use_ref_model, temperature
@@ -69,6 +71,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
+        self.backward_tolerance = backward_tolerance
         self._objective()  # refuses what cannot be computed
 
     def _objective(self):
@@ -138,6 +141,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             _input, lin_weight, selected_token_ids, terms.advantages, mask=mask, old_logps=terms.old_logps,
             ref_logps=ref_logps, sampler_logps=terms.sampler_logps, temperature=self.temperature, bias=bias,
             num_items_in_batch=step_tokens(objective, mask, num_items_in_batch), objective=terms.objective,
+            backward_tolerance=self.backward_tolerance,
         )  # fmt: skip
         tokens = mask.sum().clamp(min=1)
         share = out.metrics["active_tokens"] / tokens  # our means are over the tokens that carry gradient

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from fastgrpo.loss.interval import Interval
+from fastgrpo.loss.interval import BACKWARD_TOLERANCE
 from fastgrpo.loss.objective import POSITIVE, Objective
 from fastgrpo.loss.values import check_number, check_tensor
 
@@ -18,7 +18,6 @@ if HAS_TRITON:
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "chunked", "triton")
-BACKWARD_TOLERANCE = Interval(at_least=0, below=1)
 
 
 def check_head(
@@ -83,8 +82,8 @@ def choose_backend(backend: str, chunked_alone: Sequence[str] = (), **tensors: t
         "chunked" or "triton".
 
     Raises:
-        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors or does not compute
-            what was asked for.
+        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors or does not
+            compute what was asked for.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -128,8 +127,8 @@ def check_backward_tolerance(tolerance: float, objective: Objective | None = Non
     ):
         if there:
             raise ValueError(
-                f"backward_tolerance={tolerance} bounds the gradient of log-probs, and {what} has a gradient of its own "
-                "on every column of the vocabulary; pass backward_tolerance=0"
+                f"backward_tolerance={tolerance} bounds the gradient of log-probs, and {what} has a gradient of its "
+                "own on every column of the vocabulary; pass backward_tolerance=0"
             )
 
 

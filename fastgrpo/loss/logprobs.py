@@ -66,8 +66,8 @@ def linear_logprob(
 
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; a target lies outside [0, V) or a
-            temperature outside of its range; a rank holds no rows of the weight; the backend is unknown; or backward_tolerance is
-            out of range, or given with return_entropy or backend "triton".
+            temperature outside of its range; a rank holds no rows of the weight; the backend is unknown; or
+            backward_tolerance is out of range, or given with return_entropy or backend "triton".
     """
     check_backward_tolerance(backward_tolerance)
     if backward_tolerance and return_entropy:
