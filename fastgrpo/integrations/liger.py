@@ -46,11 +46,15 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's weight for tokens with a negative advantage.
-        backward_tolerance: See `linear_grpo_loss`.
+
+    Attributes:
+        backward_tolerance: See `linear_grpo_loss`. Liger has no such setting, so that it is set on the instance.
 
     Raises:
         ValueError: `Objective` refuses the value of a setting.
     """
+
+    backward_tolerance = 0.0
 
     def __init__(
         self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
@@ -59,7 +63,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, temperature: float = 1.0,
         delta: float | None = None, use_bias_correction_kl: bool = False, vespo_k_pos: float = 2.0,
         vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
-        backward_tolerance: float = 0.0,
     ):  # fmt: skip
         super().__init__()
         self.beta, self.use_ref_model, self.temperature = beta, use_ref_model, temperature
@@ -71,7 +74,6 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self.backward_tolerance = backward_tolerance
         self._objective()  # refuses what cannot be computed
 
     def _objective(self):

@@ -11,6 +11,7 @@ carry no gradient. It makes the metrics, moves the entropy coefficient and adds 
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTra
 def _take_over(trainer, backward_tolerance):
     """Check what the trainer wants, and attach the head to its model and to its reference."""
     _refuse(trainer)
-    check_backward_tolerance(backward_tolerance, objective_of(trainer))  # which refuses numbers out of range
+    objective = replace(objective_of(trainer), entropy_coef=trainer.args.entropy_coef)  # refuses numbers out of range
+    check_backward_tolerance(backward_tolerance, objective)
     trainer._compared, trainer.backward_tolerance = 0, backward_tolerance
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
