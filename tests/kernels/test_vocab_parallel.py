@@ -105,7 +105,7 @@ def check_errors(group):
 
 
 def check_bounded(group, tau=0.2):
-    """With a tolerance the ranks leave out columns of their own shards, and the bound holds for the whole vocabulary."""
+    """With a tolerance each rank leaves out columns of its shard, and the bound holds for the whole vocabulary."""
     chunked.chunk_rows = lambda vocab_size: 100  # one chunk, which keeps one set of columns
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(4)
