@@ -9,12 +9,14 @@ A GRPO gradient is separable by row: g is known as soon as logp is, so dz is for
 forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
 nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
 and dW. The KL of the full distributions (full_kl.py) takes one product more, of the reference's states with its head,
-and adds its own part to dz. A weight whose rows are sharded over processes (vocabulary-parallel) adds all-reduces of
-per-row values (softmax.py) and of dH; dW and dbias stay with their shard.
+and adds its own part to dz. With a tolerance, the last two products run over fewer columns (bounded.py). A weight whose
+rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values (softmax.py) and of dH; dW and
+dbias stay with their shard.
 """
 
 import torch
 
+from fastgrpo.kernels.bounded import bounded_gradient
 from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.full_kl import ReferenceHead, full_kl, full_kl_gradient_
 from fastgrpo.kernels.objectives import policy_loss_fwd
@@ -92,9 +94,14 @@ class _Gradients:
             for value, needed in zip(self.inputs, needs, strict=True)
         ]
 
-    def add(self, dz, h, rows):
-        """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index among the N rows."""
+    def add(self, dz, h, rows, columns=None):
+        """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index among the N rows.
+
+        With `columns` [K], dz is [n, K] and the other columns of the vocabulary add nothing.
+        """
         dh, dw, dbias = self.sums
+        if columns is not None:
+            return self._add_columns(dz, h, rows, columns)
         if dh is not None:
             products = (dz[:, block] @ w for block, w in _weight_blocks(self.inputs[1], self.dtype))
             dh[rows] = self.vocabulary.sum_(sum(products))  # dH = dz W
@@ -102,6 +109,22 @@ class _Gradients:
             dw.addmm_(dz.T, h)  # dW = dz^T H
         if dbias is not None:
             dbias += dz.sum(0)
+
+    def _add_columns(self, dz, h, rows, columns):
+        """Add the gradients of one chunk over some columns: gathered, multiplied and put back, a block at a time."""
+        dh, dw, dbias = self.sums
+        product = torch.zeros_like(h)
+        for start in range(0, len(columns), CAST_ROWS):
+            part = slice(start, start + CAST_ROWS)
+            at = columns[part]
+            if dh is not None:
+                product.addmm_(dz[:, part], self.inputs[1][at].to(self.dtype))  # dH = dz W
+            if dw is not None:
+                dw[at] = dw[at].addmm_(dz[:, part].T, h)  # dW = dz^T H; a column stands in `columns` once
+        if dh is not None:
+            dh[rows] = self.vocabulary.sum_(product)
+        if dbias is not None:
+            dbias[columns] += dz.sum(0)
 
 
 def _dtypes(*inputs):
@@ -163,7 +186,7 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary, softcap,
-                sum_hidden_grad):  # fmt: skip
+                sum_hidden_grad, tolerance=0.0):  # fmt: skip
         with no_autocast(hidden):
             logps, entropy = linear_logprob_fwd(
                 hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy
@@ -171,7 +194,7 @@ class LinearLogprob(torch.autograd.Function):
         per_row = isinstance(temperature, torch.Tensor)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, temperature if per_row else None)
         ctx.temperature, ctx.size, ctx.vocabulary = None if per_row else temperature, size, vocabulary
-        ctx.softcap, ctx.sum_hidden_grad = softcap, sum_hidden_grad
+        ctx.softcap, ctx.sum_hidden_grad, ctx.tolerance = softcap, sum_hidden_grad, tolerance
         ctx.set_materialize_grads(False)
         return logps, entropy
 
@@ -189,6 +212,13 @@ class LinearLogprob(torch.autograd.Function):
                 h, t = hidden[part].to(grads.dtype), cut(temperature, part)
                 z, bend = _logits(h, weight, bias, t, ctx.softcap)
                 softmax_(z, targets[part], ctx.vocabulary)
+                if ctx.tolerance:
+                    cut_down = bounded_gradient(
+                        z, targets[part], ctx.vocabulary, grad_logps[part] / t, ctx.tolerance, bend
+                    )
+                    if cut_down.dz is not None:
+                        grads.add(cut_down.dz, h, part, cut_down.columns)
+                        continue
                 slope = None if grad_entropy is None else grad_entropy[part] / t
                 part_entropy = cut(entropy, part)
                 dz = logit_gradient_(z, targets[part], ctx.vocabulary, grad_logps[part] / t, part_entropy, slope)
@@ -196,7 +226,7 @@ class LinearLogprob(torch.autograd.Function):
                     dz *= bend
                 grads.add(dz, h, part)
                 del z, bend, dz
-        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 7
+        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 8
 
 
 class LinearGRPO(torch.autograd.Function):
@@ -204,17 +234,18 @@ class LinearGRPO(torch.autograd.Function):
 
     Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
     ctx.needs_input_grad stays True under no_grad. `reference` is there where the objective has the KL of the full
-    distributions.
+    distributions. Where `tolerance` is not 0, the [M] values have `kept_columns`, the share of its chunk, and
+    `dropped_mass`, see bounded.py.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, objective, size, needs, return_entropy, vocabulary: Vocabulary,
-                softcap, reference: ReferenceHead | None):  # fmt: skip
+                softcap, reference: ReferenceHead | None, tolerance: float = 0.0):  # fmt: skip
         ctx.set_materialize_grads(False)
         dtype = compute_dtype(hidden)
         return_entropy = return_entropy or rows.entropy_weights is not None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        outputs, dz = [], None
+        outputs, dz, columns = [], None, None
         with no_autocast(hidden):
             slices = row_slices(len(rows.targets), size)
             parts, known = policy_parts(
@@ -247,17 +278,21 @@ class LinearGRPO(torch.autograd.Function):
                 if any(needs):
                     slope = None if bonus is None else -bonus / t
                     dkl = None if reference is None else full_kl_gradient_(z, log_ratio, kl, kl_weights / t)
-                    dz = logit_gradient_(z, targets, vocabulary, g / t, entropy, slope)
-                    if dkl is not None:
-                        dz += dkl
-                    if bend is not None:
-                        dz *= bend
+                    if tolerance:
+                        dz, columns, kept, dropped = bounded_gradient(z, targets, vocabulary, g / t, tolerance, bend)
+                        outputs[-1] |= {"kept_columns": kept.expand(len(logps)), "dropped_mass": dropped}
+                    if dz is None:
+                        dz = logit_gradient_(z, targets, vocabulary, g / t, entropy, slope)
+                        if dkl is not None:
+                            dz += dkl
+                        if bend is not None:
+                            dz *= bend
                     if not keep_dz:
-                        grads.add(dz, h, where)
-                        dz = None
+                        grads.add(dz, h, where, columns)
+                        dz = columns = None
                 z = bend = ref_z = log_ratio = dkl = None  # free them before the next chunk's are allocated
         if keep_dz:
-            ctx.save_for_backward(hidden, weight, bias, rows.index, dz)
+            ctx.save_for_backward(hidden, weight, bias, rows.index, dz, columns)
         elif grads is not None:
             ctx.save_for_backward(*grads.sums)
         ctx.keep_dz, ctx.needs, ctx.vocabulary = keep_dz, needs, vocabulary
@@ -268,13 +303,13 @@ class LinearGRPO(torch.autograd.Function):
     @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 11
+            return (None,) * 12
         sums = ctx.saved_tensors
         if ctx.keep_dz:
-            hidden, weight, bias, index, dz = sums
+            hidden, weight, bias, index, dz, columns = sums
             where = slice(None) if index is None else index
             with no_autocast(hidden):
                 products = _Gradients(hidden, weight, bias, ctx.needs, ctx.vocabulary)
-                products.add(dz, hidden[where].to(dz.dtype), where)
+                products.add(dz, hidden[where].to(dz.dtype), where, columns)
             sums = products.sums
-        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 8
+        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 9

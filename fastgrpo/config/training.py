@@ -5,7 +5,7 @@ from typing import Any
 
 from fastgrpo.config.fields import Interval, Keywords, When, documented, keywords, setting
 from fastgrpo.config.sections import MIN_P, REPETITION_PENALTY
-from fastgrpo.loss.interval import TEMPERATURE
+from fastgrpo.loss.interval import BACKWARD_TOLERANCE, TEMPERATURE
 
 WITH_ADAPTERS = When("use_peft is True", lambda settings: settings.use_peft)
 ON_GSM8K = When("task is gsm8k", lambda settings: settings.task == "gsm8k")
@@ -134,12 +134,19 @@ class RolloutConfig:
 @documented
 @dataclass(frozen=True)
 class UpdatesConfig:
-    """How often the completions of a step are learned from."""
+    """How the completions of a step are learned from."""
 
     updates_per_rollout: int = setting(
         1, "Number of minibatches that the groups of a rollout are split into; each makes one update.", within=COUNT
     )
     num_iterations: int = setting(1, "Number of passes over the completions of a rollout (mu in GRPO).", within=COUNT)
+    head_backward_tolerance: float = setting(
+        0.0,
+        "Largest share of a token's gradient by its logits that the head's backward pass may leave out, by leaving out "
+        "entries of the vocabulary that hold at most this share of the probability beside the token drawn. 0 is exact; "
+        "0.01 leaves out about half of the work of a pretrained model's head on a CPU.",
+        within=BACKWARD_TOLERANCE,
+    )
 
 
 @documented

@@ -138,6 +138,17 @@ def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
         )
 
 
+def _the_gradient_has_a_bound(head_backward_tolerance, entropy_coef, use_adaptive_entropy, beta, kl):
+    asked = {"entropy_coef": entropy_coef != 0, "use_adaptive_entropy": use_adaptive_entropy,
+             "kl=full": beta != 0 and kl == "full"}  # fmt: skip
+    for name, value in asked.items():
+        if head_backward_tolerance and value:
+            raise ValueError(
+                f"head_backward_tolerance={head_backward_tolerance:g} bounds the gradient of log-probs, and {name} has "
+                "a gradient of its own on every entry of the vocabulary; leave one of the two out"
+            )
+
+
 def _there_are_steps(max_steps):
     if max_steps == 0:
         raise ValueError("max_steps must be positive, or -1 for num_train_epochs, got 0")
@@ -192,6 +203,7 @@ RULES = (
     _each_reward_is_scaled_by_its_group,
     _tokens_can_have_advantages,
     _the_entropy_bonus_has_room,
+    _the_gradient_has_a_bound,
     _there_are_steps,
     _every_update_has_a_group,
     _resume_or_overwrite,

@@ -47,9 +47,14 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's weight for tokens with a negative advantage.
 
+    Attributes:
+        backward_tolerance: See `linear_grpo_loss`. Liger has no such setting, so that it is set on the instance.
+
     Raises:
         ValueError: `Objective` refuses the value of a setting.
     """
+
+    backward_tolerance = 0.0
 
     def __init__(
         self, beta: float = 0.04, compiled: bool = True, use_ref_model: bool = True, chunk_size: int = 1,
@@ -138,6 +143,7 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
             _input, lin_weight, selected_token_ids, terms.advantages, mask=mask, old_logps=terms.old_logps,
             ref_logps=ref_logps, sampler_logps=terms.sampler_logps, temperature=self.temperature, bias=bias,
             num_items_in_batch=step_tokens(objective, mask, num_items_in_batch), objective=terms.objective,
+            backward_tolerance=self.backward_tolerance,
         )  # fmt: skip
         tokens = mask.sum().clamp(min=1)
         share = out.metrics["active_tokens"] / tokens  # our means are over the tokens that carry gradient

@@ -11,6 +11,7 @@ carry no gradient. It makes the metrics, moves the entropy coefficient and adds 
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trl import GRPOTrainer
 
 from fastgrpo.integrations.trl_head import attach
 from fastgrpo.integrations.trl_loss import SURROGATES, objective_of, score
+from fastgrpo.loss.checks import check_backward_tolerance
 
 # A class that has these of its own would lose them here, or have its loss without the gradient that belongs to it.
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
@@ -33,15 +35,16 @@ class FusedGRPOTrainer(GRPOTrainer):
 
     Args:
         args: Those of trl.GRPOTrainer.
+        backward_tolerance: See `linear_grpo_loss`.
         kwargs: Those of trl.GRPOTrainer.
 
     Raises:
         ValueError: A setting or the model cannot be served; the text names it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, backward_tolerance: float = 0.0, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        _take_over(self)
+        _take_over(self, backward_tolerance)
 
     def _compute_loss(self, model, inputs):
         outputs = []
@@ -63,11 +66,12 @@ class FusedGRPOTrainer(GRPOTrainer):
         return super()._get_per_token_logps_and_entropies(asked, *args, compute_entropy=compute_entropy, **kwargs)
 
 
-def patch(trainer: GRPOTrainer) -> FusedGRPOTrainer:
+def patch(trainer: GRPOTrainer, backward_tolerance: float = 0.0) -> FusedGRPOTrainer:
     """Give a trainer of TRL the head and the loss of this package.
 
     Args:
         trainer: A GRPOTrainer, before its training starts. It is changed in place.
+        backward_tolerance: See `linear_grpo_loss`.
 
     Returns:
         The same object, which is a FusedGRPOTrainer now.
@@ -83,17 +87,18 @@ def patch(trainer: GRPOTrainer) -> FusedGRPOTrainer:
     for name in OURS:
         if getattr(kind, name) is not getattr(GRPOTrainer, name):
             raise ValueError(f"trainer must leave {name} to TRL, and {kind.__name__} has its own; remove that one")
-    _take_over(trainer)
+    _take_over(trainer, backward_tolerance)
     bases = (FusedGRPOTrainer, kind)
     trainer.__class__ = FusedGRPOTrainer if kind is GRPOTrainer else type(f"Fused{kind.__name__}", bases, {})
     return trainer
 
 
-def _take_over(trainer):
+def _take_over(trainer, backward_tolerance):
     """Check what the trainer wants, and attach the head to its model and to its reference."""
     _refuse(trainer)
-    objective_of(trainer)  # refuses numbers out of range
-    trainer._compared = 0
+    objective = replace(objective_of(trainer), entropy_coef=trainer.args.entropy_coef)  # refuses numbers out of range
+    check_backward_tolerance(backward_tolerance, objective)
+    trainer._compared, trainer.backward_tolerance = 0, backward_tolerance
     for model in (trainer.model, trainer.ref_model):
         if model is not None:
             model = trainer.accelerator.unwrap_model(model)

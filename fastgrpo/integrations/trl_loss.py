@@ -87,7 +87,7 @@ def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> 
         token_weights=_token_weights(trainer, mask, inputs["num_items_in_batch"], windows),
         entropy_weights=counted / (counted.sum().clamp(min=1) * windows) if coefficient != 0 else None,
         temperature=head.temperature, bias=head.bias, logit_softcap=head.softcap, return_entropy=known is None,
-        compact="sync", objective=objective,
+        compact="sync", objective=objective, backward_tolerance=trainer.backward_tolerance,
     )  # fmt: skip
     if known is None:
         with torch.no_grad():

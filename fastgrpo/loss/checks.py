@@ -1,12 +1,14 @@
 """Checks the head and the targets that the losses are given, and chooses the backend that runs them."""
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 
-from fastgrpo.loss.objective import POSITIVE
+from fastgrpo.loss.interval import BACKWARD_TOLERANCE
+from fastgrpo.loss.objective import POSITIVE, Objective
 from fastgrpo.loss.values import check_number, check_tensor
 
 HAS_TRITON = find_spec("triton") is not None
@@ -68,31 +70,34 @@ def check_token_ids(targets: torch.Tensor, like: torch.Tensor, name: str) -> Non
         raise ValueError(f"targets must be {tuple(like.shape[:-1])} like {name}, got {tuple(targets.shape)}")
 
 
-def choose_backend(backend: str, full_kl: bool = False, **tensors: torch.Tensor) -> str:
+def choose_backend(backend: str, chunked_alone: Sequence[str] = (), **tensors: torch.Tensor) -> str:
     """Choose the code path of a loss.
 
     Args:
         backend: "auto", "chunked" or "triton".
-        full_kl: Whether the loss has the KL of the full distributions, which the chunked path alone computes.
+        chunked_alone: What was asked for that the chunked path alone computes, as the caller would write it.
         tensors: The inputs that the kernels would read, by the names that errors call them.
 
     Returns:
         "chunked" or "triton".
 
     Raises:
-        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors or has no such KL.
+        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors or does not
+            compute what was asked for.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
         one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        fits = HAS_TRITON and not full_kl and one_dtype and all(_fits(tensor) for tensor in tensors.values())
+        fits = HAS_TRITON and not chunked_alone and one_dtype and all(_fits(tensor) for tensor in tensors.values())
         backend = "triton" if fits else "chunked"
         if not torch.compiler.is_compiling():
-            _log_choice(backend, ", the only one that computes kl='full'" if full_kl else "")
+            _log_choice(backend, f", the only one that computes {chunked_alone[0]}" if chunked_alone else "")
     elif backend == "triton":
-        if full_kl:
-            raise ValueError("backend='triton' does not compute kl='full'; use backend='auto' or backend='chunked'")
+        if chunked_alone:
+            raise ValueError(
+                f"backend='triton' does not compute {chunked_alone[0]}; use backend='auto' or backend='chunked'"
+            )
         if not HAS_TRITON:
             raise ValueError("backend='triton' needs Triton (pip install triton, Linux); use backend='chunked'")
         dtypes = {t.dtype for t in tensors.values()}
@@ -101,6 +106,30 @@ def choose_backend(backend: str, full_kl: bool = False, **tensors: torch.Tensor)
         for name, tensor in tensors.items():
             launch.check_device(tensor, name)
     return backend
+
+
+def check_backward_tolerance(tolerance: float, objective: Objective | None = None) -> None:
+    """Check how much of a row's gradient may be left out.
+
+    Args:
+        tolerance: What the caller gave.
+        objective: The objective of the loss; None for a function of log-probs alone.
+
+    Raises:
+        ValueError: It is no number of [0, 1), or the gradient has parts that it does not bound.
+    """
+    check_number(tolerance, "backward_tolerance", BACKWARD_TOLERANCE)
+    if tolerance == 0 or objective is None:
+        return
+    for what, there in (
+        (f"entropy_coef={objective.entropy_coef}", objective.entropy_coef != 0),
+        ("kl='full'", objective.full_kl and objective.beta != 0),
+    ):
+        if there:
+            raise ValueError(
+                f"backward_tolerance={tolerance} bounds the gradient of log-probs, and {what} has a gradient of its "
+                "own on every column of the vocabulary; pass backward_tolerance=0"
+            )
 
 
 def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

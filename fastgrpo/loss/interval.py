@@ -75,3 +75,4 @@ class Interval:
 # Below it, logits of ordinary size (up to 1e8) divided by the temperature would exceed the largest fp32, and the loss
 # would be NaN. A sampler's greedy temperature of 0 has no log-probs either.
 TEMPERATURE = Interval(at_least=1e-30, why="logits are divided by it")
+BACKWARD_TOLERANCE = Interval(at_least=0, below=1)  # of the head: the share of a row's gradient that may be left out

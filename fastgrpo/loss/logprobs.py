@@ -14,7 +14,13 @@ from fastgrpo.kernels import chunked
 from fastgrpo.kernels.policy_rows import cut
 from fastgrpo.kernels.products import needed
 from fastgrpo.kernels.softmax import Vocabulary
-from fastgrpo.loss.checks import HAS_TRITON, cast_for_autocast, check_head, choose_backend
+from fastgrpo.loss.checks import (
+    HAS_TRITON,
+    cast_for_autocast,
+    check_backward_tolerance,
+    check_head,
+    choose_backend,
+)
 from fastgrpo.loss.rows import per_token
 from fastgrpo.loss.values import check_targets, check_temperature, check_temperatures
 
@@ -29,6 +35,7 @@ def linear_logprob(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: torch.Tensor | None = None,
     logit_softcap: float | None = None, temperature: float | torch.Tensor = 1.0, return_entropy: bool = False,
     process_group: "ProcessGroup | None" = None, sum_hidden_grad: bool = True, backend: str = "auto",
+    backward_tolerance: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute the log-probs of `targets` under softmax(softcap(hidden @ weight.T + bias) / temperature).
 
@@ -51,6 +58,7 @@ def linear_logprob(
             rank the part that comes from its shard, for callers that sum the parts themselves, as
             integrations/verl.py does. Without process_group there is one part.
         backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
+        backward_tolerance: As in `linear_grpo_loss`; the chunked path computes it, and not with return_entropy.
 
     Returns:
         logps [...] fp32 (fp64 for fp64 inputs), differentiable by hidden, weight and bias. With `return_entropy` the
@@ -58,12 +66,20 @@ def linear_logprob(
 
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; a target lies outside [0, V) or a
-            temperature outside of its range; a rank holds no rows of the weight; or the backend is unknown.
+            temperature outside of its range; a rank holds no rows of the weight; the backend is unknown; or
+            backward_tolerance is out of range, or given with return_entropy or backend "triton".
     """
+    check_backward_tolerance(backward_tolerance)
+    if backward_tolerance and return_entropy:
+        raise ValueError(
+            f"backward_tolerance={backward_tolerance} bounds the gradient of log-probs, and the entropy has a gradient "
+            "of its own on every column of the vocabulary; pass backward_tolerance=0, or return_entropy=False"
+        )
     check_head(hidden, weight, bias, logit_softcap, targets)
     check_temperature(temperature, targets)
-    hidden, weight = cast_for_autocast(backend, hidden, weight)
-    asked, backend = backend, choose_backend(backend, hidden=hidden, weight=weight)
+    alone = ["a backward_tolerance"] if backward_tolerance else []
+    hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
+    asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     flat = targets.reshape(-1).long()
     check_targets(flat, vocabulary.total)
@@ -82,7 +98,7 @@ def linear_logprob(
     def plain(states, weight, bias, part=slice(None)):
         return chunked.LinearLogprob.apply(
             states, weight, bias, flat[part], cut(temperature, part), chunked.chunk_rows(vocabulary.largest),
-            return_entropy, vocabulary, logit_softcap, sum_hidden_grad,
+            return_entropy, vocabulary, logit_softcap, sum_hidden_grad, backward_tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.

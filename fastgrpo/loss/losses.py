@@ -34,6 +34,7 @@ from fastgrpo.kernels.softmax import Vocabulary
 from fastgrpo.loss.checks import (
     HAS_TRITON,
     cast_for_autocast,
+    check_backward_tolerance,
     check_head,
     check_token_ids,
     choose_backend,
@@ -63,7 +64,7 @@ def linear_grpo_loss(
     logit_softcap: float | None = None, return_entropy: bool = False, ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, compact: str | None = None,
     process_group: "ProcessGroup | None" = None, backend: str = "auto", objective: Objective | None = None,
-    entropy_weights: Tensor | None = None, **knobs: Any,
+    entropy_weights: Tensor | None = None, backward_tolerance: float = 0.0, **knobs: Any,
 ) -> GRPOLossOutput:  # fmt: skip
     """Compute the GRPO loss of a language-model head, fused: no logits in memory, three matrix products with gradients.
 
@@ -108,6 +109,14 @@ def linear_grpo_loss(
         objective: The objective, in place of `knobs`.
         entropy_weights: [B, T] or [N], the e_n of the entropy bonus in place of 1 / tokens of the step; the mask still
             applies. None where entropy_coef is 0.
+        backward_tolerance: tau in [0, 1). The backward may leave out columns of the vocabulary, never a target's, that
+            hold at most tau (1 - p_target) of the probability of every row: the 1-norm of a row's gradient by its
+            logits, |dz_n|_1 = 2 |g_n| (1 - p_target) / temperature, then errs by at most tau / 2 of itself, and dH_n by
+            at most tau |g_n| (1 - p_target) / temperature times the largest norm of a row of the weight
+            (kernels/bounded.py). Loss, log-probs and metrics stay exact. 0 is the exact gradient. The metrics
+            `head/kept_columns` (share of the vocabulary) and `head/dropped_mass` (the largest of a row, relative to its
+            1 - p_target; at most tau) say what was done. The chunked path computes it; on a GPU the host waits for the
+            number of columns, once a chunk.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
     Returns:
@@ -115,7 +124,8 @@ def linear_grpo_loss(
 
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; something by which the loss is not
-            differentiated requires grad; beta is not 0 and what the KL needs of the reference is missing; kl is "full"
+            differentiated requires grad; backward_tolerance is given with entropy_coef, kl="full" or backend "triton";
+            beta is not 0 and what the KL needs of the reference is missing; kl is "full"
             with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both objective
             and knobs are given; or `Objective` refuses a knob.
             On the CPU also: an active row has a target outside [0, V), or a number that is not finite where it must be;
@@ -123,11 +133,13 @@ def linear_grpo_loss(
     """
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
+    check_backward_tolerance(backward_tolerance, objective)
     reference = reference_head(
         objective, hidden, weight, ref_logps, ref_hidden, ref_weight, ref_bias, process_group
     )  # fmt: skip
-    hidden, weight = cast_for_autocast("chunked" if objective.full_kl else backend, hidden, weight)
-    asked, backend = backend, choose_backend(backend, objective.full_kl, hidden=hidden, weight=weight)
+    alone = ["kl='full'"] if objective.full_kl else ["a backward_tolerance"] if backward_tolerance else []
+    hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
+    asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature, entropy_weights)  # fmt: skip
@@ -145,7 +157,7 @@ def linear_grpo_loss(
     def plain(states, kept, weight, bias):
         return chunked.LinearGRPO.apply(
             states, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needed(states, weight, bias),
-            return_entropy, vocabulary, logit_softcap, reference,
+            return_entropy, vocabulary, logit_softcap, reference, backward_tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.

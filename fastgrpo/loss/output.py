@@ -21,7 +21,9 @@ class GRPOLossOutput:
     `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of rows that these are means over.
     `entropy` is there on request or with an entropy bonus. With sampler_logps there are
     `sampling/importance_sampling_ratio/{min,mean,max}` of the weights in use, and
-    `sampling/sampling_logp_difference/{mean,max}` of |old - sampler| where the sampler gave a log-prob.
+    `sampling/sampling_logp_difference/{mean,max}` of |old - sampler| where the sampler gave a log-prob. With a
+    backward_tolerance, and where there is a gradient, there are `head/kept_columns`, the share of the vocabulary that
+    the backward keeps, and `head/dropped_mass`, the largest share of its 1 - p_target that a row leaves out.
 
     Attributes:
         loss: Scalar, fp32 (fp64 for fp64 inputs). The only field that carries gradient.
@@ -46,8 +48,8 @@ def loss_output(
     Args:
         loss: Scalar.
         outputs: [M] values by name, as the autograd functions of kernels/ return them: `logps`, `policy_loss`, `kl`,
-            `ratio`, `clipped_low`, `clipped_high`, and where they were asked for `entropy`, `importance` and
-            `sampler_gap`.
+            `ratio`, `clipped_low`, `clipped_high`, and where they were asked for `entropy`, `importance`,
+            `sampler_gap`, `kept_columns` and `dropped_mass`.
         kept: The kept rows.
         like: A tensor in the shape of the tokens, [B, T] or [N].
 
@@ -82,6 +84,10 @@ def loss_output(
     }
     if "entropy" in mean:
         metrics["entropy"] = mean["entropy"]
+    if "kept_columns" in outputs:
+        dropped = outputs["dropped_mass"]
+        metrics["head/kept_columns"] = mean["kept_columns"]
+        metrics["head/dropped_mass"] = dropped.amax() if len(dropped) else mean["dropped_mass"]
     if "importance" in outputs:
         metrics |= _sampler_metrics(outputs["importance"], outputs["sampler_gap"], kept.active, divisor)
     entropies = None if entropies is None else entropies.view(like.shape)

@@ -66,6 +66,10 @@ METRICS = {
     "distribution that was drawn from, nats",
     "sampling/sampling_logp_difference/max": "largest such difference, nats",
     "rollout/logp_gap": "mean absolute difference of the sampler's and the trainer's log-probs of active tokens, nats",
+    "head/kept_columns": "share of the vocabulary over which the head's backward pass runs, with "
+    "--head_backward_tolerance",
+    "head/dropped_mass": "largest share of the probability beside its own that a token's gradient leaves out, with "
+    "--head_backward_tolerance; at most that",
     "grad_norm": "norm of the gradient before clipping, averaged over the updates of a step that were not skipped",
     "entropy_coef": "coefficient of the entropy bonus after the last update, with --use_adaptive_entropy",
     "skipped_updates": "number of updates, summed over the logged steps, that left the weights unchanged because the "
@@ -181,6 +185,7 @@ _REDUCED = {
     "curriculum/level": _last,
     "epoch": _last,
     "ratio/max": max,
+    "head/dropped_mass": max,
     "completions/min_length": min,
     "completions/max_length": max,
     "completions/min_terminated_length": min,

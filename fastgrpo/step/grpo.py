@@ -56,6 +56,7 @@ class GRPOUpdate:
         off_policy_mask_threshold: See `Selection`.
         entropy: The control of the coefficient of the entropy bonus, in place of objective.entropy_coef; None is no
             control.
+        backward_tolerance: See `linear_grpo_loss`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GRPOUpdate:
         top_entropy_quantile: float = 1.0,
         off_policy_mask_threshold: float | None = None,
         entropy: AdaptiveEntropy | None = None,
+        backward_tolerance: float = 0.0,
     ):
         self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
         self.dealer, self.ranks = updater.dealer, updater.ranks
@@ -80,7 +82,7 @@ class GRPOUpdate:
             policy, updater, self.scoring, top_entropy_quantile=top_entropy_quantile,
             off_policy_mask_threshold=off_policy_mask_threshold,
         )  # fmt: skip
-        self.entropy = entropy
+        self.entropy, self.backward_tolerance = entropy, backward_tolerance
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
@@ -243,6 +245,7 @@ class GRPOUpdate:
                 logit_softcap=softcap,
                 return_entropy=with_entropy,
                 objective=self.objective,
+                backward_tolerance=self.backward_tolerance,
                 **reference,
             )
 

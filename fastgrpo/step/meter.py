@@ -10,6 +10,7 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.ranks import ALONE, Ranks
 
 EXTREMES = {"min": min, "max": max}  # metrics whose last part has one of these names are not averaged
+LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # metrics of which the largest value counts, too
 SUMMED = ("policy_loss", "active_tokens")
 
 
@@ -30,7 +31,7 @@ class Meter:
         tokens = out.metrics["active_tokens"]
         measured = {"loss": out.loss.detach()}
         for name, value in out.metrics.items():
-            whole = name in SUMMED or name.rpartition("/")[2] in EXTREMES
+            whole = name in (*SUMMED, *LARGEST) or name.rpartition("/")[2] in EXTREMES
             measured[name] = value if whole else value * tokens
         if batch.old_logps is None and batch.rollout_logps is not None:
             gap = (out.logps - batch.rollout_logps).abs() * out.active
@@ -64,7 +65,7 @@ class Meter:
         tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
         per = {"loss": sum(taken), "policy_loss": sum(taken), "rollout/logp_gap": max(first, 1)}
         for name, part in parts.items():
-            extreme = "max" if name == "rollout/logp_gap_max" else name.rpartition("/")[2]
+            extreme = "max" if name in LARGEST else name.rpartition("/")[2]
             if extreme not in EXTREMES:
                 values[name] = math.fsum(part) / per.get(name, max(tokens, 1))
             elif part:

@@ -156,6 +156,7 @@ class GRPOTrainer(Trainer):
             top_entropy_quantile=args.top_entropy_quantile,
             off_policy_mask_threshold=args.off_policy_mask_threshold,
             entropy=self.entropy,
+            backward_tolerance=args.head_backward_tolerance,
         )
 
     def parts(self) -> dict[str, Stateful]:

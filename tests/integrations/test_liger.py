@@ -161,6 +161,16 @@ def test_settings_may_be_set_between_calls():
     assert after == fresh != before
 
 
+def test_a_tolerance_of_the_backward_changes_gradients_alone():
+    p, found = batch(), []
+    for tolerance in (0.0, 0.9):
+        leaf, loss_of = p.hidden.clone().requires_grad_(), LigerFusedLinearGRPOLoss(use_ref_model=False)
+        loss_of.backward_tolerance = tolerance
+        loss, metrics = loss_of(leaf, p.weight, p.ids, p.mask, p.advantages, old_per_token_logps=p.old_logps)
+        found.append((loss, metrics, torch.autograd.grad(loss, leaf)[0]))
+    assert found[0][:2] == found[1][:2] and not torch.equal(found[0][2], found[1][2])
+
+
 @pytest.mark.parametrize(
     ("knobs", "complaint"),
     [

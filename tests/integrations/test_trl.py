@@ -226,6 +226,17 @@ def test_a_trainer_that_is_there_is_patched(path, tmp_path):
     assert type(one).__name__ == "FusedTheirs"
 
 
+def test_a_tolerance_of_the_backward_changes_gradients_alone(path, tmp_path):
+    both = pair(path, tmp_path)
+    patch(both.theirs, backward_tolerance=0.9)
+    inputs = make_inputs(both.ours)
+    (rough, losses), (exact, own_losses) = gradients(both.theirs, inputs), gradients(both.ours, inputs)
+    torch.testing.assert_close(losses, own_losses, rtol=0, atol=0)
+    assert 0 < (rough - exact).norm() < exact.norm()
+    with pytest.raises(ValueError, match=r"=0.1 bounds .* entropy_coef=0.3 has a gradient of its own"):
+        patch(trainer(trl.GRPOTrainer, path, tmp_path, entropy_coef=0.3), backward_tolerance=0.1)
+
+
 def test_a_trainer_with_a_loss_of_its_own_is_refused(path, tmp_path):
     class Theirs(trl.GRPOTrainer):
         def _compute_loss(self, model, inputs):

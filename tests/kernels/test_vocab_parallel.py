@@ -104,6 +104,33 @@ def check_errors(group):
         linear_grpo_loss(**half, targets=targets + 100, advantages=advantages, process_group=group, **rest)
 
 
+def check_bounded(group, tau=0.2):
+    """With a tolerance each rank leaves out columns of its shard, and the bound holds for the whole vocabulary."""
+    chunked.chunk_rows = lambda vocab_size: 100  # one chunk, which keeps one set of columns
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(n, 24, generator=generator, dtype=torch.float64) for n in (N, 400))
+    targets, advantages = torch.randint(400, (N,), generator=generator), torch.randn(N, generator=generator)
+    hidden = (2 * hidden).requires_grad_()
+    mine = weight.chunk(size)[rank].clone().requires_grad_()
+    exact = linear_grpo_loss(hidden, weight, targets, advantages.double())
+    out = linear_grpo_loss(
+        hidden, mine, targets, advantages.double(), backward_tolerance=tau, process_group=group
+    )  # fmt: skip
+    assert abs(out.loss - exact.loss) < 1e-12
+    (whole,) = torch.autograd.grad(exact.loss, hidden)
+    found, head = torch.autograd.grad(out.loss, (hidden, mine))
+    g = (advantages / N).double().abs() * (1 - exact.logps.exp())  # the ratio is 1
+    assert ((found - whole).norm(dim=1) <= tau * g * weight.norm(dim=1).max()).all()
+    assert 0.2 * tau < out.metrics["head/dropped_mass"] <= tau and out.metrics["head/kept_columns"] < 0.9
+    left_out = (head == 0).all(1).sum()
+    dist.all_reduce(left_out, group=group)
+    assert abs(1 - left_out / 400 - out.metrics["head/kept_columns"]) < 1e-6
+    first = found.clone()
+    dist.broadcast(first, 0, group=group)
+    assert torch.equal(first, found)
+
+
 def worker(rank, folder):
     """Every group of ranks in turn, the smaller one a part of the world; what fails is written down for its test."""
     torch.set_num_threads(1)
@@ -116,6 +143,7 @@ def worker(rank, folder):
                 check(group, sizes, torch.float64, 1e-10)
                 check(group, sizes, torch.float32, 3e-6)
                 check_errors(group)
+                check_bounded(group)
                 found = "as one process"
             except Exception:
                 found = traceback.format_exc()

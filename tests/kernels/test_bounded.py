@@ -1,0 +1,155 @@
+"""A backward with a tolerance leaves out no more of any row than that, and everything else is exact."""
+
+import pytest
+import torch
+
+from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob
+from fastgrpo.kernels import bounded, chunked, reference
+from fastgrpo.kernels.softmax import Vocabulary
+
+N, V, D = 48, 700, 24
+
+
+def sharp(scale=3.0):
+    """Rows whose probability lies on few columns, as those of a language model."""
+    hidden = torch.randn(N, D, dtype=torch.float64) * scale
+    return hidden, torch.randn(V, D, dtype=torch.float64), torch.randint(V, (N,))
+
+
+def heads():
+    """Rows that are hard to bound, by name: their logits z [N, V] and targets [N]."""
+    hidden, weight, targets = sharp()
+    logits = hidden @ weight.T
+    one_hot = torch.full((N, V), -40.0, dtype=torch.float64).scatter_(1, targets[:, None], 40.0)
+    tail = -3 * torch.arange(1, V + 1, dtype=torch.float64).log().expand(N, V)
+    ranks = torch.stack([torch.randperm(V) for _ in range(N)])
+    mixed = torch.where(torch.arange(N)[:, None] % 2 == 0, one_hot, torch.zeros_like(logits))
+    return {
+        "sharp": (logits, targets),
+        "uniform": (torch.zeros_like(logits), targets),
+        "one-hot": (one_hot, targets),
+        "one-hot on another column": (one_hot, (targets + 1) % V),
+        "heavy tail": (tail.gather(1, ranks), targets),
+        "heavy tail, one order": (tail, targets),
+        "ties": (logits.round(), targets),
+        "sure and unsure rows": (mixed, targets),
+        "all targets equal": (logits, torch.full_like(targets, 5)),
+    }
+
+
+@pytest.mark.parametrize("tau", [0.3, 0.03, 0.003])
+@pytest.mark.parametrize("case", heads())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_row_loses_more_than_the_tolerance(case, tau, dtype):
+    logits, targets = heads()[case]
+    g = torch.randn(N, dtype=torch.float64) * torch.logspace(-6, 3, N, dtype=torch.float64)
+    g[3] = 0
+    probs = logits.to(dtype).softmax(-1)
+    before, whole = probs.clone(), Vocabulary(0, V, V, None)
+    found = bounded.bounded_gradient(probs, targets, whole, g, tau)
+    assert torch.equal(probs, before)
+    truth = logits.softmax(-1)
+    exact = -g[:, None] * truth
+    exact.scatter_add_(1, targets[:, None], g[:, None])
+    if found.dz is None:
+        assert found.kept == 1 and not found.dropped.any()
+        return
+    columns = found.columns
+    assert torch.equal(columns, columns.unique()) and set(targets.tolist()) <= set(columns.tolist())
+    assert found.kept == pytest.approx(len(columns) / V)
+    left_out = torch.ones(V, dtype=torch.bool).index_fill(0, columns, False)
+    others = truth.scatter(1, targets[:, None], 0)
+    lost = others[:, left_out].sum(1) / others.sum(1)
+    assert (lost[g != 0] <= tau).all()
+    torch.testing.assert_close(found.dropped[g != 0].double(), lost[g != 0], rtol=1e-3, atol=1e-6)
+    error = (exact[:, left_out].abs().sum(1) / (2 * g.abs() * others.sum(1)))[g != 0]
+    assert (error <= tau / 2 * (1 + 1e-6)).all()  # the bound of the docstring, on the 1-norm of the row's gradient
+    torch.testing.assert_close(found.dz.double(), exact[:, columns], rtol=1e-4, atol=1e-9)
+
+
+def test_one_column_more_would_break_the_bound():
+    logits, targets = heads()["sharp"]
+    g, probs = torch.ones(N, dtype=torch.float64), logits.softmax(-1)
+    found = bounded.bounded_gradient(probs, targets, Vocabulary(0, V, V, None), g, 0.1)
+    others = probs.scatter(1, targets[:, None], 0)
+    score = (others / others.sum(1, keepdim=True)).sum(0).index_fill(0, targets, torch.inf)
+    more = score[found.columns].argmin()
+    left_out = torch.ones(V, dtype=torch.bool).index_fill(0, found.columns, False)
+    left_out[found.columns[more]] = True
+    assert ((others[:, left_out].sum(1) / others.sum(1)) > 0.1 * bounded.ROUNDING).any()
+    assert 0.3 < found.dropped.max() / 0.1 <= 1
+
+
+def test_where_the_bound_leaves_most_columns_the_exact_path_runs():
+    probs = torch.full((N, V), 1 / V)
+    found = bounded.bounded_gradient(probs, torch.arange(N), Vocabulary(0, V, V, None), torch.ones(N), 0.05)
+    assert found.dz is None and found.columns is None and found.kept == 1
+
+
+def test_a_nan_reaches_the_gradient():
+    hidden, weight, targets = sharp()
+    hidden[2, 0] = torch.nan
+    hidden.requires_grad_()
+    logps = linear_logprob(hidden, weight, targets, backward_tolerance=0.1)
+    assert torch.autograd.grad(logps.sum(), hidden)[0][2].isnan().any()
+
+
+def grads(loss, leaves):
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("size", [100, 20], ids=["one chunk", "three chunks"])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap, monkeypatch):
+    monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: size)
+    hidden, weight, targets = sharp()
+    bias = torch.randn(V, dtype=torch.float64)
+    leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
+    old = reference.linear_logprob(hidden.detach(), weight.detach(), targets, bias=bias.detach(), logit_softcap=softcap)
+    data = {"bias": bias, "logit_softcap": softcap, "old_logps": old + 0.1 * torch.randn(N, dtype=torch.float64),
+            "ref_logps": old, "beta": 0.04, "mask": torch.arange(N) % 7 != 0}  # fmt: skip
+    advantages, tau = torch.randn(N, dtype=torch.float64), 0.1
+    exact = linear_grpo_loss(hidden, weight, targets, advantages, **data)
+    ours = linear_grpo_loss(hidden, weight, targets, advantages, backward_tolerance=tau, **data)
+    assert ours.loss == exact.loss and torch.equal(ours.logps, exact.logps)
+    assert {name: value for name, value in ours.metrics.items() if "head/" not in name} == exact.metrics
+    assert 0.001 < ours.metrics["head/kept_columns"] < 0.9 and 0.01 < ours.metrics["head/dropped_mass"] <= tau
+    found, true = grads(ours.loss, leaves), grads(exact.loss, leaves)
+    # |dH_n - exact| <= tau |g_n| m_n max |W_v|; g_n from the loss of log-probs alone
+    alone = exact.logps.detach().where(exact.active, old).requires_grad_()
+    rest = {key: data[key] for key in ("mask", "ref_logps", "beta")}
+    per_row = torch.autograd.grad(grpo_loss(alone, data["old_logps"], advantages, **rest).loss, alone)[0]
+    bounds = tau * per_row.abs() * (1 - alone.detach().exp()) * weight.detach().norm(dim=1).max()
+    assert ((found[0] - true[0]).norm(dim=1) <= bounds * (1 + 1e-9)).all()
+    for mine, theirs in zip(found, true, strict=True):
+        assert 0 < (mine - theirs).norm() < 0.1 * theirs.norm()
+
+
+def test_log_probs_of_a_tolerance_are_exact_and_their_gradient_nearly():
+    hidden, weight, targets = sharp()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    exact, ours = (linear_logprob(*leaves, targets, backward_tolerance=tau) for tau in (0, 0.05))
+    assert torch.equal(exact, ours)
+    for mine, theirs in zip(grads(ours.sum(), leaves), grads(exact.sum(), leaves), strict=True):
+        assert 0 < (mine - theirs).norm() < 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"backward_tolerance": 1.0}, r"backward_tolerance must be in \[0, 1\), got 1.0"),
+        ({"backward_tolerance": -0.1}, "backward_tolerance must be in"),
+        ({"backward_tolerance": 0.1, "entropy_coef": 0.1}, "entropy_coef=0.1 has a gradient of its own"),
+        ({"backward_tolerance": 0.1, "kl": "full", "beta": 0.1}, "kl='full' has a gradient of its own"),
+        ({"backward_tolerance": 0.1, "backend": "triton"}, "'triton' does not compute a backward_tolerance; use back"),
+    ],
+)
+def test_what_has_no_bound_is_refused(arguments, match):
+    hidden, weight, targets = sharp()
+    with pytest.raises(ValueError, match=match):
+        linear_grpo_loss(hidden, weight, targets, torch.ones(N), **arguments)
+
+
+def test_the_entropy_has_no_bound():
+    with pytest.raises(ValueError, match="pass backward_tolerance=0, or return_entropy=False"):
+        linear_logprob(*sharp(), return_entropy=True, backward_tolerance=0.1)
