@@ -6,6 +6,7 @@ to the first and the last one. A sentence tells the reader what that was.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -72,24 +73,25 @@ def samples_of(folder: Path, budget: int) -> dict[str, Any]:
         `note`, sentences that tell what was left out, and `steps`, a list of steps with their groups.
     """
     try:
-        opened = open(folder / "samples.jsonl", "rb")
+        with open(folder / "samples.jsonl", "rb") as file:
+            return _thinned(SampleFile(file), budget)
+    except FileNotFoundError:
+        return {"note": "The run has no samples.jsonl.", "steps": []}
     except OSError as error:
-        gone = isinstance(error, FileNotFoundError)
-        why = "The run has no samples.jsonl." if gone else f"samples.jsonl cannot be read: {error.strerror}."
-        return {"note": why, "steps": []}
-    with opened:
-        file = SampleFile(opened)
-        most = max(map(len, file.steps.values()), default=0)
-        plan = Plan(len(file.steps), most)
-        while plan is not None:
-            steps, fitted, unread = _build(file, plan, budget)
-            if steps is not None:
-                break
-            plan = plan.smaller(fitted)
-    if plan is None:
-        kept = f"No sample fits into the {_size(budget)} that samples may take up in the page."
-        return {"note": " ".join([kept, *_troubles(file, 0)]), "steps": []}
-    return {"note": " ".join([_kept(file, plan, most, budget), *_troubles(file, unread)]), "steps": steps}
+        return {"note": f"samples.jsonl cannot be read: {error.strerror}.", "steps": []}
+
+
+def _thinned(file, budget):
+    """Keep as much as fits in."""
+    most = max(map(len, file.steps.values()), default=0)
+    plan = Plan(len(file.steps), most)
+    while plan is not None:
+        steps, fitted, unread = _build(file, plan, budget)
+        if steps is not None:
+            return {"note": " ".join([_kept(file, plan, most, budget), *_troubles(file, unread)]), "steps": steps}
+        plan = plan.smaller(fitted)
+    nothing = f"No sample fits into the {_size(budget)} that samples may take up in the page."
+    return {"note": " ".join([nothing, *_troubles(file, 0)]), "steps": []}
 
 
 def _build(file, plan, budget):
@@ -156,6 +158,11 @@ def _content(turn):
     return (content if isinstance(content, str) else _json(content) if content else "") + "\n" + _json(more)
 
 
+def _told(turn):
+    """A message of a completion that has several."""
+    return f"[{_part(turn, 'role')}]\n{_as_text(_content(turn))}"
+
+
 def _completion(row, plan):
     completion, rewards = row.get("completion"), row.get("rewards")
     # The tokens' ends count in the one message that a model wrote.
@@ -182,7 +189,7 @@ def _tokens(row, decimals):
     """The numbers of the tokens: lists of the same length, each None where the line has none that can be used."""
     ends = _numbers(row.get("token_ends"), None)
     details = {"token_ends": None, "logps": None, "ratios": None, "clipped_tokens": None}
-    if decimals is None or ends is None or any(a > b for a, b in zip(ends, ends[1:], strict=False)):
+    if decimals is None or ends is None or any(a > b for a, b in itertools.pairwise(ends)):
         return details
     details["token_ends"] = ends
     for name in ("logps", "ratios"):
