@@ -2,22 +2,37 @@
 // A group of a step: the prompt, and a card for each of its completions.
 window.fastgrpoSamples = window.fastgrpoSamples || {};
 ((samples) => {
-  const { element, plain, marked, write, number, describe } = samples;
+  const { element, plain, marked, write, cutAt, number, describe } = samples;
   const FIRST = 1500; // characters of a text that a card shows at first: 64 cards of 4,000 tokens are there at once
   const MORE = 50000; // characters that a press on the button adds
 
-  /** Append a button that shows more of a text while there is more. `show(limit)` writes the text. */
-  function growing(parent, text, limit, show) {
+  /**
+   * Show the start of a text, and a button for more while there is more. Each part is a box of its own, so that a part
+   * outside of the window costs nothing: a text may have a million characters.
+   * @param parent gets the button
+   * @param box gets the parts
+   * @param text the whole text
+   * @param limit how many characters are shown at first
+   * @param append (part, from, to) writes a part
+   */
+  function growing(parent, box, text, limit, append) {
     const row = element("p", { class: "more" });
-    const grow = (next, focus) => {
-      show(next);
-      row.replaceChildren();
-      const left = text.length - next;
+    let shown = 0;
+    const grow = (upTo) => {
+      const part = element("div", { class: shown ? "part later" : "part" });
+      const next = cutAt(text, upTo);
+      append(part, shown, next);
+      box.append(part);
+      shown = next;
+      const left = text.length - shown;
+      const told = text.length.toLocaleString("en");
       if (left <= 0) return row.remove();
-      const what = left <= MORE ? `Show all ${text.length.toLocaleString("en")} characters`
-        : `Show ${MORE.toLocaleString("en")} more of ${text.length.toLocaleString("en")} characters`;
-      row.append(element("button", { type: "button", onclick: () => grow(next + Math.min(left, MORE), true) }, what));
-      if (focus) row.firstChild.focus();
+      const what = left <= MORE ? `Show all ${told} characters` : `Show ${MORE.toLocaleString("en")} more of ${told} characters`;
+      row.replaceChildren(element("button", { type: "button", onclick: () => {
+        grow(shown + MORE);
+        // The button that was pressed is gone; the keyboard's user goes on here.
+        (row.isConnected ? row.firstChild : box).focus({ preventScroll: true });
+      } }, what));
     };
     parent.append(row);
     grow(limit);
@@ -34,7 +49,7 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
     const turns = Array.isArray(value) ? value : [{ role: null, content: value }];
     for (const { role, content } of turns) {
       const hits = find(content);
-      const text = element("div", { class: "text", dir: "auto" });
+      const text = element("div", { class: "text", dir: "auto", tabindex: "-1" });
       const turn = element("div", { class: "turn" });
       if (role !== null) {
         const label = element("h4", { class: "role" });
@@ -43,10 +58,7 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
       }
       turn.append(text);
       box.append(turn);
-      growing(turn, content, reach(hits), (limit) => {
-        text.replaceChildren();
-        marked(text, content, 0, Math.min(limit, content.length), hits);
-      });
+      growing(turn, text, content, reach(hits), (part, from, to) => marked(part, content, from, to, hits));
     }
     return box;
   }
@@ -123,7 +135,7 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
     if (!completion.text) made.append(element("p", { class: "note" }, "The completion has no text."));
     if (by && !coloured) made.append(element("p", { class: "note" }, "Its tokens have no numbers of this kind."));
     const hits = find(completion.text);
-    growing(made, completion.text, reach(hits), (limit) => write(text, completion, by, hits, limit));
+    growing(made, text, completion.text, reach(hits), (part, from, to) => write(part, completion, by, hits, from, to));
     const more = extras(completion.extras || {});
     if (more) made.append(more);
     return made;

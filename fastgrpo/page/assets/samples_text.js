@@ -11,7 +11,7 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
   const SCALES = {
     logps: {
       limits: [-0.1054, -0.6931, -1.6094, -2.9957, -4.6052],
-      labels: ["over 90 % (log-prob over −0.11)", "50 to 90 %", "20 to 50 %", "5 to 20 %", "1 to 5 %",
+      labels: ["probability over 90 % (log-prob over −0.11)", "50 to 90 %", "20 to 50 %", "5 to 20 %", "1 to 5 %",
         "under 1 % (log-prob under −4.6)"],
       classOf: (value) => `p${SCALES.logps.limits.filter((limit) => value < limit).length}`,
       classes: ["p0", "p1", "p2", "p3", "p4", "p5"],
@@ -93,31 +93,34 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
   }
 
   /**
-   * Write the start of a completion's text.
-   * @param parent where to; what it held is gone
+   * Append a part of a completion's text.
+   * @param parent where to
    * @param completion of the payload
    * @param by what colours its tokens: "", "logps", "ratios" or "clipped"
    * @param hits of the search, as [start, end)
-   * @param limit how many units of the text are written
+   * @param from where the part begins, in units of the text
+   * @param to where it ends
    */
-  function write(parent, completion, by, hits, limit) {
-    parent.replaceChildren();
+  function write(parent, completion, by, hits, from, to) {
     const text = completion.text;
-    const stop = cutAt(text, limit);
-    if (!by || !has(completion, by)) return marked(parent, text, 0, stop, hits);
+    if (!by || !has(completion, by)) return marked(parent, text, from, to, hits);
     const ends = unitEnds(text, completion.token_ends);
     const clipped = new Set(completion.clipped_tokens || []);
-    let start = 0;
-    for (let index = 0; index < ends.length && (start < stop || stop === text.length); index++) {
-      const end = Math.min(Math.max(ends[index], start), stop);
+    let last = 0;
+    ends.forEach((given, index) => {
+      const start = last, end = Math.min(Math.max(given, start), text.length);
+      last = end;
+      // A token belongs to each part that holds some of it. One without text belongs to the part that begins with it.
+      const inside = start < end ? start < to && end > from : start >= from && (start < to || to === text.length);
+      if (!inside) return;
       const token = element("span", { class: classOfToken(completion, index, by, clipped), "data-token": index });
       if (end === start) token.classList.add("empty");
       if (text.slice(start, end).includes("\n")) token.classList.add("newline");
-      marked(token, text, start, end, hits.length ? hits.filter(([from, to]) => to > start && from < end) : hits);
+      const near = hits.length ? hits.filter((hit) => hit[1] > start && hit[0] < end) : hits;
+      marked(token, text, Math.max(start, from), Math.min(end, to), near);
       parent.append(token);
-      start = end;
-    }
-    if (start < stop) marked(parent, text, start, stop, hits);
+    });
+    if (last < to) marked(parent, text, Math.max(last, from), to, hits);
   }
 
   /** Where a text may be cut near `limit` without halving a character. */
@@ -151,5 +154,5 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
     return told.join(" · ");
   }
 
-  Object.assign(samples, { SCALES, element, plain, marked, write, has, number, describe });
+  Object.assign(samples, { SCALES, element, plain, marked, write, cutAt, has, number, describe });
 })(window.fastgrpoSamples);
