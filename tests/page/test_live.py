@@ -1,4 +1,4 @@
-"""The live page is served on this machine alone, to requests for its own name alone, and made anew when a run writes."""
+"""The live page is served on this machine alone, under its own names, and made anew when a run writes."""
 
 import http.client
 import signal

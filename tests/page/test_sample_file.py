@@ -37,7 +37,8 @@ def test_a_line_that_is_written_differently_is_read_too():
     "damaged",
     [
         b"\0" * 50, b"[1]", b"{}", b'{"step": 1}', b'{"step": 1, "group": -1}', b'{"step": true, "group": 0}',
-        b'{"step": 1, "group": 0, "completion": "x', b'{"a":' * 9999 + b"}", b'{"step": ' + b"1" * 5000 + b', "group": 0}',
+        b'{"step": 1, "group": 0, "completion": "x', b'{"a":' * 9999 + b"}",
+        b'{"step": ' + b"1" * 5000 + b', "group": 0}',
     ],
 )  # fmt: skip
 def test_damaged_lines_are_counted(damaged):

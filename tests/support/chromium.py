@@ -51,6 +51,8 @@ class Browser:
         self.driver.get("about:blank")
         self.requests(), self.console()
         self.driver.get(page.as_uri() if isinstance(page, Path) else page)
+        # The driver may come back while the browser still changes from the process of the blank page to a new one.
+        self.until("return document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def look(self, width=1280, height=900, dark=False):
         """Set the size of the window's inside, which may be smaller than a window can be, and the colour scheme."""
@@ -74,11 +76,11 @@ class Browser:
         return self.driver.execute_script(code, *arguments)
 
     def text(self, selector):
-        """What an element shows."""
-        return self.run("return document.querySelector(arguments[0]).innerText", selector)
+        """The text of an element."""
+        return self.run("return document.querySelector(arguments[0]).textContent", selector)
 
-    def all(self, selector, what="innerText"):
-        """A property of all elements of a selector."""
+    def all(self, selector, what="textContent"):
+        """A property of all elements of a selector. A text that is shown (innerText) is empty outside of the window."""
         return self.run(
             "return Array.from(document.querySelectorAll(arguments[0]), e => e[arguments[1]])", selector, what
         )

@@ -36,8 +36,10 @@ window.fastgrpoSections = window.fastgrpoSections || [];
     document.getElementById("head").append(state);
     let typed = -Infinity;
     addEventListener("input", () => { typed = performance.now(); });
-    const pause = Math.max(LEAST, 5 * performance.now());
+    const pause = Math.max(LEAST, 3 * performance.now());
+    let waiting = 0;
     const ask = async () => {
+      clearTimeout(waiting);
       try {
         const answer = await fetch("/version", { cache: "no-store" });
         if (!answer.ok) throw new Error(answer.statusText);
@@ -51,8 +53,11 @@ window.fastgrpoSections = window.fastgrpoSections || [];
       } catch {
         state.textContent = "The command that serves this page has ended. This is what it served last.";
       }
-      setTimeout(ask, pause);
+      clearTimeout(waiting);
+      waiting = setTimeout(ask, pause);
     };
-    setTimeout(ask, pause);
+    waiting = setTimeout(ask, pause);
+    // Who comes back to the page sees the newest at once.
+    document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
   });
 })();
