@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs launches report-picture test-slow machine-code liger-tests soak bench bench-gpu \
-  bench-gpu-engine first-gpu lint clean
+.PHONY: train stages test real real-gsm8k docs launches report-picture test-slow machine-code liger-tests soak \
+  bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)

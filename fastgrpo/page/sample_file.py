@@ -16,7 +16,7 @@ _HEAD = re.compile(rb'\{\s*"step":\s*(\d{1,15}),\s*"group":\s*(\d{1,15})\s*,')  
 class Block(NamedTuple):
     """The place of one group's lines in the file.
 
-    Args:
+    Attributes:
         group: The number of the group in its step.
         offset: Where its first line begins, in bytes.
         count: Number of its lines.

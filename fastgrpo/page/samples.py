@@ -28,7 +28,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class Plan:
     """What stays of the samples.
 
-    Args:
+    Attributes:
         steps: Number of steps.
         groups: Largest number of groups of a step.
         decimals: Decimals of the tokens' numbers; None leaves these numbers out.
