@@ -9,8 +9,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs launches test-slow machine-code liger-tests soak bench bench-gpu \
-  bench-gpu-engine first-gpu lint clean
+.PHONY: train stages test real real-gsm8k docs launches report-picture test-slow machine-code liger-tests soak \
+  bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -76,6 +76,12 @@ docs: $(VENV)/.installed
 # How many kernels a decode step launches, a layer and besides; a test compares the table with the code.
 launches: $(VENV)/.installed
 	PYTHONPATH=.:tests/support $(BIN)/python -m launches > tests/rollout/launches.json
+
+# The picture of a report that the README shows, by Debian's Chromium: make report-picture RUN=runs/arithmetic-1
+REPORT_PICTURE := docs/report.png
+report-picture: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.report $(RUN)
+	$(BIN)/python tests/support/chromium.py $(RUN)/report.html $(REPORT_PICTURE) $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)

@@ -4,13 +4,18 @@ Everything that comes from a run (prompts, completions, names) reaches the page 
 end its script element, and the scripts write it as text nodes. So nothing in a completion is ever read as HTML.
 """
 
+import base64
+import hashlib
 import json
 import re
 from importlib.resources import files
 from typing import Any
 
 STYLES = ("style.css", "samples.css")
-SCRIPTS = ("charts.js", "samples.js", "main.js")
+SCRIPTS = (
+    "charts.js", "samples_text.js", "samples_card.js", "samples_search.js", "samples_controls.js", "samples.js",
+    "live.js", "main.js",
+)  # fmt: skip
 # What could end a script element, or a line of JavaScript, inside of a string of JSON.
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
@@ -33,7 +38,32 @@ def render(payload: dict[str, Any]) -> str:
         "payload": text,
         "scripts": "\n".join(map(asset, SCRIPTS)),
     }
-    return re.sub(r"@@(\w+)@@", lambda place: parts[place[1]], asset("page.html"))
+    page = re.sub(r"@@(?!policy)(\w+)@@", lambda place: parts[place[1]], asset("page.html"))
+    return page.replace("@@policy@@", policy(page), 1)
+
+
+def policy(page: str) -> str:
+    """Name what a page may do: run the scripts that it has now, and ask nobody for anything.
+
+    Args:
+        page: The HTML.
+
+    Returns:
+        A Content-Security-Policy. Connections to the page's own server are for the live page.
+    """
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    return "; ".join(
+        (
+            "default-src 'none'",
+            "script-src " + " ".join(f"'sha256-{code}'" for code in hashes),
+            "style-src 'unsafe-inline'",  # plotly writes styles
+            "img-src data: blob:",  # its button that saves a picture
+            "connect-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
 
 
 def asset(name: str) -> str:

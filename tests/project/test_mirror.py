@@ -98,6 +98,7 @@ TOGETHER = {
         "from the sampler's log-probs to the loss that corrects for them",
         ["fastgrpo/step/grpo.py", "fastgrpo/loss/objective.py"],
     ),
+    "tests/page/test_in_browser.py": ("the page that all modules of it make, as a reader uses it in a browser", []),
     "tests/policy/test_shared_prompt.py": (
         "packing, attention and the loss with one prompt for all completions of a group",
         ["fastgrpo/policy/batch.py", "fastgrpo/policy/model.py", "fastgrpo/policy/varlen.py"],

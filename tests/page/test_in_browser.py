@@ -1,0 +1,371 @@
+"""The page in Debian's Chromium: what a reader clicks, types and sees, and that no text of a run does anything."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from chromium import chromium  # noqa: F401, a fixture
+from selenium.webdriver.common.keys import Keys
+
+from fastgrpo.page.live import listen
+from fastgrpo.page.render import render
+from fastgrpo.page.samples import samples_of
+
+LONG = "A" * 1_000_000
+NASTY = (
+    "</script><script>window.pwned = 1</script><!--",
+    "<img src=x onerror='window.pwned = 2'><svg onload=window.pwned=3>",
+    "\x1b[31mred\x1b[0m \x00 \u202egnp.exe\u202c tab\there\nnew line \U000e0041\ud800.",
+    LONG,
+    "😀 ja, 4 "  # its tokens are below
+)  # fmt: skip
+TOKENS = {
+    "token_ends": [1, 2, 5, 7, 7], "logps": [-0.01, -0.3, -2.5, -7.0, -1.0], "ratios": [1.0, 0.7, 1.1, 1.3, 1.0],
+    "clipped_tokens": [1, 3],
+}  # fmt: skip
+CONTRASTS = """
+const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+const over = (top, below) => {
+  const [r, g, b, a = 1] = channels(top);
+  return [r, g, b].map((value, i) => value * a + below[i] * (1 - a));
+};
+const luminance = (rgb) => rgb.map((value) => value / 255)
+  .map((v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+const behind = (element) => {
+  const own = getComputedStyle(element).backgroundColor;
+  const parent = element.parentElement ? behind(element.parentElement) : [255, 255, 255];
+  return over(own, parent);
+};
+const found = [];
+for (const element of document.body.querySelectorAll("*")) {
+  const own = Array.from(element.childNodes).some((node) => node.nodeType === 3 && node.data.trim());
+  const drawn = element.closest("script, .js-plotly-plot, option, :disabled") || !element.checkVisibility();
+  if (!own || drawn) continue;
+  const back = behind(element);
+  const [a, b] = [luminance(over(getComputedStyle(element).color, back)), luminance(back)].sort((x, y) => y - x);
+  const contrast = (a + 0.05) / (b + 0.05);
+  found.push([contrast, `${element.tagName}.${element.className}: ${element.textContent.slice(0, 40)}`]);
+}
+return found.sort((x, y) => x[0] - y[0]);
+"""
+# The page asks at once for what is new when its reader comes back to it; otherwise it takes its time.
+LOOK = "document.dispatchEvent(new Event('visibilitychange'))"
+
+
+def row(step, group, completion, reward, **more):
+    return {
+        "step": step, "group": group, "prompt": f"sum {step}.{group}", "completion": completion,
+        "rewards": {"right": reward, "<b>short</b>": -reward}, "advantage": reward - 1, "finish_reason": "stop",
+        "tokens": 5 - reward, "clipped": 0.4, **more,
+    }  # fmt: skip
+
+
+def write_run(folder, rows):
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text("".join(json.dumps(values) + "\n" for values in rows))
+    return folder
+
+
+def payload(*folders, live=False):
+    runs = [
+        {
+            "name": folder.name, "color": "#1f77b4", "folder": str(folder), "headline": [],
+            "axes": {"step": [1, 2], "tokens": [10, 20], "seconds": [1.0, 2.0]},
+            "series": {"reward": {"at": [0, 1], "value": [0.0, 1.0]}}, "warnings": [],
+            "settings": {"seed": "42", "reward_weights": "[]"}, "finished": True, "rewards": None,
+            "samples": samples_of(folder, 4_000_000),
+        }
+        for folder in folders
+    ]  # fmt: skip
+    return {"title": "<i>sums</i>", "made": "2026-11-23 06:00", "live": live, "runs": runs}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A page of two runs: one with tokens and texts that try to do something, an older one without."""
+    folder = tmp_path_factory.mktemp("report")
+    turns = [{"role": "system", "content": "Add <b>"}, {"role": "tool", "content": "\x1b[2J4"}]
+    rows = [
+        row(step, group, f"answer {i} of {step}.{group}", i)
+        for step in (1, 5, 40)
+        for group in (0, 1)
+        for i in (0, 2, 1)
+    ]
+    rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
+    rows += [row(41, 0, NASTY[-1], 4, **TOKENS)]
+    new = write_run(folder / "<new> run", rows)
+    old = write_run(folder / "older", [row(step, 0, f"old {step}", 1) for step in (1, 30)])
+    path = folder / "report.html"
+    path.write_text(render(payload(new, old)))
+    return path
+
+
+@pytest.fixture
+def page(chromium, report):  # noqa: F811
+    """The report, opened from disk."""
+    chromium.open(report)
+    yield chromium
+    assert chromium.console() == []
+    assert chromium.run("return typeof window.pwned") == "undefined"
+
+
+def where(page):
+    return page.text(".where").partition(":")[0]
+
+
+def cards(page):
+    return page.all("#samples .completion .text")
+
+
+def go(page, step, group=0, **more):
+    """Go to a place as a bookmark does."""
+    place = "&".join(f"{name}={value}" for name, value in {"step": step, "group": group, **more}.items())
+    page.run("location.hash = arguments[0]", f"#samples?{place}")
+    page.until(f"return document.querySelector('.where').textContent.startsWith('Step {step}, group {group + 1} ')")
+
+
+def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
+    assert page.requests() == [report.as_uri()]
+    assert where(page) == "Step 1, group 1 of 2" and cards(page)[0] == "answer 0 of 1.0"
+    assert page.driver.title.startswith("<i>sums</i>")
+    # It would not get anything either: its own policy forbids it.
+    asked = "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('asked'), () => done('refused'))"
+    assert page.driver.execute_async_script(asked) == "refused" and page.requests() == []
+    assert "violates" in page.console()[0]
+
+
+def test_a_click_moves_between_steps_and_groups(page):
+    page.click("[aria-label='Next step']")
+    assert where(page) == "Step 5, group 1 of 2" and cards(page)[1] == "answer 2 of 5.0"
+    page.click("[aria-label='Next group']")
+    assert where(page) == "Step 5, group 2 of 2" and cards(page)[1] == "answer 2 of 5.1"
+    page.click("[aria-label='Next group']")
+    page.click("[aria-label='Previous step']")
+    page.choose("#samples-group", 0)
+    assert where(page) == "Step 1, group 1 of 2"
+    page.type("#samples-step", Keys.CONTROL + "a", Keys.NULL, "37", Keys.ENTER)
+    assert where(page) == "Step 40, group 1 of 2"  # the nearest
+    page.run("const s = document.querySelector('input[type=range]'); s.value = 1; s.dispatchEvent(new Event('input'))")
+    assert where(page) == "Step 5, group 1 of 2" and "sum 5.0" in page.text("#samples .prompt")
+    page.driver.refresh()
+    assert where(page) == "Step 5, group 1 of 2"
+
+
+def test_the_keyboard_does(page):
+    page.run("document.getElementById('samples').focus()")
+    for key, expected in (
+        (Keys.ARROW_RIGHT, "Step 5, group 1 of 2"), (Keys.ARROW_DOWN, "Step 5, group 2 of 2"),
+        (Keys.ARROW_RIGHT, "Step 40, group 2 of 2"), (Keys.ARROW_UP, "Step 40, group 1 of 2"),
+        (Keys.ARROW_LEFT, "Step 5, group 1 of 2"),
+    ):  # fmt: skip
+        page.driver.switch_to.active_element.send_keys(key)
+        assert where(page) == expected
+    assert page.run("return document.querySelector('.where').getAttribute('role')") == "status"
+    # From a card's text too, which is made anew by the move; the next key goes on to work.
+    page.run("document.querySelector('.completion .text').focus()")
+    for expected in ("Step 40, group 1 of 2", "Step 41, group 1 of 1"):
+        page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+        assert where(page) == expected
+    # Keys that are typed into a control are the control's.
+    page.type("#samples-search", "answer", Keys.ARROW_LEFT)
+    assert where(page) == "Step 41, group 1 of 1"
+    assert "another step" in page.text(".keys")
+
+
+def test_tab_reaches_every_control_and_shows_where_it_is(page):
+    wanted = page.run("""
+      const all = document.querySelectorAll("button, input, select, summary, a[href], [tabindex='0']");
+      const seen = Array.from(all).filter((e) => e.checkVisibility() && !e.disabled && !e.closest(".js-plotly-plot"));
+      seen.forEach((e, i) => { e.dataset.tab = i; });
+      document.activeElement.blur();
+      return seen.length;""")
+    reached = set()
+    for _ in range(wanted + 2):
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+        tab, outline = page.run(
+            "const e = document.activeElement; return [e.dataset.tab, getComputedStyle(e).outlineStyle]"
+        )
+        if tab is not None:
+            reached.add(int(tab))
+            assert outline != "none", page.run("return document.activeElement.outerHTML")
+    assert reached == set(range(wanted)) and wanted > 15
+
+
+def test_names_labels_and_headings(page):
+    nameless = page.run("""
+      const named = (e) => e.labels?.length || e.getAttribute("aria-label") || e.getAttribute("aria-labelledby");
+      const of = (selector) => Array.from(document.querySelectorAll(selector)).filter((e) => !named(e));
+      const all = [...of("input, select, textarea"), ...of("button").filter((e) => !e.textContent)];
+      return all.map((e) => e.outerHTML);""")
+    assert nameless == []
+    levels = [int(tag[1]) for tag in page.all("h1, h2, h3, h4, h5, h6", "tagName")]
+    assert all(after - before <= 1 for before, after in zip([0, *levels], levels, strict=False) if before), levels
+    assert levels.count(1) <= 1 and len(levels) > 7
+    ids = page.all("[id]", "id")
+    assert len(ids) == len(set(ids)) > 10
+
+
+def test_completions_are_sorted(page):
+    def order():
+        return [int(text.split()[1]) for text in cards(page)]
+
+    assert order() == [0, 2, 1]
+    names = page.all("#samples-sort option")
+    assert names == ["as drawn", "reward in all", "reward right", "reward <b>short</b>", "advantage", "length"]
+    for value, expected in (
+        ("reward:right", [2, 1, 0]), ("reward:<b>short</b>", [0, 1, 2]), ("advantage", [2, 1, 0]),
+        ("tokens", [0, 1, 2]), ("reward", [0, 2, 1]), ("order", [0, 2, 1]),
+    ):  # fmt: skip
+        page.choose("#samples-sort", value)
+        assert order() == expected, value
+    page.choose("#samples-sort", "advantage")
+    page.click("#samples button[aria-pressed]")
+    assert order() == [0, 1, 2]
+    # A card keeps its number, and tells its numbers by name.
+    assert page.all("#samples .completion h4") == ["Completion 1", "Completion 3", "Completion 2"]
+    assert page.all("#samples .completion:first-child .facts :is(dt, dd)") == [
+        "reward", "0", "right", "0", "<b>short</b>", "0", "advantage", "▼ −1", "ended by", "stop", "tokens", "5",
+        "clipped", "40 %",
+    ]  # fmt: skip
+
+
+def test_a_search_lists_hits_jumps_to_them_and_marks_them(page):
+    page.type("#samples-search", "ANSWER 2")
+    page.until("return document.querySelector('.told').textContent === '6 texts hold this.'")
+    assert page.all("#samples .completion mark") == ["answer 2"]
+    page.click("#samples .hits li:nth-child(4) button")
+    assert where(page) == "Step 5, group 2 of 2"
+    assert page.run("return document.activeElement.textContent") == "answer 2 of 5.1"
+    page.type("#samples-search", Keys.CONTROL + "a", Keys.NULL, "sum (")
+    page.until("return document.querySelector('.told').textContent === 'No text in this page holds this.'")
+    page.type("#samples-search", Keys.CONTROL + "a", Keys.NULL, "sum 40.1")
+    page.until("return document.querySelector('.told').textContent === '1 text holds this.'")
+    page.click("#samples .hits button")
+    assert where(page) == "Step 40, group 2 of 2" and page.all("#samples .prompt mark") == ["sum 40.1"]
+
+
+def test_tokens_are_coloured_and_tell_their_numbers(page):
+    go(page, 41, by="logps")
+    spans = "#samples .completion:nth-child(5) .token"
+    # Two units of JavaScript make the first character; the last token shows nothing.
+    assert page.all(spans) == ["😀", " ", "ja,", " 4", ""]
+    assert page.all(spans, "className") == ["token p0", "token p1", "token p3", "token p5", "token p2 empty"]
+    assert len(page.all("#samples .legend .token")) == 6
+    assert "Its tokens have no numbers of this kind." in page.text("#samples .completion")
+    page.choose("#samples-colour", "ratios")
+    assert page.all(spans, "className") == ["token r2", "token r0 clip", "token r3", "token r4 clip", "token r2 empty"]
+    page.choose("#samples-colour", "clipped")
+    assert [name.split()[1] for name in page.all(spans, "className")] == ["c0", "c1", "c0", "c1", "c0"]
+    text = page.driver.find_element("css selector", "#samples .completion:nth-child(5) .text")
+    text.send_keys(Keys.SHIFT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert page.text(".tip") == 'token 2 of 5 · " " · log-prob −0.3 (p 74.08 %) · ratio 0.7 · clipped'
+    assert where(page) == "Step 41, group 1 of 1"
+    page.run("arguments[0].dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))",
+             page.driver.find_elements("css selector", spans)[4])  # fmt: skip
+    assert page.text(".tip") == "token 5 of 5 · shows no text · log-prob −1 (p 36.79 %) · ratio 1"
+
+
+def test_texts_that_try_to_do_something_are_shown(page):
+    go(page, 41)
+    shown = cards(page)
+    assert shown[:2] == list(NASTY[:2])
+    assert shown[2] == r"\x1b[31mred\x1b[0m \x00 \u202egnp.exe\u202c tab" + "\there\nnew line " + "\\u{e0041}\ufffd."
+    assert (
+        len(shown[3]) < 5000
+        and page.text("#samples .completion:nth-child(4) .more") == "Show 50,000 more of 1,000,000 characters"
+    )
+    page.click("#samples .completion:nth-child(4) .more button")
+    assert page.run("return document.querySelector('.completion:nth-child(4) .text').textContent.length") == 51_500
+    assert page.all("#samples .prompt .role") == ["system", "tool"] and "\\x1b[2J4" in page.text("#samples .prompt")
+    page.click("#samples .completion details")
+    assert page.text("#samples .completion details dd") == "<u>extra</u>"
+    assert page.all("#samples-run option") == ["<new> run", "older"]
+    for tag in ("img", "svg[onload]", "u", "i", ".text b"):
+        assert page.all(f"#samples {tag}") == [], tag
+
+
+def test_a_long_text_costs_what_is_shown_of_it(page):
+    """A million characters without a space: a few nodes, and no line is wider than its card."""
+    go(page, 41)
+    assert page.run("return document.querySelectorAll('#samples *').length") < 400
+    page.run(
+        """for (let i = 0; i < 20; i++) document.querySelector(".completion:nth-child(4) .more button")?.click()"""
+    )
+    text = "document.querySelector('.completion:nth-child(4) .text')"
+    assert page.run(f"return {text}.textContent.length") == 1_000_000
+    assert page.run(f"return {text}.scrollWidth <= {text}.clientWidth") and not page.all(
+        ".completion:nth-child(4) .more"
+    )
+    assert page.run("return document.querySelectorAll('#samples *').length") < 450
+
+
+def test_another_run_is_at_the_same_step_and_says_what_it_lacks(page):
+    go(page, 40)
+    page.choose("#samples-run", 1)
+    assert where(page) == "Step 30, group 1 of 1" and cards(page) == ["old 30"]
+    assert page.all("#samples-colour option", "disabled") == [False, True, True, True]
+    assert "has no log-probs of tokens" in page.text("#samples-why")
+    page.choose("#samples-run", 0)
+    assert page.all("#samples-colour option", "disabled") == [False, False, False, False]
+    assert page.text("#samples-why") == ""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_text_can_be_read(page, dark):
+    page.look(dark=dark)
+    for by in ("logps", "ratios", "clipped"):
+        go(page, 41, by=by, find="a")
+        page.run("document.querySelector('.completion:nth-child(5)').scrollIntoView()")
+        contrasts = page.run(CONTRASTS)
+        assert len(contrasts) > 60 and contrasts[0][0] >= 4.5, contrasts[:5]
+    assert page.run("return getComputedStyle(document.body).backgroundColor") == (
+        "rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)"
+    )
+
+
+@pytest.mark.parametrize("width", [375, 1920])
+def test_no_width_needs_a_horizontal_scroll(page, width):
+    page.look(width=width)
+    for step in (1, 41):
+        go(page, step, by="logps", find="a")
+        assert page.run("return document.documentElement.scrollWidth") <= width
+    columns = page.run(
+        "return getComputedStyle(document.querySelector('.completions')).gridTemplateColumns.split(' ').length"
+    )
+    assert columns == 1 if width == 375 else columns > 3
+
+
+def test_a_live_page_follows_the_run_and_keeps_the_place(chromium, tmp_path):  # noqa: F811
+    run = write_run(tmp_path / "run", [row(step, 0, f"answer {step}", 1, **TOKENS) for step in (1, 2)])
+    with listen([run], lambda: render(payload(run, live=True)), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_port}/"
+            chromium.open(address)
+            assert chromium.requests() == [address] and chromium.console() == []
+            chromium.click("[aria-label='Next step']")
+            chromium.choose("#samples-colour", "logps")
+            chromium.run("document.getElementById('samples-sort').focus(); scrollTo(0, 150); window.before = true")
+            scrolled = chromium.run("return scrollY")
+            with open(run / "samples.jsonl", "a") as file:
+                file.write(json.dumps(row(3, 0, "answer 3", 1)) + "\n")
+            chromium.until(f"{LOOK}; return !window.before && document.querySelector('#samples-step')?.max === '3'")
+            assert where(chromium) == "Step 2, group 1 of 1" and chromium.run("return scrollY") == scrolled > 0
+            assert chromium.run("return document.activeElement.id") == "samples-sort"
+            assert chromium.run("return document.getElementById('samples-colour').value") == "logps"
+            assert set(chromium.requests()) == {address, address + "version"} and chromium.console() == []
+        finally:
+            server.shutdown()
+            thread.join()
+    chromium.until(f"{LOOK}; return document.getElementById('live').textContent.startsWith('The command')")
+
+
+def test_a_run_without_samples_says_so(chromium, tmp_path):  # noqa: F811
+    (tmp_path / "empty").mkdir()
+    path = Path(tmp_path / "report.html")
+    path.write_text(render(payload(tmp_path / "empty")))
+    chromium.open(path)
+    assert "The run has no samples.jsonl." in chromium.text("#samples") and chromium.console() == []
