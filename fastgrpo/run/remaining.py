@@ -3,8 +3,8 @@
     time left = steps to come * seconds of a step + evaluations to come * seconds of one + checkpoints to come * ...
 
 The seconds of a step are the mean of the recent steps. The first two steps of a process count only as long as there are
-no others, because they compile kernels and fill caches. Completions that grow make steps longer: the mean follows them,
-but nobody knows beforehand how far they will grow. An evaluation and a checkpoint cost what the last one cost, and
+no others, because they compile kernels and fill caches. Where the recent steps clearly became longer or shorter, as
+completions do, the end of a straight line through them counts more than their mean. An evaluation and a checkpoint cost what the last one cost, and
 count once there was one.
 """
 
@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any
 
 RECENT = 20  # steps that the seconds of a step are a mean over
+CLEAR = 2.0  # standard errors of the slope of that line that are noise
 WARMUP = 2  # steps of a process that are slower than the others
 ENOUGH = 5  # steps after which those of the process that the run was resumed from are forgotten
 
@@ -62,7 +63,7 @@ class Remaining:
             return None
         left = self.total - self.done
         others = sum(cost * self._to_come(kind) for kind, cost in self.costs.items())
-        return left * sum(seen) / len(seen) + others
+        return left * _of_a_step(seen) + others
 
     def _to_come(self, kind):
         """Count the interruptions to come of a kind: at the multiples of `every`, and after the last step."""
@@ -82,6 +83,20 @@ class Remaining:
             state: What `state_dict` returned.
         """
         self.before, self.costs = list(state.get("steps", ())), dict(state.get("costs", ()))
+
+
+def _of_a_step(seen):
+    """Estimate the seconds of a step to come from those that were seen, in their order."""
+    count, mean = len(seen), sum(seen) / len(seen)
+    if count < ENOUGH:
+        return mean
+    places = [place - (count - 1) / 2 for place in range(count)]
+    spread = sum(place * place for place in places)
+    slope = sum(place * seconds for place, seconds in zip(places, seen, strict=True)) / spread
+    rest = sum((seconds - mean - slope * place) ** 2 for place, seconds in zip(places, seen, strict=True))
+    # The slope counts by how far it stands out of the noise, so that no threshold makes the estimate jump.
+    doubt = CLEAR**2 * rest / (count - 2) / spread
+    return mean + slope * places[-1] * max(0.0, 1 - doubt / slope**2) if slope else mean
 
 
 def duration(seconds: float) -> str:

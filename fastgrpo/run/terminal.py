@@ -26,7 +26,7 @@ URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # how a text begins th
 STYLES = {"warning": "yellow", "error": "bold red"}
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
 SHARE_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-REDRAW_SECONDS = 0.1
+REDRAW_SECONDS = 0.1  # between two pictures of a bar
 BESIDE = 2  # values of the last step behind the bar, which leave room for it in 80 columns
 
 
@@ -129,10 +129,10 @@ class Terminal:
         if every and self._known:
             self.remaining.load_state_dict(self._known)
         hidden = not (self.bars and is_terminal(sys.stderr))
-        # Without dynamic_miniters every step is drawn, and no thread of tqdm draws the bar over another text.
+        # With miniters, no thread of tqdm draws the bar over another text.
         self.bar = tqdm(
             total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr, disable=hidden, miniters=1,
-            bar_format=BAR,
+            mininterval=REDRAW_SECONDS, bar_format=BAR,
         )  # fmt: skip
         self._mark = time.perf_counter()
 
