@@ -6,7 +6,6 @@ command, and Ctrl-C ends an answer. Control characters of an answer are shown as
 terminal would obey them; --raw True writes them as they are.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 
@@ -17,16 +16,13 @@ from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
 from fastgrpo.config.sections import TEMPERATURE, LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
+from fastgrpo.config.streams import escape_controls
 from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rollout.sampling import SamplingParams
-
-# What a terminal obeys instead of showing it: C0 (without tab and newline), DEL, C1, and the directions of Unicode,
-# which show text in another order than it has. A surrogate alone cannot be written at all.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @documented
@@ -51,22 +47,6 @@ class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
         within=Interval(at_least=0),
     )
     raw: bool = setting(False, "Write control characters of an answer as they are, which the terminal may obey.")
-
-
-def escape_controls(text: str) -> str:
-    """Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The text, where an escape character has become the four characters of its escape, for instance.
-
-    Example:
-        >>> print(escape_controls("a" + chr(27) + "[2J"))
-        a\\x1b[2J
-    """
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class _EscapingStreamer(TextStreamer):

@@ -37,7 +37,7 @@ from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.curves import markdown_table
+from fastgrpo.run.terminal import print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
 TRUNCATED = 0.1  # share of completions from which on the limit is called too low
@@ -95,7 +95,7 @@ def check(argv: list[str]) -> int:
     with Rewards(functions) as rewards:
         rewards.place(rewards.device(choose_device(config.device), config.reward_device), tokenizer)
         found = [check_reward(function, groups, state, timeout=config.reward_timeout) for function in functions]
-    print(markdown_table([TITLES, *map(_cells, found)]))
+    print_columns([TITLES, *map(_cells, found)])
     warnings = 0
     for finding in found:
         for word, pair in (("best", finding.best), ("worst", finding.worst)):

@@ -14,7 +14,7 @@ from fastgrpo.config.command import quiet_libraries, run_command, whole_file
 from fastgrpo.config.distillation import DistillConfig, parse
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import Rows, as_rows
-from fastgrpo.evaluation.heldout import complete, progress_bar
+from fastgrpo.evaluation.heldout import complete
 from fastgrpo.evaluation.selection import REASONS, select
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
@@ -23,7 +23,7 @@ from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.curves import table
+from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task, needed_rewards
 
 CHUNK = 256  # prompts that are completed before what is kept of them is written
@@ -58,8 +58,8 @@ def distill(argv: list[str]) -> None:
     prompts = list(told)
     engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
-    output = config.output if ranks.lead else None
-    with rewards, whole_file(output) as file, progress_bar("distill", shown=ranks.lead) as bar:
+    output, terminal = config.output if ranks.lead else None, Terminal(quiet=config.quiet, silent=not ranks.lead)
+    with rewards, whole_file(output) as file, terminal.share("distill") as progress:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             sampling = SamplingParams(
@@ -73,7 +73,7 @@ def distill(argv: list[str]) -> None:
             share = len(chunk) / len(prompts)
             groups = complete(
                 engine, chunk, sampling, config.num_generations,
-                lambda done, share=share: bar.update(done * share), ranks,
+                lambda done, share=share: progress(done * share), ranks,
             )  # fmt: skip
             judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks, allow_none=True)
             selected, left_out = select(judged.completions, rewards, config)
@@ -88,10 +88,8 @@ def distill(argv: list[str]) -> None:
                 f"no completion of {drawn:,} is kept ({told}); raise num_generations, or distill a policy that solves "
                 "more of these prompts"
             )
-    if not ranks.lead:
-        return
-    print(table([("prompts", f"{len(prompts):,}"), ("drawn", f"{drawn:,}"), *counts, ("kept", f"{kept:,}")]))
-    print(f"  {config.output}")
+    terminal.table([("prompts", f"{len(prompts):,}"), ("drawn", f"{drawn:,}"), *counts, ("kept", f"{kept:,}")])
+    terminal.last(f"kept completions {config.output}")
 
 
 def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:

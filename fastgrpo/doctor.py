@@ -20,6 +20,7 @@ from fastgrpo.config.command import TRAIN, pip_line, quiet_libraries, run_comman
 from fastgrpo.config.recipe import take_flag
 from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.curves import table
+from fastgrpo.run.terminal import print_table
 
 # Distributions that training needs, each with what it is for.
 NEEDED = (
@@ -29,6 +30,7 @@ NEEDED = (
     ("tyro", "the command line"),
     ("pyyaml", "recipes and --config"),
     ("tqdm", "progress bars"),
+    ("rich", "colours and tables in the terminal"),
     ("matplotlib", "curves.png"),
 )
 # Distributions that training can do without.
@@ -219,7 +221,7 @@ def doctor(argv: list[str]) -> int:
     others, room = companions(ranks, device)
     if not ranks.lead:
         return 0
-    print(table([*machine(), *others, *packages()]))
+    print_table([*machine(), *others, *packages()])
     missing = [distribution for distribution, _ in NEEDED if installed(distribution) is None]
     if missing:
         raise ValueError(f"training needs {', '.join(missing)}: {TRAIN}")

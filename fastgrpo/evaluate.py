@@ -21,25 +21,34 @@ from fastgrpo.config.sections import (
     EngineConfig,
     EvaluationConfig,
     LoadingConfig,
+    OutputConfig,
     PromptConfig,
     RewardConfig,
 )
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import comparison, evaluate, progress_bar
+from fastgrpo.evaluation.heldout import comparison, evaluate
 from fastgrpo.policy.load import choose_device, load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.terminal import Terminal, print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
 
 @documented
 @dataclass(frozen=True)
 class EvaluateConfig(
-    EvaluationConfig, RewardConfig, EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings
+    OutputConfig,
+    EvaluationConfig,
+    RewardConfig,
+    EngineConfig,
+    CompletionConfig,
+    PromptConfig,
+    LoadingConfig,
+    Settings,
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings that training has too mean the same there."""
 
@@ -99,11 +108,12 @@ def evaluate_models(argv: list[str]) -> None:
             results.append(_evaluate_model(path, tokenizer, config, ranks))
             if not ranks.lead:
                 continue
-            print(f"{path}: {results[-1].summary()}", file=sys.stderr)
+            if not config.quiet:
+                print(f"{path}: {results[-1].summary()}", file=sys.stderr)
             file.writelines(json.dumps({"model": path, **row}, ensure_ascii=False) + "\n" for row in results[-1].rows)
             file.flush()
     if ranks.lead:
-        print(comparison(config.models, results))
+        print_columns(comparison(config.models, results))
 
 
 def _evaluate_model(path, tokenizer, config, ranks):
@@ -140,9 +150,9 @@ def _evaluate_model(path, tokenizer, config, ranks):
     )
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
-    with rewards, progress_bar(str(path), shown=ranks.lead) as bar:
+    with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
         return evaluate(
-            engine, tokenizer, rows, rewards, sampling, state, bar.update, draws, ranks, config.template_kwargs
+            engine, tokenizer, rows, rewards, sampling, state, progress, draws, ranks, config.template_kwargs
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from fastgrpo.config.command import parse_flags, run_command
 from fastgrpo.config.fields import documented, setting
+from fastgrpo.config.sections import OutputConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.config.stages import STAGES, read_stages, to_flags
 from fastgrpo.ranks import refuse_ranks
@@ -28,6 +29,7 @@ from fastgrpo.run.comparison import draw_stages, stage_table
 from fastgrpo.run.folder import STAGES_SETTINGS as SETTINGS
 from fastgrpo.run.folder import claim_output_dir, contents, made_in
 from fastgrpo.run.signals import StopSignals
+from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task
 
 POLL_SECONDS = 0.1
@@ -35,7 +37,7 @@ POLL_SECONDS = 0.1
 
 @documented
 @dataclass(frozen=True)
-class StagesConfig(Settings):
+class StagesConfig(OutputConfig, Settings):
     """The settings of the command."""
 
     config: str = setting("three-stages", "YAML file with a section for each stage, or the name of a shipped one.")
@@ -56,22 +58,24 @@ def run_stages(argv: list[str]) -> None:
     """
     config = parse_flags(StagesConfig, argv, prog="python -m fastgrpo.stages", description=__doc__)
     refuse_ranks("a run of stages")
-    stages = read_stages(config.config)
+    stages, terminal = read_stages(config.config), Terminal(quiet=config.quiet)
     for settings in stages.values():
         find_task(settings.get("task", "arithmetic"))
     folder = claim_output_dir(config.output_dir, "stages", resume=True)
     try:
         _note_settings(folder, stages)
-        print(f"folder {folder.path}")
+        terminal.say(f"folder {folder.path}")
+        if config.quiet:
+            stages = {name: settings | {"quiet": True} for name, settings in stages.items()}
         root, first = folder.path, stages["sft"].get("model_name_or_path")
-        _train("sft", stages, root, dict)
-        _train("train", stages, root, lambda: {"model_name_or_path": _last(root / "sft")})
-        rows = _distill(folder, stages["distill"])
+        _train("sft", stages, root, terminal, dict)
+        _train("train", stages, root, terminal, lambda: {"model_name_or_path": _last(root / "sft")})
+        rows = _distill(folder, stages["distill"], terminal)
         base = {} if first is None else {"model_name_or_path": first}
-        _train("distilled", stages, root, lambda: {"train_file": rows} | base)
+        _train("distilled", stages, root, terminal, lambda: {"train_file": rows} | base)
         runs = {name: root / name for name in ("sft", "train", "distilled")}
-        print("\n" + stage_table(runs))
-        print(f"\n  {draw_stages(runs, folder.claim('stages.png'))}")
+        terminal.columns(stage_table(runs))
+        terminal.last(f"picture {draw_stages(runs, folder.claim('stages.png'))}, folder {root}")
     finally:
         folder.close()
 
@@ -93,7 +97,7 @@ def _note_settings(folder, stages):
     folder.claim(SETTINGS).write_text(text)
 
 
-def _train(name, stages, root, more):
+def _train(name, stages, root, terminal, more):
     """Run a training stage unless it is done, from its last checkpoint where there is one.
 
     `more` returns the settings that follow from the stages before. A stage that is done does not ask for them.
@@ -101,16 +105,16 @@ def _train(name, stages, root, more):
     run = root / name
     if not (run / "summary.json").exists():
         _refuse_later(root, name)
-        _run(name, to_flags(stages[name] | more() | {"output_dir": run, "resume_from_checkpoint": "auto"}))
+        _run(name, to_flags(stages[name] | more() | {"output_dir": run, "resume_from_checkpoint": "auto"}), terminal)
 
 
-def _distill(folder, settings):
+def _distill(folder, settings, terminal):
     """Draw from the trained policy, unless that is done. The file gets its name when it is whole."""
     rows, part = folder.claim("distilled.jsonl"), folder.claim("distilled.part")
     if not rows.exists():
         _refuse_later(folder.path, "distill")
         part.unlink(missing_ok=True)
-        _run("distill", [str(_last(folder.path / "train")), *to_flags(settings | {"output": part})])
+        _run("distill", [str(_last(folder.path / "train")), *to_flags(settings | {"output": part})], terminal)
         os.replace(part, rows)
     return rows
 
@@ -136,10 +140,11 @@ def _last(run):
     return found[max(found)]
 
 
-def _run(name, flags):
+def _run(name, flags, terminal):
     """Run a stage in a process of its own, and wait for its end. A signal is passed on, so that the stage saves."""
     command = [sys.executable, "-m", f"fastgrpo.{getattr(STAGES[name], 'command', name)}", *flags]
-    print(f"\n{name}: python {' '.join(command[1:])}", flush=True)
+    terminal.say(f"\n{name}: python {' '.join(command[1:])}")
+    sys.stdout.flush()  # before what the stage prints
     with StopSignals() as stop:
         # In a group of its own, so that Ctrl-C reaches it once, from here, and not from the terminal too.
         process, told = subprocess.Popen(command, process_group=0), False

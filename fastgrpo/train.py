@@ -99,7 +99,7 @@ def _make_policy(task_module, config, log):
     log.say("warm start: supervised training of the task's own small model")
 
     def announce(step, steps, loss):
-        if log.bar is None:
+        if log.terminal.bar is None:
             log.progress(steps, "SFT")
         log.advance(loss=loss)
 

@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, takewhile, zip_longest
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -27,8 +27,9 @@ from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
 PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
 FLAGS = {"flash_attn": " --no-build-isolation"}  # of pip: its build imports torch
 LIBRARIES = (  # of fastgrpo[train]
-    "transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "matplotlib", "liger_kernel"
+    "transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "rich", "matplotlib", "liger_kernel"
 )  # fmt: skip
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")  # flags of tyro: a script for tab completion
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
 Record = TypeVar("Record")
@@ -218,7 +219,9 @@ def parse_flags(
     """
     import tyro
 
-    argv = [_renamed(argument, aliases or {}) for argument in argv]
+    argv = _spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
+    if {*COMPLETION} & {*argv}:
+        prog = prog.replace("python -m fastgrpo.", "fastgrpo-")  # a shell completes the arguments of one word
     told = io.StringIO()
     known = {} if default is None else {"default": default}
     try:
@@ -236,6 +239,14 @@ def parse_flags(
     near = did_you_mean(unknown[1], names, "--{}".format) if unknown else ""
     message = re.sub(r"^Missing from .*: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
     raise ValueError(message + (near or f"; see {prog} --help"))
+
+
+def _spelled_out(argv, record):
+    """Put True behind the flag of a boolean that has no value: --quiet is --quiet True."""
+    flags, spelled = {f"--{field.name}" for field in dataclasses.fields(record) if field.type is bool}, []
+    for argument, after in zip_longest(argv, argv[1:], fillvalue="--"):
+        spelled += [argument, "True"] if argument in flags and after.startswith("--") else [argument]
+    return spelled
 
 
 def _renamed(argument, aliases):

@@ -9,6 +9,7 @@ from fastgrpo.config.sections import (
     CompletionConfig,
     EngineConfig,
     LoadingConfig,
+    OutputConfig,
     PromptConfig,
     RewardConfig,
     TokenFilterConfig,
@@ -53,6 +54,7 @@ class SelectionConfig:
 @documented
 @dataclass(frozen=True)
 class DistillConfig(
+    OutputConfig,
     SelectionConfig,
     RewardConfig,
     EngineConfig,

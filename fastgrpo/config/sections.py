@@ -269,3 +269,16 @@ class EvaluationConfig:
         active=WITH_DRAWS,
         resume="free",
     )
+
+
+@documented
+@dataclass(frozen=True)
+class OutputConfig:
+    """What a command prints."""
+
+    quiet: bool = setting(
+        False,
+        "Print nothing but warnings, errors and results: the last line of a run, which names its folder, and the table "
+        "of an evaluation.",
+        resume="free",
+    )

@@ -21,6 +21,7 @@ from fastgrpo.config.sections import (
     EngineConfig,
     EvaluationConfig,
     LoadingConfig,
+    OutputConfig,
     PromptConfig,
     RewardConfig,
     TokenFilterConfig,
@@ -112,6 +113,7 @@ class TrainingConfig(Settings):
 @takes_trl
 @dataclass(frozen=True)
 class GRPOConfig(
+    OutputConfig,
     RunConfig,
     ParallelConfig,
     EvaluationConfig,

@@ -1,6 +1,7 @@
 """The output of a command: every text can be printed, and a reader that leaves, as `head -1` does, ends it quietly."""
 
 import os
+import re
 import select
 import signal
 import sys
@@ -8,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+# What a terminal obeys instead of showing it: C0 (without tab and newline), DEL, C1, and the directions of Unicode,
+# which show text in another order than it has. A surrogate alone cannot be written at all.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command whose reader has left
 
 
@@ -22,6 +26,22 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's stream has no such method, and needs none
             stream.reconfigure(errors="backslashreplace", line_buffering=True)
+
+
+def escape_controls(text: str) -> str:
+    """Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text, where an escape character has become the four characters of its escape, for instance.
+
+    Example:
+        >>> print(escape_controls("a" + chr(27) + "[2J"))
+        a\\x1b[2J
+    """
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def reader_left() -> bool:

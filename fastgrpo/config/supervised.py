@@ -9,6 +9,7 @@ from fastgrpo.config.sections import (
     EngineConfig,
     EvaluationConfig,
     LoadingConfig,
+    OutputConfig,
     PromptConfig,
     RewardConfig,
 )
@@ -19,6 +20,7 @@ from fastgrpo.config.training import ModelConfig, OptimizerConfig, RunConfig, Tr
 @documented
 @dataclass(frozen=True)
 class SFTConfig(
+    OutputConfig,
     RunConfig,
     ParallelConfig,
     EvaluationConfig,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
@@ -25,7 +24,6 @@ from fastgrpo.rewards.call import Judged, Rewards, reward_matrix
 from fastgrpo.rewards.together import judge_together
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.curves import markdown_table
 
 
 @dataclass(frozen=True)
@@ -72,24 +70,6 @@ class Evaluation:
             return ""
         bounds = self.intervals.get(name)
         return f"{self.values[name]:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
-
-
-def progress_bar(name: str, shown: bool = True) -> tqdm:
-    """Make the progress bar of an evaluation; its `update` is what `evaluate` takes as `progress`.
-
-    It shows the time that is left, as if every completion went on to its limit: most end earlier, so the end comes
-    sooner. The rate is that of the whole evaluation so far, because prompts are read faster than completions are drawn.
-
-    Args:
-        name: The text in front of the bar.
-        shown: Whether there is a bar to see. Of several ranks, rank 0 alone shows one.
-
-    Returns:
-        The bar, which is full at 1.
-    """
-    shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
-    return tqdm(total=1.0 + 1e-6, desc=name, leave=False, smoothing=0, bar_format=shape, disable=not shown)
 
 
 def evaluate(
@@ -291,19 +271,17 @@ def _row(problem, draw, completion):
     }
 
 
-def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> str:
-    """Lay out the results of several models as a Markdown table, with 95% intervals in brackets.
+def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> list[list[str]]:
+    """Lay out the results of several models as a table, with 95% intervals in brackets.
 
     Args:
         models: The name of each model.
         results: The results of each model.
 
     Returns:
-        The table: a line for each metric, a column for each model.
+        The cells of each line, the titles first: a line for each metric, a column for each model.
     """
     names = dict.fromkeys(name for result in results for name in result.values)
     names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # the most quoted ones come first
-    lines = [["metric", *models]] + [
-        [name.removeprefix("eval/"), *(result.cell(name) for result in results)] for name in names
-    ]
-    return markdown_table(lines)
+    lines = [[name.removeprefix("eval/"), *(result.cell(name) for result in results)] for name in names]
+    return [["metric", *models], *lines]

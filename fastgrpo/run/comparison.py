@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from fastgrpo.run.curves import markdown_table, read_metrics
+from fastgrpo.run.curves import read_metrics
 
 # title -> metric of metrics.jsonl; @ stands for the largest k that was measured
 SHARES = {"accuracy": "eval/accuracy", "pass@": "eval/pass@", "format rate": "eval/format_rate"}
@@ -38,14 +38,14 @@ def _measured(evaluation, titles):
     return rows
 
 
-def stage_table(runs: Mapping[str, Path]) -> str:
-    """Lay out the last evaluations of runs as a Markdown table, with 95% intervals in brackets.
+def stage_table(runs: Mapping[str, Path]) -> list[list[str]]:
+    """Lay out the last evaluations of runs as a table, with 95% intervals in brackets.
 
     Args:
         runs: The folder of each run by the name that the table gives it.
 
     Returns:
-        The table: a line for each run, a column for each metric.
+        The cells of each line, the titles first: a line for each run, a column for each metric.
     """
     cells = {
         run: {title: f"{value:.3f} [{low:.3f}, {high:.3f}]" for title, value, low, high in measured}
@@ -53,8 +53,7 @@ def stage_table(runs: Mapping[str, Path]) -> str:
         for measured in [_measured(last_evaluation(folder), SHARES | LENGTH)]
     }
     titles = list(dict.fromkeys(title for row in cells.values() for title in row))
-    lines = [["stage", *titles]] + [[run, *(row.get(title, "") for title in titles)] for run, row in cells.items()]
-    return markdown_table(lines)
+    return [["stage", *titles], *([run, *(row.get(title, "") for title in titles)] for run, row in cells.items())]
 
 
 def draw_stages(runs: Mapping[str, Path], path: Path) -> Path:

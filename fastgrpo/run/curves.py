@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.remaining import duration
 
 WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
@@ -168,7 +169,7 @@ def conclude(
     checkpoint: Path,
     say: Callable[[str], None],
     panels: Sequence[Panel] = PANELS,
-) -> str:
+) -> list[tuple[str, str]]:
     """Write summary.json and curves.png. What cannot be written is named and left out: the run itself is saved.
 
     Args:
@@ -179,7 +180,8 @@ def conclude(
         panels: What the picture shows.
 
     Returns:
-        A table of the summary, without the values that are None, and of the files in the folder, as text.
+        The name and the value of each line of the table that is printed: what was measured before and after, with its
+        95% intervals, what the run took, and the files in the folder.
     """
     run_dir = folder.path
     text, written = json.dumps(summary, indent=2) + "\n", []
@@ -192,39 +194,49 @@ def conclude(
             written.append(name)
         except (ValueError, OSError) as error:
             say(f"warning: {name} is not written: {error}")
-    files = {"checkpoint": checkpoint.name, "metrics": "metrics.jsonl"}
-    files |= {Path(name).stem: name for name in written} | {"config": "config.json"}
-    optional = {"samples": "samples.jsonl", "merged": "merged", "trace": "trace.json.gz"}
+    optional = ("samples.jsonl", "merged", "trace.json.gz")
     # Supervised training draws no samples, and its file of them is empty.
-    files |= {
-        name: file for name, file in optional.items() if (run_dir / file).exists() and (run_dir / file).stat().st_size
+    files = [name for name in optional if (run_dir / name).exists() and (run_dir / name).stat().st_size]
+    files = [checkpoint.name, "metrics.jsonl", *written, "config.json", *files]
+    return [*_held_out(run_dir, panels), *_taken(summary), ("files", ", ".join(files))]
+
+
+def _taken(summary):
+    """Say what the run took, as far as the summary has it."""
+    shown = {
+        "steps": ("steps", lambda value: f"{value:,}"),
+        "num_tokens": ("tokens", lambda value: f"{value:,}"),
+        "wall_seconds": ("time", duration),
+        "peak_memory_gib": ("peak memory", lambda value: f"{value:.2f} GiB"),
     }
-    shown = [(name, value) for name, value in summary.items() if value is not None]
-    shown += _held_out(run_dir, panels)
-    return table([*shown, *((name, run_dir / file) for name, file in files.items())])
+    return [(name, show(summary[key])) for key, (name, show) in shown.items() if key in summary]
 
 
 def _held_out(run_dir, panels):
-    """Say how pass@1, and every held-out metric that the panels show, went from before the first step to the end.
+    """Say how the accuracy, pass@1 and every other held-out metric of the panels went from before the first step on.
 
-    Where nothing was measured before it, the last value stands alone. The greedy accuracy is left out, because the
-    summary has it.
+    Where nothing was measured before it, the last value stands alone. Values have their 95% intervals, where there are
+    any.
     """
-    names = {"eval/pass@1": "pass@1"} | {
-        name: f"{panel.title}: {label}"
-        for panel in panels
-        for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True)
-        if name.startswith("eval/") and name != "eval/accuracy"
-    }
+    names = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1"}
+    for panel in panels:
+        for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True):
+            if name.startswith("eval/"):
+                names.setdefault(name, f"{panel.title}: {label}")
     try:
         rows, series = [], read_metrics(run_dir, say=lambda _: None)
     except OSError:  # which was told when the picture could not be drawn, as damaged lines were
         return []
-    for name in names:
+    for name, label in names.items():
         steps, values = series.get(name, ([], []))
         if values:
-            before = f"{values[0]:.3f} -> " if steps[0] == 0 and len(steps) > 1 else ""
-            rows.append((names[name], f"{before}{values[-1]:.3f}"))
+            bounds = [series.get(f"{name}/ci95_{side}", ([], []))[1] for side in ("low", "high")]
+            told = [f"{value:.3f}" for value in values]
+            if all(len(side) == len(values) for side in bounds):
+                told = [f"{text} [{low:.3f}, {high:.3f}]" for text, low, high in zip(told, *bounds, strict=True)]
+                label += " [95%]"
+            before = f"{told[0]} -> " if steps[0] == 0 and len(steps) > 1 else ""
+            rows.append((label, before + told[-1]))
     return rows
 
 

@@ -9,6 +9,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.folder import RunFolder
 from fastgrpo.run.log import RunLog
+from fastgrpo.run.terminal import Terminal
 
 
 class FollowedFolder:
@@ -54,31 +55,8 @@ class FollowedLog(RunLog):
     def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
         self.started, self.config = time.perf_counter(), config
         self.folder, self.dir, self.checkpoint = FollowedFolder(path), path, checkpoint
-        self._pending, self.latest, self.history, self.bar = [], {}, [], None
-
-    def say(self, text: str) -> None:
-        """Say nothing.
-
-        Args:
-            text: What rank 0 prints.
-        """
-
-    def progress(self, total: int, name: str, done: int = 0) -> None:
-        """Show no progress bar.
-
-        Args:
-            total: As for rank 0.
-            name: As for rank 0.
-            done: As for rank 0.
-        """
-
-    def advance(self, count: int = 1, **values: float) -> None:
-        """Move no progress bar.
-
-        Args:
-            count: As for rank 0.
-            values: As for rank 0.
-        """
+        self._pending, self.latest, self.history = [], {}, []
+        self.terminal = Terminal(silent=True)
 
     def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
         """Note what rank 0 writes, since a metric may decide which checkpoint is the best.

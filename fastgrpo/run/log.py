@@ -4,13 +4,10 @@ import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
-
-from tqdm import tqdm
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run import history
@@ -18,6 +15,7 @@ from fastgrpo.run.checkpoint import step_of
 from fastgrpo.run.folder import contents, remove
 from fastgrpo.run.metrics import check_metric, reduced
 from fastgrpo.run.resume import open_run
+from fastgrpo.run.terminal import Terminal
 
 
 class RunLog:
@@ -33,6 +31,7 @@ class RunLog:
         checkpoint: The path of the checkpoint that the run continues from, or None.
         latest: The (step, value) that was last written of every metric, by name, also by TRL's name for it.
         history: What was written of metrics, see `history.py`.
+        terminal: What the run shows.
 
     Args:
         config: The settings of the run.
@@ -45,7 +44,7 @@ class RunLog:
 
     def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
         self.started = time.perf_counter()
-        self.config = config
+        self.config, self.terminal = config, Terminal(bars=not config.disable_tqdm, quiet=config.quiet)
         check_metric(config.metric_for_best_model)
         self.folder, self.checkpoint = open_run(config, self.say, inputs)
         self.dir = self.folder.path
@@ -61,7 +60,6 @@ class RunLog:
             raise
         self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
         self.latest, self.history = {}, []
-        self.bar = None
 
     def __enter__(self) -> Self:
         self.folder.check()
@@ -85,20 +83,18 @@ class RunLog:
         Args:
             text: One or more lines.
         """
-        tqdm.write(text, file=sys.stdout)
+        self.terminal.say(text)
 
-    def progress(self, total: int, name: str, done: int = 0) -> None:
+    def progress(self, total: int, name: str, done: int = 0, every: Mapping[str, int | None] | None = None) -> None:
         """Start a progress bar in place of the one before it. `advance` moves it.
 
         Args:
             total: The count at which the bar is full.
             name: The text in front of the bar.
             done: The count that the bar starts from.
+            every: The steps between two interruptions of a kind, as for `Remaining`.
         """
-        self.close_bar()
-        self.bar = tqdm(
-            total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr, disable=self.config.disable_tqdm
-        )
+        self.terminal.progress(total, name, done, every)
 
     def advance(self, count: int = 1, **values: float) -> None:
         """Move the progress bar.
@@ -107,15 +103,11 @@ class RunLog:
             count: How far to move it.
             values: Numbers to show behind the bar, by their names there. Without any, the earlier ones stay.
         """
-        if values:
-            self.bar.set_postfix({name: f"{value:.3g}" for name, value in values.items()}, refresh=False)
-        self.bar.update(count)
+        self.terminal.advance(count, **values)
 
     def close_bar(self) -> None:
         """Close the progress bar, if there is one."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.terminal.close_bar()
 
     def step(self, step: int, values: dict[str, float], last: bool = False) -> dict[str, Any] | None:
         """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl.
@@ -194,11 +186,12 @@ class RunLog:
         """Return where the log stands, as JSON can hold it.
 
         Returns:
-            The seconds of the run so far, the metrics of the steps that are pending, and the sizes of metrics.jsonl
-            and samples.jsonl in bytes.
+            The seconds of the run so far and of its recent steps, the metrics of the steps that are pending, and the
+            sizes of metrics.jsonl and samples.jsonl in bytes.
         """
         return {
             "wall_seconds": time.perf_counter() - self.started,
+            "pace": self.terminal.state_dict(),
             "pending": self._pending,
             "metrics_bytes": os.fstat(self._metrics.fileno()).st_size,
             "samples_bytes": os.fstat(self._samples.fileno()).st_size,
@@ -215,6 +208,7 @@ class RunLog:
         """
         self._write_config()
         self.started = time.perf_counter() - state["wall_seconds"]
+        self.terminal.load_state_dict(state.get("pace", {}))
         self._go_back(state)
         for file, size in ((self._metrics, state["metrics_bytes"]), (self._samples, state["samples_bytes"])):
             if os.fstat(file.fileno()).st_size < size:

@@ -5,11 +5,14 @@ the stages of a step add up to the whole step. On CUDA the times are taken by ev
 when the step ends, so the host does not wait for the device before that.
 """
 
+import resource
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -149,6 +152,20 @@ class StageTimer:
         if self.device.type == "cuda":
             values["memory/peak_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
         return values
+
+
+def peak_gib(history: Sequence[Mapping[str, Any]]) -> float:
+    """Tell how much memory a run took at most.
+
+    Args:
+        history: The entries of the lines of metrics.jsonl.
+
+    Returns:
+        GiB: the largest memory/peak_gib where there is any, and else the largest resident size of this process.
+    """
+    peaks = [row["memory/peak_gib"] for row in history if row.get("memory/peak_gib") is not None]
+    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    return round(max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
 
 
 class Profiler:

@@ -14,18 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-
-from tqdm import tqdm
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.sweep import Sweep, SweepRun
 from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in
 from fastgrpo.run.lock import LOCK, FolderLock
 from fastgrpo.run.signals import StopSignals
-from fastgrpo.run.sweep_report import draw_sweep, figures_of, printed_table, write_table
+from fastgrpo.run.sweep_report import draw_sweep, figures_of, table_of, write_table
+from fastgrpo.run.terminal import Terminal
 
 PICTURE = "sweep.png"
 COMMAND = (sys.executable, "-m", "fastgrpo.train")
@@ -33,13 +32,12 @@ POLL_SECONDS = 0.2
 LAST_LINES = 3  # how much of a failed run's log is shown
 
 
-def run_sweep(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None] = tqdm.write) -> None:
+def run_sweep(sweep: Sweep, runs: Sequence[SweepRun]) -> None:
     """Make the runs of a sweep that are not done yet, and report all of them.
 
     Args:
         sweep: What the command line asked for.
         runs: Its runs, at least one. Their output_dir is the folder of the sweep, or None for a new numbered one.
-        say: A function that prints a line for the user.
 
     Raises:
         ValueError: The folder cannot be used, or holds a run of the same name with other settings, or one that is still
@@ -47,17 +45,19 @@ def run_sweep(sweep: Sweep, runs: Sequence[SweepRun], say: Callable[[str], None]
         KeyboardInterrupt: The sweep was stopped by SIGINT, after its runs have saved everything.
         SystemExit: It was stopped in another way: see `StopSignals.leave`.
     """
-    folder = _claim(runs[0])
+    folder, config = _claim(runs[0]), runs[0].config
+    terminal = Terminal(bars=not config.disable_tqdm, quiet=config.quiet)
     try:
         waiting = [run for run in runs if not is_done(run, folder.path / run.name)]
         _refuse_running(folder.path / run.name for run in waiting)
-        say(f"sweep folder {folder.path}: {len(runs)} runs, {len(runs) - len(waiting)} of them done already")
+        known = len(runs) - len(waiting)
+        terminal.say(f"sweep folder {folder.path}: {len(runs)} runs, {known} of them done already")
         with StopSignals() as stop:
-            failed = _Processes(folder, sweep.jobs, say).make(waiting, len(runs), stop)
+            failed = _Processes(folder, sweep.jobs, terminal).make(waiting, len(runs), stop)
             done = [run for run in runs if is_done(run, folder.path / run.name)]
-            _report(folder, sweep, done, say)
+            _report(folder, sweep, done, terminal)
         if stop:
-            say("the sweep was stopped; the same command goes on with it" + _with_folder(runs[0], folder))
+            terminal.last("the sweep was stopped; the same command goes on with it" + _with_folder(runs[0], folder))
             stop.leave()
     finally:
         folder.close()
@@ -130,43 +130,46 @@ def is_done(run: SweepRun, path: Path) -> bool:
 class _Processes:
     """Makes runs, each in a process of its own, some of them at a time."""
 
-    def __init__(self, folder: RunFolder, jobs: int, say: Callable[[str], None]):
-        self.folder, self.jobs, self.say = folder, jobs, say
+    def __init__(self, folder: RunFolder, jobs: int, terminal: Terminal):
+        self.folder, self.jobs, self.terminal = folder, jobs, terminal
         self.running = {}  # run -> its process
 
     def make(self, waiting: list[SweepRun], total: int, stop: StopSignals) -> list[str]:
         """Make the runs, and return the names of those that failed. Once `stop` is true, no other run is started."""
         waiting, failed, asked, shown = list(waiting), [], False, ""
-        with tqdm(total=total, initial=total - len(waiting), desc="sweep", unit="run") as bar:
-            try:
-                while (waiting and not stop) or self.running:
-                    while waiting and not stop and len(self.running) < self.jobs:
-                        self._start(waiting.pop(0))
-                    if stop and not asked:
-                        self._signal(stop.received)
-                        asked = True
-                    time.sleep(POLL_SECONDS)
-                    failed += self._ended(bar, asked)
-                    state = "; ".join(map(self._state, self.running))
-                    if state != shown:
-                        bar.set_postfix_str(state)
-                        shown = state
-            except BaseException:
-                self._signal(signal.SIGTERM)  # no run goes on without its sweep
-                raise
+        self.terminal.progress(total, "sweep", done=total - len(waiting))
+        try:
+            while (waiting and not stop) or self.running:
+                while waiting and not stop and len(self.running) < self.jobs:
+                    self._start(waiting.pop(0))
+                if stop and not asked:
+                    self._signal(stop.received)
+                    asked = True
+                time.sleep(POLL_SECONDS)
+                failed += self._ended(asked)
+                state = "; ".join(map(self._state, self.running))
+                if state != shown:
+                    self.terminal.status(state)
+                    shown = state
+        except BaseException:
+            self._signal(signal.SIGTERM)  # no run goes on without its sweep
+            raise
+        finally:
+            self.terminal.close_bar()
         return failed
 
     def _start(self, run):
         """Start the process of a run. What it prints is appended to its log."""
         path = self.folder.path / run.name
-        command = [*COMMAND, *run.argv, "--output_dir", str(path), "--resume_from_checkpoint", "auto"]
+        own = ["--output_dir", str(path), "--resume_from_checkpoint", "auto", "--quiet", "False"]
+        command = [*COMMAND, *run.argv, *own]  # a log is read where something went wrong, and has all lines
         threads = max(1, (os.cpu_count() or 1) // self.jobs)
         shared = {"OMP_NUM_THREADS": str(threads)} if self.jobs > 1 else {}
         with open(self.folder.claim(f"{run.name}.log"), "ab") as log:
             # In a group of its own, so that Ctrl-C reaches a run once, from here, and not from the terminal too.
             self.running[run] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0,
-                env={"TQDM_MININTERVAL": "10", **shared, **os.environ},
+                env={**shared, **os.environ},
             )  # fmt: skip
 
     def _signal(self, number):
@@ -175,7 +178,7 @@ class _Processes:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM if number == signal.SIGPIPE else number)
 
-    def _ended(self, bar, stopped):
+    def _ended(self, stopped):
         """Take note of the processes that have ended, and return the names of the runs that failed."""
         failed = []
         for run, process in list(self.running.items()):
@@ -186,17 +189,19 @@ class _Processes:
             path = self.folder.path / run.name
             figures = figures_of(run, path) if code == 0 else None
             if figures is not None:
-                bar.update()
+                self.terminal.advance()
                 accuracy = f"accuracy {_shown(figures['accuracy_before'])} -> {_shown(figures['accuracy_after'])}"
-                self.say(f"{run.name}: {accuracy}, reward {_shown(figures['reward'])}, {figures['wall_seconds']} s")
+                self.terminal.say(
+                    f"{run.name}: {accuracy}, reward {_shown(figures['reward'])}, {figures['wall_seconds']} s"
+                )
             elif stopped:
-                self.say(f"{run.name}: stopped")
+                self.terminal.say(f"{run.name}: stopped")
             else:
                 failed.append(run.name)
                 lines = path.with_name(path.name + ".log").read_text(errors="replace").split("\n")
                 last = [line.rpartition("\r")[2] for line in lines if line.strip()][-LAST_LINES:]
                 problem = f"failed with exit code {code}" if code else "left no summary.json or metrics.jsonl to read"
-                self.say("\n  ".join([f"{run.name}: {problem}; the end of {path}.log:", *last]))
+                self.terminal.last("\n  ".join([f"{run.name}: {problem}; the end of {path}.log:", *last]))
         return failed
 
     def _state(self, run):
@@ -211,12 +216,12 @@ def _shown(value):
     return "not measured" if value is None else f"{value:.3f}"
 
 
-def _report(folder, sweep, done, say):
+def _report(folder, sweep, done, terminal):
     """Write the table and draw the picture of the runs that are done."""
     if not done:
         return
     figures = [figures_of(run, folder.path / run.name) for run in done]
     write_table(folder.claim(SWEEP_TABLE), [*sweep.grid, "seed"], figures)
-    say(printed_table(figures))
-    draw_sweep(folder.claim(PICTURE), [(run.setting, folder.path / run.name) for run in done], say)
-    say(f"table {folder.path / SWEEP_TABLE}, picture {folder.path / PICTURE}")
+    terminal.columns(table_of(figures))
+    draw_sweep(folder.claim(PICTURE), [(run.setting, folder.path / run.name) for run in done], terminal.say)
+    terminal.last(f"table {folder.path / SWEEP_TABLE}, picture {folder.path / PICTURE}")

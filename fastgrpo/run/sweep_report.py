@@ -78,14 +78,14 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def printed_table(figures: Sequence[dict[str, Any]]) -> str:
-    """Format the mean of the figures over the seeds of each setting, with their standard deviation.
+def table_of(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Lay out the mean of the figures over the seeds of each setting, with their standard deviation.
 
     Args:
         figures: The figures of each run.
 
     Returns:
-        Lines of text.
+        The cells of each line of the table, the titles first.
     """
     settings = {}
     for row in figures:
@@ -98,8 +98,7 @@ def printed_table(figures: Sequence[dict[str, Any]]) -> str:
             digits = 0 if name == "wall_seconds" else 3
             cells.append("{:.{d}f} ± {:.{d}f}".format(*spread(values), d=digits) if values else "not measured")
         lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return lines
 
 
 def band(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], list[float], list[float]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -31,17 +32,20 @@ from fastgrpo.run.profiling import StageTimer, needed_steps, peak_flops
 from fastgrpo.run.resume import may_go_on, set_aside
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
+from fastgrpo.run.terminal import is_terminal
 from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
-from fastgrpo.trainer.evaluating import Evaluating
+from fastgrpo.trainer.evaluating import EVALUATION, Evaluating
 from fastgrpo.trainer.finishing import Finishing
 from fastgrpo.trainer.given import with_adapters
 from fastgrpo.trainer.held_out import all_rows, read_held_out
 from fastgrpo.trainer.leaving import Leaving
 from fastgrpo.trainer.opening import Opening
 from fastgrpo.trainer.policy import make_policy
+
+CHECKPOINT = "checkpoint"  # how the estimate of the time that is left calls it
 
 
 class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
@@ -65,7 +69,7 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
 
     config_class: ClassVar[type[TrainingConfig]]
     title: ClassVar[str]  # in front of the progress bar
-    shown: ClassVar[dict[str, str]]  # what the progress bar shows: a short name -> the metric
+    shown: ClassVar[dict[str, str]]  # what the bar and the line of a logged step show: a short name -> the metric
     needed_rows: ClassVar[str] = "rows with a `prompt` column"
 
     def __init__(
@@ -182,8 +186,8 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
 
     @property
     def _shows_bars(self):
-        """Whether this rank shows progress bars."""
-        return self.ranks.lead and not self.args.disable_tqdm
+        """Whether this rank shows bars before the run has a log."""
+        return self.ranks.lead and not (self.args.disable_tqdm or self.args.quiet) and is_terminal(sys.stderr)
 
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
@@ -280,7 +284,7 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
                 self.log.close_bar()
                 return self._finish()
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
-        self.log.say(f"stopped after step {stopped_after}; continue with {how}")
+        self.log.terminal.last(f"stopped after step {stopped_after}; continue with {how}")
         # The first rank that leaves makes torchrun end the others, which may be writing still.
         self.ranks.meet("the end of the others")
         stop.leave()
@@ -296,6 +300,8 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore()
+        every = {CHECKPOINT: self.args.save_steps} | ({EVALUATION: self.args.eval_steps} if self.held_out else {})
+        log.progress(self.state.max_steps, self.title, done=self.state.global_step, every=every)
         epoch = None  # the epoch that callbacks know to have begun
         while True:
             callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
@@ -313,8 +319,6 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
                 return step
             if last:
                 return None
-            if log.bar is None:
-                log.progress(self.state.max_steps, self.title, done=step)
             if epoch is None:
                 epoch = int(self.state.epoch)
                 callbacks.call("on_epoch_begin")
@@ -324,12 +328,18 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
             callbacks.agree(f"what the callbacks want after step {step + 1}")
             last = step + 1 == self.state.max_steps or control().should_training_stop
             line = log.step(step + 1, values, last=last or control().should_log)
+            log.advance(**self._shown(values))
             if line is not None:
+                log.terminal.logged(step + 1, self._shown(line), line["step_time"])
                 callbacks.call("on_log", logs=line)
-            log.advance(**{short: values[name] for short, name in self.shown.items() if name in values})
             if last or int(self.state.epoch) > epoch:
                 epoch = None
                 callbacks.call("on_epoch_end")
+
+    def _shown(self, values):
+        """Choose the values that the bar or a line shows. Those that are not finite are None in a logged line."""
+        found = {short: values.get(name) for short, name in self.shown.items()}
+        return {short: value for short, value in found.items() if value is not None}
 
     def _control(self):
         """Return what the callbacks have decided, which may be another object after each event."""
@@ -337,11 +347,12 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
 
     def _save(self, step):
         """Save a checkpoint. Where a callback waits for it, so does the run."""
-        self.checkpoints.save(step, self._snapshot)
-        self.callbacks.note_saved()
-        if self.callbacks.any_hears("on_save"):
-            self.checkpoints.wait()
-        self.callbacks.call("on_save")
+        with self.log.terminal.interruption(CHECKPOINT):
+            self.checkpoints.save(step, self._snapshot)
+            self.callbacks.note_saved()
+            if self.callbacks.any_hears("on_save"):
+                self.checkpoints.wait()
+            self.callbacks.call("on_save")
 
     def _stopping(self, stop):
         """Whether the run shall stop: one rank's signal stops all of them after the same step."""

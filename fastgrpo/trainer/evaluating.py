@@ -3,9 +3,11 @@
 import dataclasses
 from typing import Any, ClassVar
 
-from fastgrpo.evaluation.heldout import evaluate, progress_bar
+from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.run.history import evaluated
 from fastgrpo.trainer.held_out import prefixes, read_held_out, renamed
+
+EVALUATION = "evaluation"  # how the estimate of the time that is left calls it
 
 
 class Evaluating:
@@ -52,9 +54,9 @@ class Evaluating:
             seed=self.args.seed,
         )
         where = f"the evaluation after step {self.state.global_step}"
-        with progress_bar("evaluate", shown=self._shows_bars) as bar, self.ranks.waiting(where):
+        with self.log.terminal.share("evaluate") as progress, self.ranks.waiting(where):
             result = evaluate(
-                self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, bar.update, draws, self.ranks,
+                self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, progress, draws, self.ranks,
                 self.args.template_kwargs,
             )  # fmt: skip
         told = result.summary()
@@ -80,7 +82,8 @@ class Evaluating:
         due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
         due = due or step == state.max_steps or control.should_evaluate or control.should_training_stop
         if due and state.evaluated_at != step:
-            values = self.evaluate()
+            with self.log.terminal.interruption(EVALUATION):
+                values = self.evaluate()
             state.evaluated_at = step
             if values is None:
                 return

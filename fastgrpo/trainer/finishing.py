@@ -7,6 +7,7 @@ from fastgrpo.run.card import model_card
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import conclude
 from fastgrpo.run.history import Summary, last_training, mean_loss
+from fastgrpo.run.profiling import peak_gib
 
 
 class Finishing:
@@ -31,6 +32,7 @@ class Finishing:
             "steps": state.global_step,
             "wall_seconds": seconds,
             "num_tokens": state.num_tokens,
+            "peak_memory_gib": max(self.ranks.gather(peak_gib(history), "the peak of the memory")),
         }
         metrics = {
             "train_runtime": seconds,
@@ -49,8 +51,9 @@ class Finishing:
                     card = self._card(adapters=False)
                     save_model(self.log.folder.claim("merged"), whole, self.tokenizer, card=card)
         if self.ranks.lead:
-            left = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
-            self.log.say("\n" + left)
+            rows = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
+            self.log.terminal.table(rows)
+            self.log.terminal.last(f"run folder {self.log.dir}")
         if self.args.push_to_hub:
             self.push_to_hub()
         return result

@@ -61,7 +61,7 @@ class GRPOTrainer(Trainer):
     """
 
     config_class, title = GRPOConfig, "GRPO"
-    shown: ClassVar = {"reward": "reward", "acc": "accuracy", "kl": "kl", "tok/s": "tokens/s"}
+    shown: ClassVar = {"reward": "reward", "accuracy": "accuracy", "kl": "kl", "length": "completions/mean_length"}
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class SFTTrainer(Trainer):
     """
 
     config_class, title = SFTConfig, "SFT"
-    shown: ClassVar = {"loss": "loss", "tok/s": "tokens/s"}
+    shown: ClassVar = {"loss": "loss", "learning rate": "learning_rate"}
     needed_rows = "rows with a `prompt` and a `completion`, or with `messages`"
 
     def __init__(

@@ -100,46 +100,57 @@ def test_the_table_compares_the_evaluation_before_the_first_step_with_the_last_o
 
     def rows(lines):
         write_metrics(tmp_path, lines)
-        text = conclude(RunFolder(tmp_path), {"steps": 9}, tmp_path / "checkpoint-9", pytest.fail, panels)
-        known = ("pass@1", "Held out")
-        return [line.strip().split("  ") for line in text.splitlines() if line.strip().startswith(known)]
+        table = conclude(RunFolder(tmp_path), {"steps": 9}, tmp_path / "checkpoint-9", pytest.fail, panels)
+        assert [name for name, _ in table[-2:]] == ["steps", "files"]
+        return table[:-2]
 
-    assert [[row[0], row[-1].strip()] for row in rows(measured)] == [
-        ["pass@1", "0.900"],
-        ["Held out: a", "2.000 -> 1.000"],
-    ]
+    assert rows(measured) == [("pass@1", "0.900"), ("Held out: a", "2.000 -> 1.000")]
     every = [{"step": step, **dict.fromkeys(names, step / 8)} for step in (0, 4, 8)]
-    assert [row[0] for row in rows(every)] == ["pass@1", "Held out: a", "Held out: c"]  # the summary has the accuracy
-    assert [row[-1].strip() for row in rows(every)] == ["0.000 -> 1.000"] * 3
-    assert [row[-1].strip() for row in rows(every[:1])] == ["0.000"] * 3
+    assert [name for name, _ in rows(every)] == ["accuracy", "pass@1", "Held out: a", "Held out: c"]
+    assert {value for _, value in rows(every)} == {"0.000 -> 1.000"}
+    assert {value for _, value in rows(every[:1])} == {"0.000"}
+    for row in every:
+        row |= {"eval/accuracy/ci95_low": 0.0, "eval/accuracy/ci95_high": 0.25 + row["step"] / 16}
+    assert rows(every)[0] == ("accuracy [95%]", "0.000 [0.000, 0.250] -> 1.000 [0.000, 0.750]")
+    del every[0]["eval/accuracy/ci95_low"]
+    assert rows(every)[0] == ("accuracy", "0.000 -> 1.000")
 
 
 def test_a_run_ends_with_its_summary_and_a_table_of_what_it_left(tmp_path, monkeypatch):
     monkeypatch.setattr(curves, "draw_curves", lambda run_dir, *_: (run_dir / "curves.png").write_text("a picture"))
-    summary, run = {"accuracy_after": 0.5, "steps": 3, "accuracy_before": None}, RunFolder(tmp_path)
-    text = conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
+    summary = {
+        "accuracy_before": None,
+        "steps": 1234,
+        "wall_seconds": 245.4,
+        "num_tokens": 5_000_000,
+        "peak_memory_gib": 1.5,
+    }
+    run = RunFolder(tmp_path)
+    rows = conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary and (tmp_path / "curves.png").exists()
-    shown = dict(line.split() for line in text.splitlines())
-    assert shown["accuracy_after"] == "0.5" and shown["steps"] == "3" and "accuracy_before" not in shown
-    assert shown["checkpoint"] == str(tmp_path / "checkpoint-3") and shown["summary"] == str(tmp_path / "summary.json")
-    assert "trace" not in shown and "merged" not in shown
+    assert rows == [
+        ("steps", "1,234"), ("tokens", "5,000,000"), ("time", "4:05"), ("peak memory", "1.50 GiB"),
+        ("files", "checkpoint-3, metrics.jsonl, summary.json, curves.png, config.json"),
+    ]  # fmt: skip
     (tmp_path / "trace.json.gz").write_text("a trace")
-    assert f"{tmp_path / 'trace.json.gz'}" in conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)
+    (tmp_path / "samples.jsonl").write_text("")
+    (_, files) = conclude(run, summary, tmp_path / "checkpoint-3", pytest.fail)[-1]
+    assert files.endswith(", config.json, trace.json.gz")
 
 
 def test_what_cannot_be_written_at_the_end_is_named_and_the_rest_is_written(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'\x80rubbish\n{"step": 1, "reward": 0.5}\n' + b"[" * 100_000 + b"\n7\n")
     (tmp_path / "curves.png").mkdir()
     said, run = [], RunFolder(tmp_path)
-    text = conclude(run, {"steps": 3}, tmp_path / "checkpoint-3", said.append)
-    assert "summary.json" in text and "curves.png" not in text
+    (_, files) = conclude(run, {"steps": 3}, tmp_path / "checkpoint-3", said.append)[-1]
+    assert "summary.json" in files and "curves.png" not in files
     assert said == [
         f"warning: curves.png is not written: {tmp_path}/curves.png was not made by a run and is not overwritten; move "
         "it away"
     ]
     (tmp_path / "curves.png").rmdir()
-    text = conclude(run, {"steps": 3}, tmp_path / "checkpoint-3", said.append)
-    assert "curves.png" in text and (tmp_path / "curves.png").stat().st_size > 10_000
+    (_, files) = conclude(run, {"steps": 3}, tmp_path / "checkpoint-3", said.append)[-1]
+    assert "curves.png" in files and (tmp_path / "curves.png").stat().st_size > 10_000
     assert said[1:] == [f"warning: {tmp_path}/metrics.jsonl:1 holds no metrics; 3 such lines are passed over"]
 
 

@@ -140,24 +140,32 @@ def test_lines_that_were_lost_since_a_checkpoint_are_reported(tmp_path, capsys):
     assert "metrics.jsonl has lost lines" in out and "samples.jsonl" not in out
 
 
-def test_the_bar_shows_what_it_is_told(tmp_path, capsys):
-    with make_log(tmp_path) as log:
+def test_the_settings_decide_what_the_terminal_shows(tmp_path, capsys):
+    with make_log(tmp_path, disable_tqdm=True) as log:
+        assert not log.terminal.bars and not log.terminal.quiet
         log.progress(4, "GRPO", done=1)
         log.advance(2, reward=0.123456)
-        log.say("a line above")
-        assert (log.bar.n, log.bar.total) == (3, 4) and "reward=0.123" in str(log.bar)
-    assert log.bar is None
-    out, err = capsys.readouterr()
-    assert "a line above" in out and "GRPO" in err
-
-
-def test_bars_can_be_turned_off(tmp_path, capsys):
-    with make_log(tmp_path, disable_tqdm=True) as log:
-        log.progress(4, "GRPO")
-        log.advance(2, reward=0.1)
         log.say("a line")
+        assert (log.terminal.remaining.done, log.terminal.remaining.total) == (3, 4)
+    assert log.terminal.bar is None
+    with make_log(tmp_path / "quiet", quiet=True) as log:
+        log.say("a line")
+        log.say("warning: a line")
     out, err = capsys.readouterr()
-    assert out == "a line\n" and not err
+    assert out == "a line\nwarning: a line\n" and not err
+
+
+def test_a_checkpoint_keeps_the_pace_of_the_run(tmp_path):
+    with make_log(tmp_path) as log:
+        log.progress(40, "GRPO")
+        log.advance(20)
+        state = json.loads(json.dumps(log.state_dict()))
+        assert len(state["pace"]["steps"]) == 18
+        before = log.terminal.remaining.seconds()
+        log.load_state_dict({**state, "pace": {"steps": [2.0], "costs": {"checkpoint": 1.0}}})
+        log.progress(40, "GRPO", done=20, every={"checkpoint": None})
+        assert log.terminal.remaining.seconds() == 41 != before
+        log.load_state_dict({name: value for name, value in state.items() if name != "pace"})  # of an older version
 
 
 def test_a_run_has_its_name_or_that_of_its_folder_in_wandb(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from fastgrpo.config.sweep import runs_of, take_sweep
-from fastgrpo.run.sweep_report import PANELS, band, draw_sweep, figures_of, printed_table, spread, write_table
+from fastgrpo.run.sweep_report import PANELS, band, draw_sweep, figures_of, spread, table_of, write_table
 
 
 def write_run(folder, rewards, after, before=0.25):
@@ -39,12 +39,12 @@ def test_a_line_of_csv_for_each_run(figures, tmp_path):
 
 
 def test_the_printed_table_has_mean_and_deviation_over_seeds(figures):
-    head, first, second = printed_table(figures).splitlines()
-    assert head.split("  ")[0] == "mean ± standard deviation over seeds"
-    assert " ".join(first.split()) == "num_generations=2 2 0.250 ± 0.000 0.150 ± 0.071 1.500 ± 0.707 8 ± 0"
-    assert second.split()[0] == "num_generations=4" and "0.350 ± 0.071" in second
-    unmeasured = printed_table([{**figures[0], "setting": "", "accuracy_after": None}])
-    assert "all " in unmeasured and "not measured" in unmeasured
+    head, first, second = table_of(figures)
+    assert head[0] == "mean ± standard deviation over seeds"
+    assert first == ["num_generations=2", "2", "0.250 ± 0.000", "0.150 ± 0.071", "1.500 ± 0.707", "8 ± 0"]
+    assert second[0] == "num_generations=4" and "0.350 ± 0.071" in second
+    _, unmeasured = table_of([{**figures[0], "setting": "", "accuracy_after": None}])
+    assert unmeasured[0] == "all" and "not measured" in unmeasured
 
 
 def test_spread():

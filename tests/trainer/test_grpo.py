@@ -183,7 +183,8 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     }  # fmt: skip
     assert samples[0]["rewards"]["rich"] is None and samples[1]["rewards"]["rich"] is not None
     assert json.loads((run / "summary.json").read_text()) == summary
-    assert set(summary) == {"accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens"}
+    figures = {"accuracy_before", "accuracy_after", "steps", "wall_seconds", "num_tokens", "peak_memory_gib"}
+    assert set(summary) == figures and 0.01 < summary["peak_memory_gib"] < 1000
     assert json.loads((run / "config.json").read_text())["beta"] == 0.1
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((run / "tensorboard").iterdir())

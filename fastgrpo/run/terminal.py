@@ -1,0 +1,295 @@
+"""What a command shows in the terminal: one bar, a line for each logged step at most, and tables.
+
+Where stdout is a terminal, rich colours warnings, errors and tables, unless NO_COLOR or TERM=dumb forbid it. Elsewhere,
+as in a pipe or a log file, there is plain text without colours and control characters, and no bar.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
+
+from fastgrpo.config.streams import escape_controls
+from fastgrpo.run.curves import markdown_table, table
+from fastgrpo.run.remaining import Remaining, duration
+
+URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # how a text begins that --quiet does not keep back
+STYLES = {"warning": "yellow", "error": "bold red"}
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix}"
+SHARE_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+REDRAW_SECONDS = 0.1  # between two pictures of a bar
+BESIDE = 2  # values of the last step behind the bar, which leave room for it in 80 columns
+
+
+class Terminal:
+    """The owner of what a command shows: the bar, the lines and the tables.
+
+    Attributes:
+        bar: The progress bar, or None.
+        remaining: Estimates how long the work of the bar will still take; None where there was no bar.
+
+    Args:
+        bars: Whether there are bars where stderr is a terminal.
+        quiet: Whether only warnings, errors and the last line are shown.
+        silent: Whether nothing is shown at all, as on ranks other than 0.
+    """
+
+    def __init__(self, bars: bool = True, quiet: bool = False, silent: bool = False) -> None:
+        self.quiet, self.silent = quiet or silent, silent
+        self.bars = bars and not self.quiet
+        self.bar, self.remaining, self._mark = None, None, 0.0
+        self._shown, self._known = "", None
+
+    def say(self, text: str) -> None:
+        """Print a text above the bar. Control characters in it are spelled as escapes.
+
+        Args:
+            text: One or more lines. Where it begins with `warning` or `error`, also behind `step N: `, it has a colour,
+                and --quiet does not keep it back.
+        """
+        urgent = URGENT.match(text)
+        if urgent or not self.quiet:
+            self._print(text, STYLES[urgent[1]] if urgent else "")
+
+    def last(self, text: str) -> None:
+        """Print a text that --quiet does not keep back either, such as the last line, which names the folder.
+
+        Args:
+            text: The text.
+        """
+        self._print(text)
+
+    def _print(self, text, style=""):
+        if self.silent:
+            return
+        text = escape_controls(text)
+        with tqdm.external_write_mode(file=sys.stdout):
+            if is_terminal(sys.stdout):
+                Console(highlight=False).print(Text(text, style), soft_wrap=True)
+            else:
+                print(text)
+
+    def table(self, rows: Sequence[tuple[str, Any]]) -> None:
+        """Print a table of names and values.
+
+        Args:
+            rows: The name and the value of each line, at least one.
+        """
+        if not self.quiet:
+            with tqdm.external_write_mode(file=sys.stdout):
+                print_table(rows)
+
+    def columns(self, lines: Sequence[Sequence[str]]) -> None:
+        """Print a table with titles.
+
+        Args:
+            lines: The cells of each line, the titles first.
+        """
+        if not self.quiet:
+            with tqdm.external_write_mode(file=sys.stdout):
+                print_columns(lines)
+
+    def logged(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
+        """Print the line of a logged step.
+
+        Args:
+            step: The number of steps that are done.
+            values: What the line shows, by short names.
+            seconds: How long a step took, or None.
+        """
+        total = "" if self.remaining is None else f"/{self.remaining.total}"
+        cells = [f"step {step:>{max(1, len(total) - 1)}}{total}"]
+        cells += [f"{name} {value:<8.3g}" for name, value in values.items()]
+        cells += [] if seconds is None else [f"{seconds:.3g} s a step"]
+        left = None if self.remaining is None else self.remaining.seconds()
+        if not self._live() and left:  # where there is a bar, it shows this
+            cells.append(f"{duration(left)} left")
+        self.say("  ".join(cells))
+
+    def progress(self, total: int, name: str, done: int = 0, every: Mapping[str, int | None] | None = None) -> None:
+        """Start a bar in place of the one before it. `advance` moves it.
+
+        Args:
+            total: The count at which the bar is full.
+            name: The text in front of the bar.
+            done: The count that the bar starts from.
+            every: The steps between two interruptions of a kind, as for `Remaining`.
+        """
+        self.close_bar()
+        self.remaining, self._shown = Remaining(total, done, dict(every or {})), ""
+        if every and self._known:
+            self.remaining.load_state_dict(self._known)
+        hidden = not (self.bars and is_terminal(sys.stderr))
+        # With miniters, no thread of tqdm draws the bar over another text.
+        self.bar = tqdm(
+            total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr, disable=hidden, miniters=1,
+            mininterval=REDRAW_SECONDS, bar_format=BAR,
+        )  # fmt: skip
+        self._mark = time.perf_counter()
+
+    def advance(self, count: int = 1, **values: float) -> None:
+        """Move the bar, and show the time that is left.
+
+        Args:
+            count: How far to move it.
+            values: Numbers, the first two of which are shown behind the bar by their names. Without any, the earlier
+                ones stay.
+        """
+        now = time.perf_counter()
+        self.remaining.step(now - self._mark, count)
+        self._mark = now
+        if values:
+            self._shown = " ".join(f"{name} {value:.3g}" for name, value in [*values.items()][:BESIDE])
+        self._show_left()
+        self.bar.update(count)
+
+    def status(self, text: str) -> None:
+        """Show a text behind the bar, in place of the one before it.
+
+        Args:
+            text: What goes on at the moment.
+        """
+        self._shown = text
+        self._show_left()
+        self.bar.refresh()
+
+    def _show_left(self):
+        """Put the time that is left, and the values of the last step, behind the bar."""
+        left = self.remaining.seconds()
+        shown = [self._shown, "" if left is None else f"{duration(left)} left"]
+        self.bar.set_postfix_str(", ".join(reversed([*filter(None, shown)])), refresh=False)
+
+    @contextmanager
+    def interruption(self, kind: str) -> Iterator[None]:
+        """Count what runs inside of this context as an interruption of the steps, and not as a part of one.
+
+        Args:
+            kind: The name of its kind.
+
+        Returns:
+            A context manager.
+        """
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        if self.remaining is not None:
+            self._mark += seconds
+            self.remaining.interrupted(kind, seconds)
+
+    @contextmanager
+    def share(self, name: str) -> Iterator[Callable[[float], object]]:
+        """Show how much of some work is done: behind the bar where there is one, and else on a bar that goes away.
+
+        That bar shows the time that is left, as if every completion went on to its limit: most end earlier, so the end
+        comes sooner. The rate is that of the whole work so far, because prompts are read faster than completions are
+        drawn.
+
+        Args:
+            name: What the work is called.
+
+        Yields:
+            A function that is called with the share that was just done. The shares add up to 1.
+        """
+        if self._live():
+            yield self._behind_the_bar(name)
+            self._show_left()
+            self.bar.refresh()
+            return
+        hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None
+        # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
+        total, shape = 1.0 + 1e-6, SHARE_BAR
+        with tqdm(total=total, desc=name, leave=False, smoothing=0, bar_format=shape, disable=hidden) as bar:
+            yield bar.update
+
+    def _behind_the_bar(self, name):
+        """Return a function that shows the share of some work behind the bar."""
+        done, drawn = 0.0, 0.0
+
+        def update(share):
+            nonlocal done, drawn
+            done, now = done + share, time.perf_counter()
+            if now - drawn > REDRAW_SECONDS:
+                self.bar.set_postfix_str(f"{name} {done:.0%}", refresh=False)
+                self.bar.refresh()
+                drawn = now
+
+        return update
+
+    def _live(self):
+        """Whether there is a bar to see."""
+        return self.bar is not None and not self.bar.disable
+
+    def close_bar(self) -> None:
+        """Close the bar, if there is one."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the estimate of a resumed run begins with, as JSON can hold it."""
+        return {} if self.remaining is None else self.remaining.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next estimate of a run with what was measured before.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        self._known = state
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Tell whether a stream is a terminal that can move its cursor.
+
+    Args:
+        stream: The stream.
+
+    Returns:
+        Whether it is; a terminal of TERM=dumb is not.
+    """
+    return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+def print_table(rows: Sequence[tuple[str, Any]]) -> None:
+    """Print names and values: as a table of rich in a terminal, and as aligned plain text elsewhere.
+
+    Args:
+        rows: The name and the value of each line, at least one.
+    """
+    rows = [(escape_controls(name), escape_controls(str(value))) for name, value in rows]
+    if not is_terminal(sys.stdout):
+        print(table(rows))
+        return
+    shown = Table(box=box.ROUNDED, show_header=False)
+    shown.add_column(style="bold", no_wrap=True)
+    shown.add_column(overflow="fold")
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    Console(highlight=False).print(shown)
+
+
+def print_columns(lines: Sequence[Sequence[str]]) -> None:
+    """Print a table with titles: as a table of rich in a terminal, and as a Markdown table elsewhere.
+
+    Args:
+        lines: The cells of each line, the titles first.
+    """
+    lines = [[escape_controls(cell) for cell in line] for line in lines]
+    if not is_terminal(sys.stdout):
+        print(markdown_table(lines))
+        return
+    shown = Table(box=box.ROUNDED)
+    for number, title in enumerate(lines[0]):
+        shown.add_column(Text(title), overflow="fold", style="" if number else "bold")
+    for line in lines[1:]:
+        shown.add_row(*map(Text, line))
+    Console(highlight=False).print(shown)

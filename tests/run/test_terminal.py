@@ -1,0 +1,201 @@
+"""What a command shows: one bar and one line a logged step in a terminal, and plain text elsewhere."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from fastgrpo.run import terminal as module
+from fastgrpo.run.terminal import Terminal, print_columns, print_table
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Screen(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def show(monkeypatch):
+    """A function that makes stdout and stderr one terminal of 80 columns; pytest sets them anew when a test begins."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+
+    def show():
+        screen = Screen()
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", screen)
+        return screen
+
+    return show
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that the terminal reads, which a test sets."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(module, "REDRAW_SECONDS", 0)  # tqdm has a clock of its own
+    return now
+
+
+def run(terminal, clock):
+    """Four steps of a second with an evaluation of ten seconds behind the second one, of which every other is logged."""
+    terminal.progress(4, "GRPO", every={"evaluation": 2})
+    for step in range(1, 5):
+        clock[0] += 1
+        terminal.advance(reward=0.123456, accuracy=0.5, kl=1e-5)
+        if step % 2 == 0:
+            terminal.logged(step, {"reward": 0.123456, "kl": 1e-5}, 1.0)
+        if step == 2:
+            with terminal.interruption("evaluation"), terminal.share("evaluate") as progress:
+                for _ in range(10):
+                    clock[0] += 1
+                    progress(0.1)
+            terminal.say("step 2: held-out accuracy 0.5")
+            terminal.say("step 2: warning: it repeats itself")
+    terminal.close_bar()
+    terminal.table([("steps", 4), ("files", "a, b")])
+    terminal.last("run folder runs/x")
+
+
+def test_a_pipe_gets_plain_lines_and_no_bar(clock, capsys):
+    run(Terminal(), clock)
+    out, err = capsys.readouterr()
+    assert not err and out.isascii() and all(" " <= character or character == "\n" for character in out)
+    assert out.splitlines() == [
+        "step 2/4  reward 0.123     kl 1e-05     1 s a step  0:02 left",  # nothing is known of evaluations yet
+        "step 2: held-out accuracy 0.5",
+        "step 2: warning: it repeats itself",
+        "step 4/4  reward 0.123     kl 1e-05     1 s a step  0:10 left",  # the evaluation after the last step
+        "  steps  4",
+        "  files  a, b",
+        "run folder runs/x",
+    ]
+
+
+def test_a_terminal_gets_one_bar_below_the_lines(clock, show):
+    screen = show()
+    terminal = Terminal()
+    run(terminal, clock)
+    written = screen.getvalue()
+    assert "\n\r" in written and "\x1b[A" not in written  # no second bar, for which the cursor would go up
+    bars = [text for text in re.split(r"[\r\n]", written) if text.startswith("GRPO:")]
+    assert all(len(bar) <= 80 for bar in bars)
+    assert any(re.fullmatch(r"GRPO:  75%\|[^|]+\| 3/4, 0:11 left, reward 0.123 accuracy 0.5", bar) for bar in bars)
+    assert any(bar.endswith("| 2/4, evaluate 70%") for bar in bars) and not any("kl" in bar for bar in bars)
+    assert "step 4/4  reward 0.123     kl 1e-05     1 s a step\n" in ESCAPE.sub("", written)  # the bar has the rest
+    assert "\x1b[33mstep 2: warning: it repeats itself\x1b[0m\n" in written  # yellow
+    assert "│ steps │ 4    │" in ESCAPE.sub("", written)
+
+
+@pytest.mark.parametrize("variable, value", [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_colours_can_be_forbidden(clock, show, monkeypatch, variable, value):
+    screen = show()
+    monkeypatch.setenv(variable, value)
+    run(Terminal(), clock)
+    written = screen.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]", written) and "warning: it repeats itself" in written
+    assert ("GRPO:" in written) is (variable == "NO_COLOR")  # a dumb terminal cannot draw over a line
+
+
+def test_quiet_keeps_back_all_but_warnings_errors_and_the_last_line(clock, show):
+    screen = show()
+    run(terminal := Terminal(quiet=True), clock)
+    terminal.say("error: checkpoint-2 could not be written")
+    terminal.columns([["metric", "a"], ["accuracy", "0.5"]])
+    told = ["step 2: warning: it repeats itself", "run folder runs/x", "error: checkpoint-2 could not be written"]
+    assert ESCAPE.sub("", screen.getvalue()).splitlines() == told
+
+
+def test_without_bars_lines_have_the_time_that_is_left(clock, show):
+    screen = show()
+    run(Terminal(bars=False), clock)
+    written = screen.getvalue()
+    assert "GRPO" not in written and "evaluate" not in written and "0:02 left\n" in written
+
+
+def test_a_silent_terminal_shows_nothing_at_all(clock, show):
+    """As on ranks other than 0."""
+    screen = show()
+    run(terminal := Terminal(silent=True), clock)
+    terminal.say("warning: it repeats itself")
+    assert screen.getvalue() == ""
+
+
+def test_controls_are_escaped(capsys, show, monkeypatch):
+    """A terminal would obey what a completion says, in a pipe as well, which may end in `less -R`."""
+    screen = show()
+    monkeypatch.setattr(sys, "stdout", plain := io.StringIO())
+    for stream in (plain, screen):
+        monkeypatch.setattr(sys, "stdout", stream)
+        Terminal().say("\x1b[2Jgone\x07 \u202eback [bold]not markup[/bold]\tand\nmore\r")
+        print_table([("a\x1b[1A", "b\x9b"), ("[red]c", 1)])
+        print_columns([["title\x1b]0;"], ["d\x08"]])
+        told = stream.getvalue() if stream is plain else ESCAPE.sub("", stream.getvalue())
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", told.replace("\r\n", "\n"))
+        for text in (
+            r"\x1b[2Jgone\x07 \u202eback [bold]not markup",
+            r"a\x1b[1A",
+            r"b\x9b",
+            r"\x1b]0;",
+            r"d\x08",
+            "[red]c",
+        ):
+            assert text in told
+
+
+def test_the_bar_of_an_evaluation_alone_shows_the_time_that_is_left(show):
+    screen = show()
+    terminal = Terminal()
+    with terminal.share("evaluate") as progress:
+        bar = progress.__self__
+        bar.start_t -= 60  # as if a minute had passed
+        progress(0.25)
+        bar.refresh()
+    assert "evaluate:  25%|" in screen.getvalue() and "01:00<03:0" in screen.getvalue()
+
+
+def test_a_resumed_run_begins_with_what_was_measured_before(clock, capsys):
+    run(before := Terminal(), clock)
+    after = Terminal()
+    after.load_state_dict(before.state_dict())
+    after.progress(8, "GRPO", done=4, every={"evaluation": 2})
+    assert after.remaining.seconds() == 4 * 1 + 2 * 10
+    other = Terminal()
+    other.load_state_dict(before.state_dict())
+    other.progress(8, "SFT")  # a warm start has other steps than the run
+    assert other.remaining.seconds() is None
+
+
+def test_tables_fit_a_terminal_of_80_columns(show):
+    screen = show()
+    print_table([("files", "a long name, " * 20)])
+    print_columns([["metric", *(f"model {i}" for i in range(4))], ["accuracy", *["0.330 [0.246, 0.427]"] * 4]])
+    lines = ESCAPE.sub("", screen.getvalue()).splitlines()
+    assert max(map(len, lines)) == 80 and lines[0].startswith("╭") and lines[-1].endswith("╯")
+
+
+def test_tables_elsewhere_are_plain_and_in_markdown(capsys):
+    print_table([("a", 1), ("long", "x")])
+    print_columns([["metric", "a"], ["accuracy", "0.5"]])
+    assert capsys.readouterr().out.splitlines() == [
+        "  a     1", "  long  x", "| metric   | a   |", "| ---      | --- |", "| accuracy | 0.5 |",
+    ]  # fmt: skip
+
+
+def test_a_sweep_says_behind_the_bar_what_goes_on(clock, show):
+    screen = show()
+    terminal = Terminal()
+    terminal.progress(3, "sweep", done=1)
+    terminal.status("seed=1 at step 5")
+    clock[0] += 60
+    terminal.advance()
+    terminal.close_bar()
+    assert "| 1/3, seed=1 at step 5" in screen.getvalue() and "| 2/3, 1:00 left, seed=1 at step 5" in screen.getvalue()
