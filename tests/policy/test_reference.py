@@ -21,6 +21,8 @@ from fastgrpo.policy.reference import (
     score,
 )
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 PACKAGES = {"int8": "torchao", "nf4": "bitsandbytes"}
 # Relative error of a random weight, in the Frobenius norm: 8 bits with one scale a row of 32 to 64, 4 bits in blocks.
 WEIGHT_ERROR = {"int8": 0.01, "nf4": 0.12}

@@ -10,6 +10,8 @@ from runs import lines
 from fastgrpo import GRPOConfig
 from fastgrpo.step.entropy import AdaptiveEntropy
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 KNOBS = {"entropy_coef": 0.1, "entropy_coef_delta": 0.25, "entropy_coef_max": 0.5, "entropy_coef_min": -0.05}
 
 

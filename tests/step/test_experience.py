@@ -17,6 +17,8 @@ from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.profiling import STAGES
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -20,6 +20,8 @@ from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 FULL, TEMPERATURE = {"beta": 0.2, "kl": "full"}, 0.8
 
 

@@ -18,6 +18,8 @@ from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 LOSSES = {
     "grpo": {}, "bnpo": {}, "dapo": {}, "dr_grpo": {"max_completion_length": 9}, "cispo": {"epsilon_high": 1.01},
     "sapo": {},

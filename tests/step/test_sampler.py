@@ -18,6 +18,8 @@ from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 PROMPT = Prompt([5, 9, 20], "p")
 FILTERS = [{"top_k": 4}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 6, "top_p": 0.8}]
 

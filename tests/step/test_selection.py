@@ -18,6 +18,8 @@ from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.selection import quantile
 from fastgrpo.step.update import Updater
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 T = 11  # more than the longest completion
 
 

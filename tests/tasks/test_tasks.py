@@ -13,6 +13,8 @@ from fastgrpo.rewards.gsm8k import digits_reward
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
 from fastgrpo.train import main
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 SAMPLE = DATA / "gsm8k-64.jsonl"
 
 

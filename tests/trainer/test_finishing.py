@@ -5,6 +5,8 @@ import json
 import pytest
 from runs import make_trainer
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 
 def test_the_summary_and_the_last_entry_tell_of_the_whole_run(tmp_path):
     trainer = make_trainer(tmp_path)

@@ -14,10 +14,13 @@ from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, make_reference, score
+from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.step.grpo import GRPOUpdate, Updated
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
+
+pytestmark = pytest.mark.usefixtures("without_curves")
 
 
 def test_a_learnable_reward_is_learnt_within_20_updates(tmp_path):
@@ -144,7 +147,9 @@ def test_no_reference_in_memory_without_beta(tmp_path):
     assert not any(p.requires_grad for p in reference.policy.module.parameters())
 
 
-def test_what_a_run_leaves_behind(tmp_path):
+def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr("fastgrpo.run.curves.draw_curves", draw_curves)  # the real one
+
     def rich(completions, log_metric, log_extra, trainer_state, completion_ids, **_):
         log_metric("answer_length", 3.0)
         log_extra("doubled", [text * 2 for text in completions])

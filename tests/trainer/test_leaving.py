@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fastgrpo.run.folder import RunFolder
 from fastgrpo.trainer import leaving
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):

@@ -18,6 +18,8 @@ from transformers import TrainerCallback
 
 from fastgrpo.tasks.arithmetic import correctness
 
+pytestmark = pytest.mark.usefixtures("without_curves")
+
 STEPS, CLOSE = 500, 0.03
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
 ENVIRONMENT = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
