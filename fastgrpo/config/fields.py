@@ -51,6 +51,8 @@ class Setting:
         within: The interval of a number, or of each number of a tuple; None where the setting is not a number.
         active: The condition under which the setting has an effect; None where it always has one.
         resume: What a resumed run may do with it: a key of `RESUME`.
+        compared: The condition under which a resumed run looks at it, where stating it is no mistake anywhere. None is
+            that of `active`.
     """
 
     help: str
@@ -58,6 +60,7 @@ class Setting:
     within: Interval | None = None
     active: When | None = None
     resume: str = "same"
+    compared: When | None = None
 
     def __post_init__(self):
         assert self.resume in RESUME, self.resume
@@ -104,6 +107,7 @@ def setting(
     within: Interval | None = None,
     active: When | None = None,
     resume: str = "same",
+    compared: When | None = None,
 ) -> Any:
     """Make the field of a setting.
 
@@ -114,11 +118,12 @@ def setting(
         within: See `Setting`.
         active: See `Setting`.
         resume: See `Setting`.
+        compared: See `Setting`.
 
     Returns:
         A `dataclasses.field`. Its metadata holds the `Setting` and, for tyro, the text that `--help` shows.
     """
-    known = Setting(help, None if choices is None else tuple(choices), within, active, resume)
+    known = Setting(help, None if choices is None else tuple(choices), within, active, resume, compared)
     return dataclasses.field(
         default=default, kw_only=default is REQUIRED, metadata={"help": known.full_help, "setting": known}
     )

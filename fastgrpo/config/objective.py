@@ -236,7 +236,7 @@ class ReferenceConfig:
         True,
         "Multiply the KL divergence by the ratio of policy to old policy, so that its gradient is unbiased. kl=full, "
         "which is no estimate from drawn tokens, needs no correction and has none.",
-        active=WITH_ESTIMATE,
+        compared=WITH_ESTIMATE,  # whoever leaves out the KL of a recipe need not leave out its correction
     )
     ref_device: str | None = setting(
         None,

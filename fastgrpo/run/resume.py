@@ -192,10 +192,10 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
     for field in fields(config):
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
-        rule, active = setting_of(field).resume, setting_of(field).active
+        rule, effect = setting_of(field).resume, setting_of(field).compared or setting_of(field).active
         if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
             continue
-        if active is not None and not (active.holds(earlier) or active.holds(config)):
+        if effect is not None and not (effect.holds(earlier) or effect.holds(config)):
             continue
         if rule == "same":
             anew = (

@@ -36,7 +36,6 @@ CONDITIONS = {
     "loss_type is sapo": ({"loss_type": "sapo"}, {}),
     "loss_type is vespo": ({"loss_type": "vespo"}, {}),
     "beta is above 0": ({"beta": 0.1}, {}),
-    "beta is above 0 and kl is not full": ({"beta": 0.1}, {"beta": 0.1, "kl": "full"}),
     "sync_ref_model is True": ({"beta": 0.1, "sync_ref_model": True}, {}),
     "rollout_backend is fast": ({}, {"rollout_backend": "hf"}),
     "parallel is fsdp2": ({"parallel": "fsdp2"}, {"parallel": "ddp"}),

@@ -23,8 +23,8 @@ def checkpoint(folder, changes=(), without=()):
 @pytest.mark.parametrize("name", sorted(FIELDS.keys() - {*CHOSEN}))
 def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
     folder, said = checkpoint(tmp_path, {name: "before"}), []
-    rule, active = setting_of(FIELDS[name]).resume, setting_of(FIELDS[name]).active
-    if active is not None and not active.holds(GRPOConfig()):
+    rule, effect = setting_of(FIELDS[name]).resume, setting_of(FIELDS[name]).compared or setting_of(FIELDS[name]).active
+    if effect is not None and not effect.holds(GRPOConfig()):
         rule = "free"  # see the next test
     if rule == "same":
         with pytest.raises(
