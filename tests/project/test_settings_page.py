@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_page_is_made_from_the_code():
-    assert page() == PAGE, "run `make docs`"
+    assert page() == PAGE, "run `make pages`"
 
 
 def test_every_setting_has_one_row():
@@ -33,7 +33,7 @@ def test_every_setting_has_one_row():
 
 def test_the_page_of_trl_is_made_from_the_code():
     told = (ROOT / "docs" / "from-trl.md").read_text()
-    assert trl_page.page() == told, "run `make docs`"
+    assert trl_page.page() == told, "run `make pages`"
     for name in (*SAME, *THEIRS):
         assert f"`{name}`" in told, name
 
