@@ -25,7 +25,9 @@ LOG = logging.getLogger("mkdocs.hooks.docs")  # mkdocs counts warnings of logger
 SHOWN = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".txt": "text", "": "text"}
 CONTRIBUTING = "CONTRIBUTING.md"
 # Blocks and spans of code, which hold no links, or the target of a link or a picture within the repository.
-LINK = re.compile(r"(?ms)^ *(```+).*?^ *\1|(`+)[^\n]*?\2|(?<=\]\()(?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))")
+LINK = re.compile(
+    r"(?ms)^ *(```+).*?^ *\1|(`+)[^\n]*?\2|(?<=\]\()(?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?(?=\))"
+)
 PUBLIC = (  # modules below fastgrpo whose names the API reference has
     "", "config", "data", "loss", "rewards", "rollout", "rollout.backend", "trainer", "evaluation.estimators",
     "evaluation.heldout", "integrations.liger", "integrations.trl", "integrations.verl",

@@ -62,7 +62,7 @@ def escape_controls(text: str) -> str:
     Returns:
         The text, where an escape character has become the four characters of its escape, for instance.
 
-    Example:
+    Examples:
         >>> print(escape_controls("a" + chr(27) + "[2J"))
         a\\x1b[2J
     """
