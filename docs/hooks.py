@@ -59,7 +59,8 @@ def text_of(path: Path, root: Path) -> str | None:
     if path.suffix == ".md":
         return path.read_text()
     if path.suffix == ".ipynb":
-        return "\n\n".join(_cells(json.loads(path.read_text())))
+        download = f'<a href="{path.name}" download>Download this notebook</a>'
+        return "\n\n".join([*_cells(json.loads(path.read_text())), download])
     title = f"{HIDDEN}# {path.relative_to(root).as_posix()}\n\n"
     if path.is_dir():
         names = (file.name for file in sorted(path.iterdir()) if not file.name.startswith(("__pycache__", ".")))

@@ -120,7 +120,7 @@ def test_what_is_broken_stops_the_build(tmp_path):
     docs.mkdir()
     for name in ("docs/hooks.py", "fastgrpo", "kernels"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [index.md, api.md]\n")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\nnav: [index.md, api.md, hour.md]\n")
     (tmp_path / "CONTRIBUTING.md").write_text("# Contributing\n\nSee [a page](docs/api.md#names).\n")
     (docs / "api.md").write_text("# Names\n\n::: fastgrpo.loss.objective.Objective\n")
     (docs / "index.md").write_text(
@@ -129,10 +129,21 @@ def test_what_is_broken_stops_the_build(tmp_path):
     )
     (tmp_path / "setup.py").write_text("print('a page of code')\n")
     (docs / "stray.md").write_text("# No part of the site\n")
+    outputs = [{"output_type": "stream", "text": ["1\n", "2\n"]}, {"data": {"image/png": "iVBORw0KGgo="}}]
+    cells = [
+        {"cell_type": "markdown", "source": ["# An hour\n", "\n", "To [a page](lost.md) and [code](../setup.py)."]},
+        {"cell_type": "code", "source": ["print(1)\n", "print(2)"], "outputs": outputs},
+    ]
+    (docs / "hour.ipynb").write_text(json.dumps({"cells": cells}))
     code, said = build(tmp_path / "mkdocs.yml", tmp_path / "site")
     assert code == 1
+    hour = (tmp_path / "site" / "hour.html").read_text()
+    assert "data:image/png;base64,iVBORw0KGgo=" in hour and 'href="repository/setup.py.html"' in hour
+    assert "print(1)\nprint(2)" in re.sub("<[^>]*>", "", hour) and "1\n2\n" in re.sub("<[^>]*>", "", hour)
+    assert (tmp_path / "site" / "hour.ipynb").is_file()
     for mistake in (
         "docs/index.md links to gone.md, which is not there",
+        "docs/hour.ipynb links to lost.md, which is not there",
         "'api.md' does not contain an anchor '#gone'",
         "docs/index.md links to ../fastgrpo/gone.py, which is not there",
         "'repository/CONTRIBUTING.md' does not contain an anchor '#gone'",
