@@ -30,7 +30,7 @@ from fastgrpo.__main__ import COMMANDS
 from fastgrpo.config import recipe
 from fastgrpo.config.sweep import runs_of, take_sweep
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages all of whose Python another test runs, with what their text says is there already.
 BY_OTHERS = {
     "README.md": "tests/project/test_readme.py",

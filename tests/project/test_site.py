@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from mkdocstrings import Inventory
 from paths import ROOT
+from selenium import webdriver
+from selenium.webdriver.support.wait import WebDriverWait
 
 PUBLIC = ("fastgrpo", *(f"fastgrpo.{wing}" for wing in ("config", "data", "loss", "rewards", "trainer")))
 LOADING = {  # tag -> the attribute whose address a browser loads by itself
@@ -112,6 +115,36 @@ def test_the_search_finds_prose_and_names(site):
     places = {text["location"] for text in texts}
     assert {"loss.html", "api/loss.html#fastgrpo.linear_grpo_loss"} <= places
     assert not any(place.startswith("repository/") and ".py" in place for place in places)
+
+
+@pytest.fixture
+def driver():
+    """A browser that writes down what a page asks for."""
+    options = webdriver.ChromeOptions()
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1280,900",
+    ):
+        options.add_argument(argument)
+    options.binary_location = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), "")
+    options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def test_the_search_works_on_a_page_that_is_opened_from_disk(site, driver):
+    driver.get((site / "api" / "loss.html").as_uri())
+    driver.find_element("css selector", "input.md-search__input").send_keys("overlong punishment")
+    found = WebDriverWait(driver, 60).until(lambda d: d.find_elements("css selector", ".md-search-result__link"))
+    assert any("objectives.html" in link.get_attribute("href") for link in found)
+    messages = [json.loads(line["message"])["message"] for line in driver.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert asked and not [address for address in asked if not address.startswith(("file:", "data:", "blob:"))]
+    assert not [line for line in driver.get_log("browser") if line["level"] == "SEVERE"]
 
 
 def test_what_is_broken_stops_the_build(tmp_path):
