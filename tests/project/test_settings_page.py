@@ -47,7 +47,7 @@ def test_every_section_is_introduced_by_a_sentence():
 def test_the_makefile_writes_the_page():
     """What make would run, as make itself reads the file: a rule that is not well formed fails here."""
     planned = subprocess.run(
-        ["make", "--dry-run", "--no-print-directory", "docs"], capture_output=True, text=True, cwd=ROOT
+        ["make", "--dry-run", "--no-print-directory", "pages"], capture_output=True, text=True, cwd=ROOT
     )
     assert planned.returncode == 0, planned.stderr
     for command in ("trl_page > docs/from-trl.md", "page > docs/settings.md"):
