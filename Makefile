@@ -2,14 +2,15 @@
 # make stages  the three stages of R1 on the embedded task: supervised start, GRPO, distillation
 # make test    the same environment, then the tests
 # make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
-# make docs    write docs/settings.md and docs/from-trl.md anew from the code, and docs/architectures.md by trying them
+# make docs    build the documentation site into site/; a broken link or an undocumented public name is an error
+# make pages   write docs/settings.md and docs/from-trl.md anew from the code, and docs/architectures.md by trying them
 # PIP_ARGS=... is passed to pip; README.md has an example.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs launches report-picture test-slow machine-code liger-tests soak \
+.PHONY: train stages test real real-gsm8k docs pages launches report-picture test-slow machine-code liger-tests soak \
   bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -67,8 +68,13 @@ liger-tests: $(VENV)/.installed
 soak: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow tests/whole/test_soak.py -s $(ARGS)
 
-# The page of all settings, and the page of architectures, which tries them; tests compare both with the code.
+# The site, from docs/ and the docstrings: open site/index.html. It takes the pages as they are, because the tests hold
+# those that `make pages` writes to the code, and trying every architecture takes longer than a build.
 docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# The page of all settings, and the page of architectures, which tries them; tests compare both with the code.
+pages: $(VENV)/.installed
 	$(BIN)/python tests/support/architectures.py > docs/architectures.md
 	$(BIN)/python -m fastgrpo.config.trl_page > docs/from-trl.md
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
@@ -114,4 +120,4 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

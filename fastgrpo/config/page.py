@@ -1,4 +1,4 @@
-"""docs/settings.md, made from the fields: `python -m fastgrpo.config.page > docs/settings.md`, or `make docs`."""
+"""docs/settings.md, made from the fields: `python -m fastgrpo.config.page > docs/settings.md`, or `make pages`."""
 
 import dataclasses
 import inspect
@@ -11,7 +11,7 @@ from fastgrpo.config.supervised import SFTConfig
 
 INTRODUCTION = """# Settings
 
-This page is made from the code by `make docs`; a test compares the two.
+This page is made from the code by `make pages`; a test compares the two.
 
 A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and in a YAML file
 (`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out

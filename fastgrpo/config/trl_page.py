@@ -1,4 +1,4 @@
-"""docs/from-trl.md, made from the list: `python -m fastgrpo.config.trl_page > docs/from-trl.md`, or `make docs`."""
+"""docs/from-trl.md, made from the list: `python -m fastgrpo.config.trl_page > docs/from-trl.md`, or `make pages`."""
 
 import dataclasses
 import textwrap
@@ -9,7 +9,7 @@ from fastgrpo.config.trl_names import ACCEPTED, IDLE, OLDER, OTHER_DEFAULTS, REF
 
 INTRODUCTION = """# Coming from TRL
 
-This page is made from the code by `make docs`; a test compares the two, and another one compares the list with the
+This page is made from the code by `make pages`; a test compares the two, and another one compares the list with the
 fields of `trl.GRPOConfig` 1.16.
 
 A script written to TRL changes its import:

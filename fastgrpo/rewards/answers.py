@@ -77,7 +77,7 @@ def completion_text(completion: str | list[dict]) -> str:
     Raises:
         TypeError: The completion is neither a string nor a list.
 
-    Example:
+    Examples:
         >>> completion_text([{"role": "assistant", "content": "42"}])
         '42'
     """
@@ -103,7 +103,7 @@ def extract_answer(text: str) -> str:
     Returns:
         The answer as it stands in the text.
 
-    Example:
+    Examples:
         >>> extract_answer(r"#### 41, no, \boxed{\frac{1}{2}} indeed")
         '\\frac{1}{2}'
     """
@@ -157,7 +157,7 @@ def final_answer(text: str) -> Fraction | str | None:
         The value of the final answer. Where it has none, what the last marker holds, as a string without spaces. None
         where there is no answer.
 
-    Example:
+    Examples:
         >>> [final_answer(text) for text in ("so 7/14", r"\boxed{x + 1}", "I do not know")]
         [Fraction(1, 2), 'x+1', None]
     """
@@ -181,7 +181,7 @@ def answers_match(text: str, reference: str) -> bool | None:
         Whether they match. None where the reference gives nothing to compare with: it has no digit, or it is an
         expression that cannot be read and the answer is not the same text.
 
-    Example:
+    Examples:
         >>> answers_match("<answer>75%</answer>", "#### 75")
         True
     """

@@ -40,7 +40,7 @@ def correctness(prompts: list, completions: list, nums: list, target: list, **co
     Raises:
         ValueError: A row has something else than whole numbers in one of the columns.
 
-    Example:
+    Examples:
         >>> correctness(["?"] * 2, ["<answer>(3+7)*2</answer>", "<answer>3+7+7</answer>"], [[2, 3, 7]] * 2, [20, 17])
         [1.0, 0.0]
     """
@@ -102,7 +102,7 @@ def answer_value(text: str, numbers: list[int]) -> Fraction | None:
         The exact value. None where there is no such answer, it is no expression of whole numbers with + - * / and
         brackets, it is beyond ``MAX_LENGTH`` or ``MAX_DEPTH``, it uses other numbers, or it divides by zero.
 
-    Example:
+    Examples:
         >>> answer_value("3/2 is 1.5, so <answer>3/2*7</answer>", [2, 3, 7])
         Fraction(21, 2)
     """

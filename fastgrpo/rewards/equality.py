@@ -70,7 +70,7 @@ def same_values(answer: str, expected: str) -> bool | None:
     Returns:
         Whether they match. None where the expected answer cannot be read.
 
-    Example:
+    Examples:
         >>> same_values(r"x^2 - 1, \sqrt{8}", r"2\sqrt{2}, (x + 1)(x - 1)")
         True
     """

@@ -82,7 +82,7 @@ def tokenize(text: str) -> list[str]:
     Raises:
         Unreadable: The text is too long, or holds what is no part of an expression.
 
-    Example:
+    Examples:
         >>> tokenize(r"2 \times \sqrt3")
         ['2', '*', '\\sqrt', '3']
     """
@@ -112,7 +112,7 @@ def evaluate(tokens: list[str]) -> Values:
     Raises:
         Unreadable: The tokens are no such expression, it is defined at no point, or it is beyond the bounds.
 
-    Example:
+    Examples:
         >>> values = evaluate(tokenize(r"\frac{3}{2} + 2^{-1}"))
         >>> values.decimals[0], values.residue
         (Decimal('2.0'), 2)

@@ -35,7 +35,7 @@ def correctness(prompts: list, completions: list, answer: list, **columns: list)
     Raises:
         ValueError: There are not as many references as completions.
 
-    Example:
+    Examples:
         >>> correctness(["6 x 7?"] * 2, ["<answer>42</answer>", "#### 41"], answer=["6 x 7 = 42\n#### 42"] * 2)
         [1.0, 0.0]
     """
@@ -61,7 +61,7 @@ def format_reward(prompts: list, completions: list, **columns: list) -> list[flo
     Returns:
         One reward from 0.0 to 0.5 per completion.
 
-    Example:
+    Examples:
         >>> format_reward(["6 x 7?"] * 2, ["<think>6 x 7</think><answer>42</answer>", "42"])
         [0.5, 0.0]
     """
@@ -100,7 +100,7 @@ def digits_reward(prompts: list, completions: list, answer: list, **columns: lis
     Raises:
         ValueError: There are not as many references as completions.
 
-    Example:
+    Examples:
         >>> digits_reward(["?"] * 3, ["<answer>43</answer>", "<answer>3</answer>", "23"], ["#### 23"] * 3)
         [0.5, 0.5, 0.0]
     """
@@ -141,7 +141,7 @@ def length_reward(
     Raises:
         ValueError: The trainer state has no positive limit.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> state = SimpleNamespace(max_completion_length=10)
         >>> length_reward(["?"] * 3, ["..."] * 3, completion_ids=[[0] * 8, [0] * 9, [0] * 10], trainer_state=state)

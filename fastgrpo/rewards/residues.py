@@ -16,7 +16,7 @@ class Residue:
     Args:
         value: The number.
 
-    Example:
+    Examples:
         >>> (Residue(Fraction(1, 3)) + Residue(2)).value == Residue(Fraction(7, 3)).value
         True
     """

@@ -108,7 +108,7 @@ def program_of(text: str) -> str | None:
         What stands in the last block between fences of three backticks that is closed, and named python, py, python3
         or nothing. None where there is no such block.
 
-    Example:
+    Examples:
         >>> program_of("Try ```x```:\\n```python\\nprint(1)\\n```")
         'print(1)\\n'
     """

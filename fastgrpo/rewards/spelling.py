@@ -101,7 +101,7 @@ def plain(text: str) -> str:
     Returns:
         The same answer.
 
-    Example:
+    Examples:
         >>> plain(r"1{,}234\,\text{cm}^2 + 2½")
         '1,234  + 2 \\frac{1}{2}'
     """
@@ -121,7 +121,7 @@ def formula(text: str) -> tuple[str, bool]:
         The last part that has a digit and no words, without the emphasis and punctuation around it; and whether words
         or other lines with digits stand before it.
 
-    Example:
+    Examples:
         >>> formula(r"**The area is $3\pi$ square feet.**")
         ('3\\pi', True)
     """

@@ -63,7 +63,7 @@ def format_reward(prompts: list, completions: list, **columns: Any) -> list[floa
     Returns:
         1.0 for each completion in this form, 0.0 for the others.
 
-    Example:
+    Examples:
         >>> format_reward(["47+38="] * 2, ["7+8=15 4+3+1=8 85", "85"])
         [1.0, 0.0]
     """

@@ -13,14 +13,14 @@ ROWS = PAGE[len(architectures.INTRODUCTION.format(version=transformers.__version
 
 
 def test_the_page_is_made_from_the_list():
-    assert PAGE.startswith(architectures.INTRODUCTION.format(version=transformers.__version__)), "run `make docs`"
+    assert PAGE.startswith(architectures.INTRODUCTION.format(version=transformers.__version__)), "run `make pages`"
     assert [row.split("`")[1] for row in ROWS] == list(architectures.ARCHITECTURES) and len(ROWS) >= 30
     assert {row.split(" | ")[2] for row in ROWS} == {"works", "hf only", "no"}
 
 
 @pytest.mark.parametrize("name", architectures.ARCHITECTURES)
 def test_the_verdict_is_true(name):
-    assert architectures.row(name) in ROWS, "run `make docs`"
+    assert architectures.row(name) in ROWS, "run `make pages`"
 
 
 def test_the_dry_run_finds_the_same_with_ligers_layers(monkeypatch):

@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_page_is_made_from_the_code():
-    assert page() == PAGE, "run `make docs`"
+    assert page() == PAGE, "run `make pages`"
 
 
 def test_every_setting_has_one_row():
@@ -33,7 +33,7 @@ def test_every_setting_has_one_row():
 
 def test_the_page_of_trl_is_made_from_the_code():
     told = (ROOT / "docs" / "from-trl.md").read_text()
-    assert trl_page.page() == told, "run `make docs`"
+    assert trl_page.page() == told, "run `make pages`"
     for name in (*SAME, *THEIRS):
         assert f"`{name}`" in told, name
 
@@ -47,7 +47,7 @@ def test_every_section_is_introduced_by_a_sentence():
 def test_the_makefile_writes_the_page():
     """What make would run, as make itself reads the file: a rule that is not well formed fails here."""
     planned = subprocess.run(
-        ["make", "--dry-run", "--no-print-directory", "docs"], capture_output=True, text=True, cwd=ROOT
+        ["make", "--dry-run", "--no-print-directory", "pages"], capture_output=True, text=True, cwd=ROOT
     )
     assert planned.returncode == 0, planned.stderr
     for command in ("trl_page > docs/from-trl.md", "page > docs/settings.md"):

@@ -1,6 +1,6 @@
 """Tiny models of many architectures, and docs/architectures.md, which tells what became of each when it was tried.
 
-`python tests/support/architectures.py > docs/architectures.md`, or `make docs`, writes the page. A verdict is no list
+`python tests/support/architectures.py > docs/architectures.md`, or `make pages`, writes the page. A verdict is no list
 that somebody keeps: the engine draws from the tiny model, and its log-probs, and those that training computes, are
 compared with the model's own forward pass.
 """
@@ -88,7 +88,7 @@ TOLERANCE = 1e-4  # nat
 INTRODUCTION = """# Architectures
 
 What became of tiny models with random weights of these architectures of transformers {version}, on a CPU in fp32. The
-page is made by `make docs`; a test tries every model again and compares.
+page is made by `make pages`; a test tries every model again and compares.
 
 - **works**: the engine (`--rollout_backend fast`) draws from the model. The log-probs of greedy and of sampled
   completions, and those that training computes of them, are within 1e-4 of the model's own forward pass, whose
