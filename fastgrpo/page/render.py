@@ -10,7 +10,9 @@ from importlib.resources import files
 from typing import Any
 
 STYLES = ("style.css", "samples.css")
-SCRIPTS = ("charts.js", "samples.js", "main.js")
+SCRIPTS = (
+    "page.js", "charts.js", "curves.js", "distributions.js", "controls.js", "overview.js", "samples.js", "main.js",
+)  # fmt: skip
 # What could end a script element, or a line of JavaScript, inside of a string of JSON.
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
