@@ -46,7 +46,7 @@ def clock(monkeypatch):
 
 
 def run(terminal, clock):
-    """Four steps of a second, every other of which is logged, with an evaluation of ten seconds after the second one."""
+    """Four steps of a second, every other of which is logged, and an evaluation of ten seconds after the second one."""
     terminal.progress(4, "GRPO", every={"evaluation": 2})
     for step in range(1, 5):
         clock[0] += 1
