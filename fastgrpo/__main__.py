@@ -11,7 +11,7 @@ COMMANDS = {
     "train": "trains a policy by GRPO; without flags, the embedded example runs",
     "sft": "trains a policy on the completions of rows",
     "distill": "writes what a policy answers right to a file that sft learns from",
-    "stages": "runs the three one after another, and prints one table",
+    "stages": "runs sft, train, distill and sft again one after another, and prints one table",
     "evaluate": "measures models on held-out prompts, in one table",
     "chat": "talks to a model in the terminal",
     "check": "judges completions by rewards, and says what would keep them from teaching",
@@ -23,7 +23,8 @@ COMMANDS = {
 def overview() -> str:
     """Return the text that lists the commands, a line for each."""
     lines = [f"  python -m fastgrpo.{name:10}{what}" for name, what in COMMANDS.items()]
-    return "\n".join([f"fastgrpo {__version__}: GRPO on fused kernels", "", *lines, "", "--help shows their flags."])
+    end = "--help shows their flags; docs/commands.md sets up tab completion."
+    return "\n".join([f"fastgrpo {__version__}: GRPO on fused kernels", "", *lines, "", end])
 
 
 def main(argv: list[str] | None = None) -> int:

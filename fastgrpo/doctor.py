@@ -12,12 +12,15 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fastgrpo.config.command import TRAIN, pip_line, quiet_libraries, run_command
-from fastgrpo.config.recipe import take_flag
+from fastgrpo.config.command import COMPLETION, TRAIN, parse_flags, pip_line, quiet_libraries, run_command
+from fastgrpo.config.fields import setting
+from fastgrpo.config.recipe import take_flag, unchecked
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.curves import table
 from fastgrpo.run.terminal import print_table
@@ -48,6 +51,14 @@ OPTIONAL = (
     ("cut-cross-entropy", "benchmarks against Cut Cross-Entropy"),
 )
 HEAD_WIDTH = 128  # of a typical attention head
+
+
+@dataclass(frozen=True)
+class DoctorConfig(GRPOConfig):
+    """The flags of the command, as tab completion needs them: those of training, and two of its own."""
+
+    model: str | None = setting(None, "Model of the run whose memory is shown.")
+    check: bool = setting(False, "Run every kernel in another process.")
 
 
 def installed(distribution: str) -> str | None:
@@ -216,6 +227,14 @@ def doctor(argv: list[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
         return 0
+    if {*COMPLETION} & {*argv}:
+        parse_flags(
+            DoctorConfig,
+            argv,
+            prog="python -m fastgrpo.doctor",
+            description=__doc__,
+            default=unchecked(DoctorConfig, {}),
+        )
     device = take_flag(argv, "--device")[1] or "auto"
     ranks = join(device)
     others, room = companions(ranks, device)

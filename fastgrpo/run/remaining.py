@@ -4,8 +4,8 @@
 
 The seconds of a step are the mean of the recent steps. The first two steps of a process count only as long as there are
 no others, because they compile kernels and fill caches. Where the recent steps clearly became longer or shorter, as
-completions do, the end of a straight line through them counts more than their mean. An evaluation and a checkpoint cost what the last one cost, and
-count once there was one.
+completions do, the end of a straight line through them counts more than their mean. An evaluation and a checkpoint cost
+what the last one cost, and count once there was one.
 """
 
 from collections import deque

@@ -1,10 +1,13 @@
 """What the commands share: flags, and mistakes told in a line or two with exit code 2."""
 
 import errno
+import importlib
 import io
 import json
 import logging
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 
 import pytest
@@ -69,6 +72,55 @@ def test_help_shows_range_choices_and_condition(capsys):
         "--config FILE",
     ):
         assert text in told
+
+
+def test_a_boolean_without_a_value_is_true():
+    assert parse(["--quiet"]).quiet and parse(["--quiet", "--beta", "0"]).quiet and not parse([]).quiet
+    assert not parse(["--quiet", "False"]).quiet and not parse(["--quiet=False"]).quiet
+    assert not parse(["--quiet", "--quiet", "False"]).quiet  # the last one counts, as a sweep relies on
+    with pytest.raises(ValueError, match=r"quiet.*True.*False"):
+        parse(["--quiet", "maybe"])
+
+
+COMPLETED = """
+COMP_WORDS=(fastgrpo-train --num_gen)
+COMP_CWORD=1
+_tyro_fastgrpo_train
+printf '%s\\n' "${COMPREPLY[@]}"
+complete -p fastgrpo-train
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
+def test_bash_completes_flags_by_what_is_printed(capsys, tmp_path):
+    """The script is tyro's, for the one word that a shell function of docs/commands.md is called."""
+    with pytest.raises(SystemExit) as stop:
+        parse(["--tyro-print-completion", "bash"])
+    assert not stop.value.code
+    script = capsys.readouterr().out
+    assert "--num_generations" in script and "--quiet" in script and "python -m" not in script
+    (tmp_path / "script").write_text(script + COMPLETED)
+    told = subprocess.run(["bash", str(tmp_path / "script")], capture_output=True, text=True, check=True).stdout
+    offered, registered = told.rsplit("\n", 2)[:2]
+    assert offered.splitlines() == ["--num_generations"] and registered.endswith("fastgrpo-train")
+
+
+@pytest.mark.parametrize(
+    "name, flag",
+    [
+        ("sft", "--train_file"), ("distill", "--max_per_prompt"), ("stages", "--output_dir"), ("chat", "--raw"),
+        ("evaluate", "--eval_num_generations"), ("check", "--max_samples"), ("doctor", "--num_generations"),
+        ("report", "--help"),
+    ],
+)  # fmt: skip
+def test_every_command_prints_a_script_for_completion(name, flag, capsys):
+    module = importlib.import_module(f"fastgrpo.{name}")
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--tyro-print-completion", "bash"])
+    assert not stop.value.code
+    assert (
+        flag in (script := capsys.readouterr().out) and f"complete -F _tyro_fastgrpo_{name} fastgrpo-{name}" in script
+    )
 
 
 def test_debug_shows_the_traceback(capsys):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastgrpo.config.command import run_command
-from fastgrpo.config.streams import LEFT, Guarded, prepare_streams, reader_left
+from fastgrpo.config.streams import LEFT, Guarded, escape_controls, prepare_streams, reader_left
 
 
 @pytest.fixture
@@ -93,3 +93,19 @@ def test_a_broken_pipe_that_is_not_the_output_is_a_bug():
 
     with pytest.raises(BrokenPipeError):
         run_command(fail, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
+        ("é 漢 🙂 \u200d", "é 漢 🙂 \u200d"),
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("42\r43", r"42\r43"),
+        ("\x00\x0b\x7f\x9b", r"\x00\x0b\x7f\x9b"),
+        ("\u202eabc\u2066d\u2069", r"\u202eabc\u2066d\u2069"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_escaped(text, shown):
+    assert escape_controls(text) == shown

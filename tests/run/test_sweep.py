@@ -85,6 +85,18 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(make, tmp_path, capsys):
     assert "3 of them done already" in make()
 
 
+def test_a_quiet_sweep_tells_of_failures_and_where_its_table_is(make, tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    with pytest.raises(ValueError, match=f"1 of 4 runs failed: {NAMES[1]}"):
+        make({NAMES[1]: "fail"}, FLAGS + " --quiet")
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith(f"{NAMES[1]}: failed with exit code 1") and told[1:3] == [
+        "  a line",
+        "  error: the reason",
+    ]
+    assert told[3:] == [f"table {folder / 'sweep.csv'}, picture {folder / 'sweep.png'}"]
+
+
 @pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
 def test_a_signal_stops_the_runs(make, tmp_path, monkeypatch, capsys, number, error):
     """The run that has begun gets the signal, and no other one is started."""

@@ -46,7 +46,7 @@ def clock(monkeypatch):
 
 
 def run(terminal, clock):
-    """Four steps of a second with an evaluation of ten seconds behind the second one, of which every other is logged."""
+    """Four steps of a second, every other of which is logged, and an evaluation of ten seconds after the second one."""
     terminal.progress(4, "GRPO", every={"evaluation": 2})
     for step in range(1, 5):
         clock[0] += 1
@@ -68,7 +68,7 @@ def run(terminal, clock):
 def test_a_pipe_gets_plain_lines_and_no_bar(clock, capsys):
     run(Terminal(), clock)
     out, err = capsys.readouterr()
-    assert not err and out.isascii() and all(" " <= character or character == "\n" for character in out)
+    assert not err and out.isascii() and all(character >= " " or character == "\n" for character in out)
     assert out.splitlines() == [
         "step 2/4  reward 0.123     kl 1e-05     1 s a step  0:02 left",  # nothing is known of evaluations yet
         "step 2: held-out accuracy 0.5",

@@ -25,8 +25,8 @@ SUPERVISED = """
     0.0605 0.0734 0.0568 0.0573 0.0587 0.0565 0.056 0.0596 0.0572 0.0574 0.0561 0.0563 0.0586 0.0637 0.0581 0.0632
     0.0596 0.0659 0.0628 0.0585 0.0602 0.0642 0.0627 0.0711 0.0786 0.0785 0.0783 0.078 e0.865 c0.0097
 """
-# python -m fastgrpo.train --task countdown --max_steps 60: its completions become twice as long in the first 20 steps. The
-# seconds are those of drawing and learning 3,000 tokens a second.
+# python -m fastgrpo.train --task countdown --max_steps 60: its completions become twice as long in the first 20 steps.
+# The seconds are those of drawing and learning 3,000 tokens a second.
 GROWING = """
     5.25 4.43 4.62 4.71 6.22 7.03 6.87 6.6 7.25 8.81 7.13 9.1 8.57 8.82 7.88 9.14 9.05 9.88 8.31 9.88 9.37 8.63 9.37
     10.3 9.76 9.87 10.5 10.1 11.5 9.98 9.62 9.69 8.95 10.4 11 9.7 11 8.97 9.89 9.48 9.11 9.84 10.8 9.92 9.05 10.7

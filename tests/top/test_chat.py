@@ -8,7 +8,8 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.chat import Conversation, escape_controls, main
+from fastgrpo.chat import Conversation, main
+from fastgrpo.config.streams import escape_controls
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -121,22 +122,6 @@ def test_only_the_answer_is_told(models, tmp_path, capfd):
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "clean_up_tokenization_spaces": True}))
     assert main([str(folder), "--prompt", "hello", "-n", "5", "--temperature", "0"]) == 0
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
-        ("é 漢 🙂 \u200d", "é 漢 🙂 \u200d"),
-        ("\x1b[2J\x07", r"\x1b[2J\x07"),
-        ("42\r43", r"42\r43"),
-        ("\x00\x0b\x7f\x9b", r"\x00\x0b\x7f\x9b"),
-        ("\u202eabc\u2066d\u2069", r"\u202eabc\u2066d\u2069"),
-        ("\ud800", r"\ud800"),
-    ],
-)
-def test_what_a_terminal_would_obey_is_escaped(text, shown):
-    assert escape_controls(text) == shown
 
 
 @pytest.mark.parametrize("raw", [False, True])

@@ -76,6 +76,15 @@ def test_each_stage_is_given_what_the_one_before_it_made(tmp_path, commands, cap
     assert commands[5][1] == str(out / "train" / "merged")  # adapters are merged into it
 
 
+def test_quiet_stages_are_all_quiet(tmp_path, commands, capsys):
+    out = tmp_path / "out"
+    argv = ["--config", str(tmp_path / "short.yaml"), "--output_dir", str(out)]
+    assert stages.main([*argv, "--quiet"]) == 0
+    assert len(commands) == 4 and all(flag(command, "--quiet") == "True" for command in commands)
+    assert capsys.readouterr().out == f"picture {out / 'stages.png'}, folder {out}\n"
+    assert stages.main(argv) == 0 and len(commands) == 4  # how much is printed is no setting of the stages
+
+
 def test_a_folder_is_for_one_file_of_settings_and_one_chain(tmp_path, commands, capfd):
     out = tmp_path / "out"
     argv = ["--config", str(tmp_path / "short.yaml"), "--output_dir", str(out)]
