@@ -150,9 +150,14 @@ def test_the_stages_as_processes(tmp_path, capfd):
     assert rows and state["rows"] == len(rows)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_is_passed_on_to_the_stage_which_saves(tmp_path, number, code):
-    """The stage is stopped in its first steps, leaves a checkpoint, and the command ends as the signal asks."""
+    """The stage is stopped in its first steps, leaves a checkpoint, and the command ends as the signal asks.
+
+    Slow is SIGINT, which goes the same way; tests/run/test_signals.py sends it to a run.
+    """
     (tmp_path / "long.yaml").write_text(SHORT.replace("max_steps: 2", "max_steps: 100000"))
     command = [sys.executable, "-m", "fastgrpo.stages", "--config", str(tmp_path / "long.yaml")]
     metrics = tmp_path / "out" / "sft" / "metrics.jsonl"

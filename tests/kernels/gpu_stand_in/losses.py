@@ -1,11 +1,12 @@
 """Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there.
 
-The head's kernels see dtype, temperature, bias, soft-cap and entropy, which are crossed with each other. They do not
-see the objective: it reaches the loss of log-probs alone, and is crossed with its own options there. The kept rows
-reach gather and scatter, and the kernels over given logits. Every test makes its arguments dtype first.
+The head's kernels see dtype, temperature, bias, soft-cap and entropy, which are crossed with each other: in pairs for
+every commit, and all together in the slow tests. They do not see the objective: it reaches the loss of log-probs alone,
+and is crossed with its own options there. The kept rows reach gather and scatter, and the kernels over given logits.
+Every test makes its arguments dtype first.
 """
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -50,12 +51,28 @@ APART = ["_logits_grpo_fwd_kernel", "_policy_loss_fwd_kernel", "_logits_grpo_bwd
 
 
 def crossed(**axes):
-    """Parametrize a test by all combinations of the axes. Slow are those whose dtype is not the first one."""
+    """Parametrize a test by all combinations of the axes.
+
+    Slow are those whose dtype is not the first one. Of the others, as many are ordinary as it takes to meet every pair
+    of two axes' values.
+    """
+    first = next(iter(axes["dtype"])) if "dtype" in axes else None
+    ordinary = pairwise([case for case in product(*axes.values()) if first in (None, case[0])])
     cases = []
     for case in product(*axes.values()):
-        slow = "dtype" in axes and case[0] != next(iter(axes["dtype"]))
-        cases.append(pytest.param(*case, id="-".join(map(str, case)), marks=[pytest.mark.slow] if slow else []))
+        marks = [] if case in ordinary else [pytest.mark.slow]
+        cases.append(pytest.param(*case, id="-".join(map(str, case)), marks=marks))
     return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def pairwise(cases):
+    """Return some of the cases, in which any two values meet that meet in any case: always the next that has most."""
+    pairs = {case: set(combinations(enumerate(case), 2)) for case in cases}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
 
 
 def head(dtype, biased=False, vocab=V, depth=D):
