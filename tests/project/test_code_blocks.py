@@ -2,11 +2,12 @@
 
 A block of Python runs as it stands, after the ones before it on its page, in a folder of its own and with a tiny model
 in the place of those that it names. Commands that train or draw for long are read by their own parsers, so that a flag
-or a value that does not exist is an error; the others run. Two marks, each a line of its own before a block, say more:
+or a value that does not exist is an error; the others run. Three marks, each a line before a block, say more:
 
     <!-- run by tests/project/test_pages.py -->    another test runs the block with what the page says is there
     <!-- needs a GPU -->                           or the network, SLURM, ...: Python is compiled, and of the commands
                                                    those of fastgrpo are still parsed
+    <!-- file my_rewards.py -->                    the block is also written to this file, for the commands below it
 """
 
 import ast
@@ -16,6 +17,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from collections import namedtuple
 
 import pytest
@@ -27,6 +29,7 @@ from torch.distributed.run import get_args_parser
 
 from fastgrpo import GRPOConfig, GRPOTrainer, train
 from fastgrpo.__main__ import COMMANDS
+from fastgrpo.__main__ import main as overview
 from fastgrpo.config import recipe
 from fastgrpo.config.sweep import runs_of, take_sweep
 
@@ -40,14 +43,24 @@ BY_OTHERS = {
     "docs/training.md": "tests/project/test_pages.py",
 }
 FENCE = re.compile(
-    r"(?ms)(?:^ *<!-- (?P<mark>(?:run by|needs) [^\n]+?) -->\n\s*)?^(?P<indent> {0,8})(?P<fence>```+)"
+    r"(?ms)(?:^ *<!-- (?P<mark>(?:run by|needs|file) [^\n]+?) -->\n\s*)?^(?P<indent> {0,8})(?P<fence>```+)"
     r"(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *(?P=fence) *$"
 )
 Block = namedtuple("Block", "line language text mark")
 MODELS = r"\b(MODEL|(Qwen|HuggingFaceTB)/[\w.-]+)"
 LONG = {"train", "sft", "distill", "stages", "evaluate"}  # they train, or draw from models that are not here: parsed
 COMMAND = re.compile(r"(?m)^ *(\$|(python|pip|make|torchrun|from|import)\b)")  # what a reader would give or run
-SHELL = {"echo", "export", "mkdir", "cat"}  # runs as it stands, in the page's folder
+SHELL = {
+    "cat",
+    "echo",
+    "export",
+    "grep",
+    "head",
+    "ls",
+    "mkdir",
+    "tail",
+    "wc",
+}  # run as they stand, in the page's folder
 
 
 def blocks(page):
@@ -59,9 +72,12 @@ def blocks(page):
 
 
 def commands(text):
-    """The commands of a shell script: the words of each, without comments and settings of the environment."""
-    for line in text.replace("\\\n", " ").splitlines():
+    """The commands of a shell script: each as it stands, and its words without comments and settings before it."""
+    lines = iter(text.replace("\\\n", " ").splitlines())
+    for line in lines:
         words = shlex.split(line.replace("$'\\n'", "'\n'"), comments=True)
+        if here := re.search(r"<<\W?(\w+)", line):
+            line = "\n".join([line, *iter(lambda: next(lines), here[1]), here[1]])
         while words and re.match(r"[A-Za-z_]\w*=", words[0]):
             words.pop(0)
         if words:
@@ -79,10 +95,12 @@ class Runner:
         folder: The page's own folder, which is the current one.
         model: The folder of a tiny model.
         patch: pytest's monkeypatch.
+        run: The folder of a run, which stands for those that a page names and has not made.
     """
 
-    def __init__(self, folder, model, patch):
-        self.folder, self.model, self.patch, self.names = folder, model, patch, {"__name__": "page"}
+    def __init__(self, folder, model, patch, run=None):
+        self.folder, self.model, self.patch, self.run = folder, model, patch, run
+        self.names = {"__name__": "page"}
 
     def python(self, block):
         """Run a block with a tiny model and few, short steps."""
@@ -95,19 +113,20 @@ class Runner:
         """Run or parse every command of a block."""
         for line, words in commands(block.text):
             try:
-                self.command(words, block.mark)
+                self.command(line, words, block.mark)
             except SystemExit as stop:
                 assert not stop.code, f"line {block.line}: refused: {line}"
             except ValueError as error:
                 raise AssertionError(f"line {block.line}: {line}\n{error}") from error
 
-    def command(self, words, mark):
+    def command(self, line, words, mark):
         """Run or parse one command."""
         program, *rest = words
+        program = re.sub(r"^(.*/)?python3?$", "python", program)
         if program in ("torchrun", "accelerate", "srun") and "-m" in rest:
             self.launched(words)
         elif program == "python" and rest[0] == "-m":
-            self.module(rest[1], rest[2:], parse=mark is not None)
+            self.module(rest[1], rest[2:], parse=bool(mark and mark.startswith("needs")))
         elif program == "python" and (ROOT / rest[0]).is_file():
             tests = [path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_example_*.py")]
             assert any(rest[0].rpartition("/")[2] in text for text in tests), f"no test runs {rest[0]}"
@@ -118,9 +137,16 @@ class Runner:
             known = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
             assert set(extras[1].split(",")) <= set(known), f"setup.py has no such extras: {extras[1]}"
         elif program in SHELL:
-            pass
+            self.make_runs(words)
+            subprocess.run(["bash", "-euo", "pipefail", "-c", line], cwd=self.folder, check=True)
         else:
             assert mark, f"no test runs `{shlex.join(words)}`: mark its block, as in <!-- needs the network -->"
+
+    def make_runs(self, words):
+        """Make the folders of runs that a command names and that no block before it has made."""
+        for name in re.findall(r"\bruns/[\w-]+", " ".join(words)):
+            if not (self.folder / name).exists():
+                shutil.copytree(self.run, self.folder / name)
 
     def launched(self, words):
         """Read the flags of the launcher, and the command that it starts."""
@@ -134,6 +160,9 @@ class Runner:
 
     def module(self, name, argv, parse=False):
         """Run `python -m NAME`, or parse its arguments where it works for long or several processes share it."""
+        if name == "fastgrpo":
+            assert overview(argv) == 0
+            return
         if not name.startswith("fastgrpo."):
             assert importlib.util.find_spec(name), f"there is no module {name}"
             return
@@ -150,6 +179,7 @@ class Runner:
         elif command in LONG or parse or "--live" in argv:
             self.parse(module, argv)
         else:
+            self.make_runs(argv)
             argv = [re.sub(MODELS, str(self.model), word) for word in argv]
             found = module.main(argv)
             assert found in (0, 1) if command == "check" else found == 0, f"{name} ended with {found}"
@@ -210,12 +240,10 @@ def runner(tmp_path, monkeypatch, model, run):
     """What runs the blocks of a page, in a folder with the files that pages name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in {name for page in PAGES for name in re.findall(r"fastgrpo\.report (runs/[\w-]+)", page.read_text())}:
-        shutil.copytree(run, tmp_path / name)
     rewards = {block.language: block.text for block in reversed([*blocks(ROOT / "docs" / "rewards.md")])}
     (tmp_path / "my_rewards.py").write_text(rewards["python"])
     (tmp_path / "sums.jsonl").write_text(rewards["json"])
-    return Runner(tmp_path, model, monkeypatch)
+    return Runner(tmp_path, model, monkeypatch, run)
 
 
 def treat(page, runner):
@@ -225,13 +253,15 @@ def treat(page, runner):
         where = f"{page.name}, line {block.line}"
         known = block.language in ("python", "bash", "json", "yaml", "text") or not COMMAND.search(block.text)
         assert known, f"{where}: name the language of the block, python, bash, json, yaml or text, for it to be tested"
+        if block.mark and block.mark.startswith("file "):
+            (runner.folder / block.mark.removeprefix("file ")).write_text(block.text)
         by = elsewhere if block.language == "python" else None
         if block.mark and block.mark.startswith("run by "):
             by = block.mark.removeprefix("run by ")
         if by is not None:
             test = ROOT / by
             assert test.is_file() and page.name in test.read_text(), f"{where}: {by} does not run it"
-        elif block.mark and block.language == "python":
+        elif block.mark and block.mark.startswith("needs") and block.language == "python":
             assert ast.parse(block.text).body, where
         else:
             getattr(runner, block.language, runner.text)(block)
@@ -265,6 +295,21 @@ def test_a_block_without_a_fate_is_named(text, mistake, tmp_path, monkeypatch, m
     page.write_text(f"# Page\n\n{text}")
     with pytest.raises((Exception, SystemExit), match=re.escape(mistake)):
         treat(page, Runner(tmp_path, model, monkeypatch))
+
+
+def test_a_page_makes_its_own_files(runner, capfd):
+    page = runner.folder / "page.md"
+    page.write_text(
+        "<!-- file own_reward.py -->\n```python\ndef short(completions, **_):\n"
+        "    return [-float(len(text)) for text in completions]\n```\n"
+        "```bash\ncat > own.jsonl <<'END'\n" + '{"prompt": "a", "completion": ["b", "cc"]}\n' + "END\n"
+        ".venv/bin/python -m fastgrpo.check --reward own_reward:short --dataset own.jsonl\n"
+        "head -n 1 runs/own/metrics.jsonl | grep reward\n```\n"
+    )
+    treat(page, runner)
+    told = capfd.readouterr().out
+    assert "short, best (-1): 'b'" in told, told
+    assert '"step": 1' in told
 
 
 def test_marks_excuse_what_cannot_run(tmp_path, monkeypatch, model):
