@@ -2,15 +2,14 @@
 
 import json
 import threading
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 from chromium import chromium  # noqa: F401, a fixture
 from selenium.webdriver.common.keys import Keys
 
-from fastgrpo.page.live import listen
-from fastgrpo.page.render import render
-from fastgrpo.page.samples import samples_of
+from fastgrpo import report as report_command
+from fastgrpo.page import live
 
 LONG = "A" * 1_000_000
 NASTY = (
@@ -62,24 +61,48 @@ def row(step, group, completion, reward, **more):
     }  # fmt: skip
 
 
-def write_run(folder, rows):
+def write_run(folder, rows, steps=range(1, 5), **settings):
+    """What a run leaves: the metrics of some steps, its settings and its samples."""
     folder.mkdir()
-    (folder / "samples.jsonl").write_text("".join(json.dumps(values) + "\n" for values in rows))
+    lines = {
+        "metrics": [
+            {"step": i, "reward": i % 7, "kl": 0.1, "entropy": 0.5, "tokens": 100 * i, "time/rollout": 1.0,
+             "time/forward": 0.5, "frac_reward_zero_std": 0.25, "wall_seconds": 2.0 * i}
+            for i in steps
+        ],
+        "samples": rows,
+    }  # fmt: skip
+    for name, values in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(value) + "\n" for value in values))
+    config = {"task": "arithmetic", "seed": 42, "beta": 0.01, "reward_weights": []} | settings
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def payload(*folders, live=False):
-    runs = [
-        {
-            "name": folder.name, "color": "#1f77b4", "folder": str(folder), "headline": [],
-            "axes": {"step": [1, 2], "tokens": [10, 20], "seconds": [1.0, 2.0]},
-            "series": {"reward": {"at": [0, 1], "value": [0.0, 1.0]}}, "warnings": [],
-            "settings": {"seed": "42", "reward_weights": "[]"}, "finished": True, "rewards": None,
-            "samples": samples_of(folder, 4_000_000),
-        }
-        for folder in folders
-    ]  # fmt: skip
-    return {"title": "<i>sums</i>", "made": "2026-11-23 06:00", "live": live, "runs": runs}
+def write_report(path, *folders):
+    """Write the page as the command does, without the pictures that it draws beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_command, "draw_curves", lambda run, **_: run / "curves.png")
+        assert report_command.main([*map(str, folders), "--output", str(path)]) == 0
+    return path
+
+
+@contextmanager
+def served(run):
+    """Serve the page as the command does with --live, in this process. Yields its address."""
+    given = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (live, report_command):
+            patch.setattr(module, "serve", lambda *arguments: given.extend(arguments), raising=False)
+        assert report_command.main([str(run), "--live", "True", "--port", "0"]) == 0
+    with live.listen(*given) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +119,8 @@ def report(tmp_path_factory):
     rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
     rows += [row(41, 0, NASTY[-1], 4, **TOKENS)]
     new = write_run(folder / "<new> run", rows)
-    old = write_run(folder / "older", [row(step, 0, f"old {step}", 1) for step in (1, 30)])
-    path = folder / "report.html"
-    path.write_text(render(payload(new, old)))
-    return path
+    old = write_run(folder / "older", [row(step, 0, f"old {step}", 1) for step in (1, 30)], seed=7)
+    return write_report(folder / "report.html", new, old)
 
 
 @pytest.fixture
@@ -129,7 +150,7 @@ def go(page, step, group=0, **more):
 def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
     assert page.requests() == [report.as_uri()]
     assert where(page) == "Step 1, group 1 of 2" and cards(page)[0] == "answer 0 of 1.0"
-    assert page.driver.title.startswith("<i>sums</i>")
+    assert "<new> run" in page.driver.title
     # It would not get anything either: its own policy forbids it.
     asked = "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('asked'), () => done('refused'))"
     assert page.driver.execute_async_script(asked) == "refused" and page.requests() == []
@@ -147,7 +168,10 @@ def test_a_click_moves_between_steps_and_groups(page):
     assert where(page) == "Step 1, group 1 of 2"
     page.type("#samples-step", Keys.CONTROL + "a", Keys.NULL, "37", Keys.ENTER)
     assert where(page) == "Step 40, group 1 of 2"  # the nearest
-    page.run("const s = document.querySelector('input[type=range]'); s.value = 1; s.dispatchEvent(new Event('input'))")
+    page.run("""
+      const slider = document.querySelector("#samples input[type=range]");
+      slider.value = 1;
+      slider.dispatchEvent(new Event("input"));""")
     assert where(page) == "Step 5, group 1 of 2" and "sum 5.0" in page.text("#samples .prompt")
     page.driver.refresh()
     assert where(page) == "Step 5, group 1 of 2"
@@ -330,42 +354,62 @@ def test_no_width_needs_a_horizontal_scroll(page, width):
     page.look(width=width)
     for step in (1, 41):
         go(page, step, by="logps", find="a")
-        assert page.run("return document.documentElement.scrollWidth") <= width
+        page.until(
+            f"return document.documentElement.scrollWidth <= {width}"
+        )  # diagrams follow the window a little later
     columns = page.run(
         "return getComputedStyle(document.querySelector('.completions')).gridTemplateColumns.split(' ').length"
     )
     assert columns == 1 if width == 375 else columns > 3
 
 
+def test_the_settings_that_differ_are_found(page):
+    names = "#settings tbody tr:not([hidden]) th"
+    shown = [name.partition(" ")[0] for name in page.all(names)]
+    assert "seed" in shown and "beta" not in shown
+    page.click("#settings input[type=checkbox]")
+    assert len(page.all(names)) == 4
+    page.type("#settings input[type=search]", "see")
+    assert [name.partition(" ")[0] for name in page.all(names)] == ["seed"]
+
+
+def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noqa: F811
+    """What a page costs to open is what it draws, however long the run was."""
+    rows = [row(step, 0, f"answer {step}", i) for step in range(1, 10_001, 100) for i in range(3)]
+    run = write_run(tmp_path / "long", rows, range(1, 10_001))
+    chromium.open(write_report(tmp_path / "long.html", run))
+    chromium.until("return document.querySelectorAll('.js-plotly-plot').length > 0")
+    points = chromium.run("""
+      const drawn = Array.from(document.querySelectorAll(".js-plotly-plot"), (plot) => plot.data);
+      return drawn.flat().map((trace) => [(trace.x || []).length, Math.max(...(trace.x || [0]))]);""")
+    assert points and max(count for count, _ in points) <= 4000 and sum(count for count, _ in points) < 60_000
+    assert 9_990 < max(last for _, last in points) <= 10_000
+    assert chromium.run("return document.querySelectorAll('*').length") < 15_000
+    assert chromium.run("return document.querySelector('#samples-step').max") == "9901" and chromium.console() == []
+
+
 def test_a_live_page_follows_the_run_and_keeps_the_place(chromium, tmp_path):  # noqa: F811
     run = write_run(tmp_path / "run", [row(step, 0, f"answer {step}", 1, **TOKENS) for step in (1, 2)])
-    with listen([run], lambda: render(payload(run, live=True)), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            address = f"http://127.0.0.1:{server.server_port}/"
-            chromium.open(address)
-            assert chromium.requests() == [address] and chromium.console() == []
-            chromium.click("[aria-label='Next step']")
-            chromium.choose("#samples-colour", "logps")
-            chromium.run("document.getElementById('samples-sort').focus(); scrollTo(0, 150); window.before = true")
-            scrolled = chromium.run("return scrollY")
-            with open(run / "samples.jsonl", "a") as file:
-                file.write(json.dumps(row(3, 0, "answer 3", 1)) + "\n")
-            chromium.until(f"{LOOK}; return !window.before && document.querySelector('#samples-step')?.max === '3'")
-            assert where(chromium) == "Step 2, group 1 of 1" and chromium.run("return scrollY") == scrolled > 0
-            assert chromium.run("return document.activeElement.id") == "samples-sort"
-            assert chromium.run("return document.getElementById('samples-colour').value") == "logps"
-            assert set(chromium.requests()) == {address, address + "version"} and chromium.console() == []
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(run) as address:
+        chromium.open(address)
+        assert chromium.requests() == [address] and chromium.console() == []
+        chromium.click("[aria-label='Next step']")
+        chromium.choose("#samples-colour", "logps")
+        chromium.run("document.getElementById('samples-sort').focus(); scrollTo(0, 150); window.before = true")
+        scrolled = chromium.run("return scrollY")
+        with open(run / "samples.jsonl", "a") as file:
+            file.write(json.dumps(row(3, 0, "answer 3", 1)) + "\n")
+        chromium.until(f"{LOOK}; return !window.before && document.querySelector('#samples-step')?.max === '3'")
+        chromium.until("return document.readyState === 'complete'")
+        assert where(chromium) == "Step 2, group 1 of 1" and chromium.run("return scrollY") == scrolled > 0
+        assert chromium.run("return document.activeElement.id") == "samples-sort"
+        assert chromium.run("return document.getElementById('samples-colour').value") == "logps"
+        assert set(chromium.requests()) == {address, address + "version"} and chromium.console() == []
     chromium.until(f"{LOOK}; return document.getElementById('live').textContent.startsWith('The command')")
 
 
 def test_a_run_without_samples_says_so(chromium, tmp_path):  # noqa: F811
-    (tmp_path / "empty").mkdir()
-    path = Path(tmp_path / "report.html")
-    path.write_text(render(payload(tmp_path / "empty")))
-    chromium.open(path)
+    run = write_run(tmp_path / "run", [])
+    (run / "samples.jsonl").unlink()
+    chromium.open(write_report(tmp_path / "report.html", run))
     assert "The run has no samples.jsonl." in chromium.text("#samples") and chromium.console() == []
