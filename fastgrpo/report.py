@@ -1,15 +1,26 @@
-"""python -m fastgrpo.report RUN: draw curves.png from the metrics of a run folder, and print its path."""
+"""python -m fastgrpo.report RUN [RUN ...]: make a page for the browser that shows runs, and print its path.
+
+The page is one file of HTML, which needs no server and asks the network for nothing. It holds what the folders of the
+runs hold now, so the command can be given while a run goes on. curves.png is drawn again in the folder of each run.
+"""
 
 import json
+import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
 from fastgrpo.config.settings import Settings
-from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, draw_curves
+from fastgrpo.page.reading import find_runs, names_of, read_run
+from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, Panel, draw_curves
 from fastgrpo.run.folder import made_in, note
+
+PAGE = "report.html"
+MADE_BY = b'<meta name="generator" content="fastgrpo.report">'  # stands in the first lines of every page
+HEAD = 2000  # bytes of a file in which it is looked for
 
 
 @documented
@@ -17,32 +28,77 @@ from fastgrpo.run.folder import made_in, note
 class ReportConfig(Settings):
     """The settings of the command."""
 
-    run: str = setting(REQUIRED, "Folder of a run, with its metrics.jsonl.")
+    runs: tuple[str, ...] = setting(
+        REQUIRED, "Folders of runs, each with its metrics.jsonl. The folder of a sweep or of stages shows all its runs."
+    )
+    output: str | None = setting(
+        None, "File of the page. None takes report.html: in the given folder if it is one, otherwise where you are."
+    )
+    live: bool = setting(
+        False, "Serve the page on this machine alone (127.0.0.1) and refresh it while runs go on; no file is written."
+    )
+    port: int = setting(
+        0, "Port of --live. 0 takes a free one, and the address is printed.", within=Interval(at_least=0, at_most=65535)
+    )
 
 
 def report(argv: list[str]) -> None:
-    """Draw the curves of the run that the command line names.
+    """Make the page of the runs that the command line names, or serve it.
 
     Args:
         argv: The arguments.
 
     Raises:
-        ValueError: There is no such run.
+        ValueError: There is no such run, flags exclude one another, or something else lies where the page belongs.
     """
-    run = Path(parse_flags(ReportConfig, argv, prog="python -m fastgrpo.report", description=__doc__).run)
-    if not (run / "metrics.jsonl").is_file():
-        raise ValueError(
-            f"{run} is not the folder of a run: it has no metrics.jsonl; name a folder such as runs/TASK-1"
-        )
-    picture, noted = run / "curves.png", made_in(run)
-    if picture.is_symlink() or (noted and picture.exists() and picture.name not in noted):
-        raise ValueError(f"{picture} was not made by a run and is not overwritten; move it away")
-    if noted:  # not in a folder without notes, as of an older version: its first ones are made when it goes on
-        note(run, picture.name)
-    print(draw_curves(run, panels=_panels(run)))
+    config = parse_flags(ReportConfig, _with_values(argv), prog="python -m fastgrpo.report", description=__doc__)
+    if config.live and config.output is not None:
+        raise ValueError("--live writes no file; leave --output or --live away")
+    if config.port and not config.live:
+        raise ValueError("--port is that of --live; give --live too, or leave --port away")
+    folders = list(map(Path, config.runs))
+    runs = find_runs(folders)
+    if config.live:
+        from fastgrpo.page.live import serve
+
+        serve(runs, lambda: _page(runs, live=True), config.port)
+        return
+    page = Path(config.output) if config.output is not None else _default(folders)
+    _refuse_page(page)
+    for run in runs:
+        _claim(run, "curves.png")
+    text = _page(runs)
+    for run in runs:
+        print(draw_curves(run, panels=_panels(run)))
+    _write(page, text)
+    print(page)
 
 
-def _panels(run):
+def _with_values(argv):
+    """Let --live stand alone, as it is written everywhere."""
+    following = [*argv[1:], ""]
+    return [
+        "--live=True" if argument == "--live" and after not in ("True", "False") else argument
+        for argument, after in zip(argv, following, strict=True)
+    ]
+
+
+def _page(runs: Sequence[Path], live: bool = False) -> str:
+    """Read the runs and write their page. A line that cannot be read is told by the picture, so not here again."""
+    from fastgrpo.page.payload import payload
+    from fastgrpo.page.render import render
+
+    records = [read_run(run, name, lambda _: None) for run, name in zip(runs, names_of(runs), strict=True)]
+    return render(payload(records, _shown(runs), live))
+
+
+def _shown(runs):
+    """Join the diagrams of all runs: each title once."""
+    panels = [panel for run in runs for panel in _panels(run, told=False)]
+    return list({panel.title: panel for panel in reversed(panels)}.values())[::-1]
+
+
+def _panels(run, told=True) -> Sequence[Panel]:
     """Find what the picture of the run's task shows. A run from Python may have a task that is none of ours."""
     from fastgrpo.tasks import find_task, panels_of
 
@@ -52,8 +108,54 @@ def _panels(run):
             return SUPERVISED_PANELS
         return panels_of(find_task(config["task"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        print(f"{run / 'config.json'} names no task of this package; the usual diagrams are drawn", file=sys.stderr)
+        if told:
+            print(f"{run / 'config.json'} names no task of this package; the usual diagrams are drawn", file=sys.stderr)
         return PANELS
+
+
+def _default(folders):
+    """Choose the file of the page: what shows one folder lies in it, and a comparison where the command is given."""
+    return folders[0] / PAGE if len(folders) == 1 else Path(PAGE)
+
+
+def _refuse_page(page):
+    """Refuse to overwrite what this command did not make."""
+    if page.parent.is_dir() and made_in(page.parent) and page.name == PAGE:
+        _claim(page.parent, page.name)
+    elif page.is_dir():
+        raise ValueError(f"{page} is a folder where the page belongs; name a file")
+    elif not page.parent.is_dir():
+        raise ValueError(f"the folder of --output {page} does not exist; make it, or choose another file")
+    elif os.path.lexists(page) and not _is_page(page):
+        raise ValueError(f"{page} was not made by this command and is not overwritten; move it away")
+
+
+def _is_page(path):
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return MADE_BY in file.read(HEAD)
+
+
+def _claim(folder, name):
+    """Note that a file is made in the folder of a run, or refuse where no run made what is there."""
+    path, noted = folder / name, made_in(folder)
+    if path.is_symlink() or (noted and path.exists() and name not in noted):
+        raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder where the {'page' if name == PAGE else 'picture'} belongs; move it away")
+    if noted and name not in noted:  # not in a folder without notes, as of an older version: it makes its own first ones
+        note(folder, name)
+
+
+def _write(page, text):
+    """Write the page whole or not at all, so that a browser that reloads meanwhile never sees half of it."""
+    part = page.with_name(f".{page.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace")
+        os.replace(part, os.path.realpath(page))
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> int:

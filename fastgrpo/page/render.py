@@ -13,8 +13,9 @@ from typing import Any
 
 STYLES = ("style.css", "samples.css")
 SCRIPTS = (
-    "charts.js", "samples_text.js", "samples_card.js", "samples_search.js", "samples_controls.js", "samples.js",
-    "live.js", "main.js",
+    "page.js", "charts.js", "curves.js", "distributions.js", "controls.js", "overview.js",
+    "samples_text.js", "samples_card.js", "samples_search.js", "samples_controls.js", "samples.js", "live.js",
+    "main.js",
 )  # fmt: skip
 # What could end a script element, or a line of JavaScript, inside of a string of JSON.
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}

@@ -150,7 +150,6 @@ def go(page, step, group=0, **more):
 def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
     assert page.requests() == [report.as_uri()]
     assert where(page) == "Step 1, group 1 of 2" and cards(page)[0] == "answer 0 of 1.0"
-    assert "<new> run" in page.driver.title
     # It would not get anything either: its own policy forbids it.
     asked = "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('asked'), () => done('refused'))"
     assert page.driver.execute_async_script(asked) == "refused" and page.requests() == []
@@ -195,7 +194,7 @@ def test_the_keyboard_does(page):
     # Keys that are typed into a control are the control's.
     page.type("#samples-search", "answer", Keys.ARROW_LEFT)
     assert where(page) == "Step 41, group 1 of 1"
-    assert "another step" in page.text(".keys")
+    assert "another step" in page.text("#samples .keys")
 
 
 def test_tab_reaches_every_control_and_shows_where_it_is(page):
@@ -206,7 +205,9 @@ def test_tab_reaches_every_control_and_shows_where_it_is(page):
       document.activeElement.blur();
       return seen.length;""")
     reached = set()
-    for _ in range(wanted + 2):
+    for _ in range(3 * wanted):  # diagrams may have stops of their own
+        if len(reached) == wanted:
+            break
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         tab, outline = page.run(
             "const e = document.activeElement; return [e.dataset.tab, getComputedStyle(e).outlineStyle]"

@@ -1,0 +1,160 @@
+"""The figures at the top of the page: how a run went from its beginning to its end, and what it took."""
+
+from fastgrpo.page.reading import Run
+
+ENDS = 10  # logged steps at the beginning and at the end of training, which a figure averages
+
+
+def headline(run: Run) -> list[dict[str, str]]:
+    """Say in a few figures how a run went.
+
+    Args:
+        run: The record of the run.
+
+    Returns:
+        The `label`, `value` and `detail` of each figure. A figure that the run does not have is left out.
+    """
+    steps = run.summary.get("steps", run.last_step) if run.finished else run.last_step
+    planned = run.config.get("max_steps")
+    state = "finished" if run.finished else "not finished: it goes on, or was stopped"
+    if not run.finished and isinstance(planned, int) and planned > 0:
+        state = f"of {planned:,}; {state}"
+    rows = [
+        _held_out(run, "accuracy", "Held-out accuracy"),
+        _held_out(run, "pass@1", "Held-out pass@1"),
+        _held_out(run, "loss", "Held-out loss"),
+        _trained(run, "reward", "Reward in training"),
+        ("Steps", f"{steps:,}", state),
+        _tokens(run),
+        _seconds(run, steps),
+        _memory(run),
+    ]
+    return [dict(zip(("label", "value", "detail"), row, strict=True)) for row in rows if row]
+
+
+def about(run: Run) -> list[dict[str, str]]:
+    """Say what a run was.
+
+    Args:
+        run: The record of the run.
+
+    Returns:
+        The `label` and the `value` of each fact. One that config.json does not hold is left out.
+    """
+    config, names = run.config, {"train": "GRPO", "sft": "supervised training"}
+    command = config.get("command")
+    model = config.get("model_name_or_path") or ("the task's own small model" if "task" in config else None)
+    training = names.get(command, command)
+    if command == "train" and config.get("loss_type"):
+        training = f"GRPO with the loss {config['loss_type']}"
+    rows = {
+        "task": config.get("task"),
+        "data": config.get("dataset_name"),
+        "model": model,
+        "training": training,
+        "rewards": ", ".join(map(str, config.get("reward_funcs") or ())),
+        "seed": config.get("seed"),
+        "device": " ".join(str(config[name]) for name in ("device", "dtype") if config.get(name)),
+        "versions": ", ".join(run.versions),
+    }
+    return [{"label": label, "value": str(value)} for label, value in rows.items() if value not in (None, "")]
+
+
+def _held_out(run, metric, label):
+    """Compare the first evaluation with the last one, with their 95% intervals where they were measured."""
+    steps, values = run.series.get(f"eval/{metric}", ([], []))
+    if not values:
+        return None
+    first, last = _interval(run, metric, steps[0]), _interval(run, metric, steps[-1])
+    if len(values) == 1:
+        return label, number(values[0]), " ".join(filter(None, (f"at step {steps[0]:,}", first and f"95%: {first}")))
+    parts = [first and f"95%: {first} → {last}", "" if steps[0] == 0 else f"steps {steps[0]:,} and {steps[-1]:,}"]
+    return label, f"{number(values[0])} → {number(values[-1])}", "; ".join(filter(None, parts))
+
+
+def _interval(run, metric, step):
+    ends = []
+    for end in ("low", "high"):
+        steps, values = run.series.get(f"eval/{metric}/ci95_{end}", ([], []))
+        ends += [value for at, value in zip(steps, values, strict=True) if at == step][-1:]
+    return f"{ends[0]:.3f} to {ends[1]:.3f}" if len(ends) == 2 else ""
+
+
+def _trained(run, metric, label):
+    """Compare the first logged steps of training with the last ones."""
+    values = run.series.get(metric, ([], []))[1]
+    if not values:
+        return None
+    some = min(ENDS, max(1, len(values) // 2))
+    first, last = sum(values[:some]) / some, sum(values[-some:]) / some
+    return label, f"{number(first)} → {number(last)}", f"means of the first and last {some} logged steps"
+
+
+def _tokens(run):
+    total = run.series.get("num_tokens", ([], []))[1]
+    total = run.summary.get("num_tokens") if run.finished else total[-1] if total else None
+    if not isinstance(total, (int, float)):
+        return None
+    for size, unit in ((1e9, " billion"), (1e6, " million")):
+        if total >= size:
+            return "Tokens", f"{total / size:.3g}{unit}", "prompts and completions"
+    return "Tokens", f"{total:,.0f}", "prompts and completions"
+
+
+def _seconds(run, steps):
+    trained = cumulative_seconds(run)
+    total = run.summary.get("wall_seconds") if run.finished else max(trained.values(), default=None)
+    if not isinstance(total, (int, float)):
+        return None
+    each = f"{max(trained.values()) / steps:.3g} s a step" if trained and steps else ""
+    return "Time", duration(total), each if run.finished else f"in steps; {each}"
+
+
+def _memory(run):
+    measured = run.series.get("memory/peak_gib", ([], []))[1]
+    peak = run.summary.get("peak_memory_gib") or max(measured, default=None)
+    return ("Peak memory", f"{peak:.3g} GiB", "") if isinstance(peak, (int, float)) else None
+
+
+def cumulative_seconds(run: Run) -> dict[int, float]:
+    """Add up the seconds of the steps. The time of evaluations and checkpoints is in no step.
+
+    Args:
+        run: The record of the run.
+
+    Returns:
+        The seconds from the beginning to each logged step. A line that averages several steps counts for all of them.
+    """
+    seconds, total, before = {}, 0.0, 0
+    for step, value in zip(*run.series.get("step_time", ([], [])), strict=True):
+        total += value * max(step - before, 0)
+        before, seconds[step] = step, total
+    return seconds
+
+
+def number(value: float) -> str:
+    """Write a figure with three digits behind the point, or three in all where it is far from 1.
+
+    Args:
+        value: The figure.
+
+    Returns:
+        Its text.
+    """
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people.
+
+    Args:
+        seconds: The time in seconds.
+
+    Returns:
+        Its text, such as "1 h 5 min" or "12.3 s".
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min {rest} s"

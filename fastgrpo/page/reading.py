@@ -1,0 +1,168 @@
+"""Reads the folder of a run as one record. Files that are missing, and lines that a stopped run left half, are no error.
+
+metrics.jsonl alone is needed. config.json, summary.json, warnings.jsonl and the checkpoints' model cards add to it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastgrpo.run.checkpoint import checkpoints
+from fastgrpo.run.curves import read_metrics
+from fastgrpo.run.folder import OF_SEVERAL, made_in
+
+VERSIONS = re.compile(r"^## Versions\n+((?:- .+\n?)+)", re.MULTILINE)  # in the model card of a checkpoint
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the folder of a run holds.
+
+    Attributes:
+        folder: The folder.
+        name: What the page calls the run. No two runs of a page have the same name.
+        config: The settings of config.json; empty where it cannot be read.
+        series: The steps and the values of each metric by its name, in the order of metrics.jsonl.
+        summary: What summary.json says; empty where the run has not come to its end.
+        warnings: The step and the text of each warning.
+        versions: The packages that the run used, such as "torch 2.9"; empty where it has no checkpoint yet.
+    """
+
+    folder: Path
+    name: str
+    config: dict[str, Any]
+    series: dict[str, tuple[list[int], list[float]]]
+    summary: dict[str, Any]
+    warnings: list[dict[str, Any]]
+    versions: list[str]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that metrics.jsonl knows of; 0 where it knows of none."""
+        return max((steps[-1] for steps, _ in self.series.values()), default=0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end. The summary of an earlier end does not count once a run goes on."""
+        steps = self.summary.get("steps")
+        return isinstance(steps, int) and steps >= self.last_step
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """Find the runs that a command line names.
+
+    Args:
+        folders: Folders of runs. That of a sweep or of stages stands for all runs in it.
+
+    Returns:
+        The folders of the runs, each once.
+
+    Raises:
+        ValueError: A folder is not that of a run.
+    """
+    found = [run for folder in folders for run in _runs_of(folder)]
+    return list({run.resolve(): run for run in reversed(found)}.values())[::-1]
+
+
+def _runs_of(folder):
+    if (folder / "metrics.jsonl").is_file():
+        return [folder]
+    inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl")) if folder.is_dir() else []
+    if inside and set(OF_SEVERAL) & made_in(folder):
+        return inside
+    told = f"{folder} is not the folder of a run: it has no metrics.jsonl"
+    if inside:
+        raise ValueError(f"{told}, but holds {len(inside)} runs; name those to show, such as {inside[0]}")
+    raise ValueError(f"{told}; name a folder such as runs/TASK-1")
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Give each run a name: that of its folder, with as many folders above it as tell it from the others.
+
+    Args:
+        folders: The folders of the runs, each once.
+
+    Returns:
+        A name for each.
+    """
+    paths, depths = [folder.resolve() for folder in folders], [1] * len(folders)
+    while True:
+        names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
+        equal = [names.count(name) > 1 for name in names]
+        if not any(equal):
+            return names
+        depths = [depth + more for depth, more in zip(depths, equal, strict=True)]
+
+
+def read_run(folder: Path, name: str, say: Callable[[str], None] = print) -> Run:
+    """Read the folder of a run.
+
+    Args:
+        folder: The folder, with its metrics.jsonl.
+        name: What the page calls the run.
+        say: A function that prints a line for the user.
+
+    Returns:
+        The record.
+    """
+    warnings = [
+        {"step": row["step"], "text": row["text"]}
+        for row in json_lines(folder / "warnings.jsonl")
+        if isinstance(row.get("step"), int) and isinstance(row.get("text"), str)
+    ]
+    return Run(
+        folder=folder,
+        name=name,
+        config=_object(folder / "config.json"),
+        series=read_metrics(folder, say),
+        summary=_object(folder / "summary.json"),
+        warnings=warnings,
+        versions=_versions(folder),
+    )
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Read the objects of a file of JSON lines, one after the other. A line that is no object is passed over.
+
+    Args:
+        path: The file. One that is missing has no lines.
+
+    Yields:
+        The object of each line.
+    """
+    try:
+        file = open(path, "rb")
+    except OSError:
+        return
+    with file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def _object(path):
+    """Read a file with one object of JSON; an empty one where that cannot be done, as while it is being written."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _versions(folder):
+    """Read the versions in the model card of the newest checkpoint. No other file of a run says them."""
+    for checkpoint in reversed(checkpoints(folder).values()):
+        try:
+            card = (checkpoint / "README.md").read_text(errors="replace")
+        except OSError:
+            continue
+        if found := VERSIONS.search(card):
+            return [line.removeprefix("- ").replace(": ", " ") for line in found[1].splitlines()]
+    return []

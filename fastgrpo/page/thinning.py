@@ -1,0 +1,56 @@
+"""Thins long curves for the page, so that a browser opens a run of 10,000 steps at once and no spike is lost.
+
+A curve of more points than the page takes is cut into buckets of equal length, and the smallest and the largest value
+of each bucket stay. A moving average over such extremes would not be that of the curve, so the mean of the bucket goes
+along with both.
+"""
+
+from collections.abc import Sequence
+
+POINTS = 2000  # a curve at most; a chart on a page is narrower
+
+
+def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
+    """Choose which points of a curve stay.
+
+    Args:
+        values: The values in their order.
+        points: How many may stay, at least 4.
+
+    Returns:
+        The places of those that stay, ascending: all of a short curve; of a long one, the first, the last, and the
+        smallest and largest of each bucket.
+    """
+    if len(values) <= points:
+        return list(range(len(values)))
+    kept = {0, len(values) - 1}
+    for low, high in _buckets(len(values), points):
+        kept.add(min(range(low, high), key=values.__getitem__))
+        kept.add(max(range(low, high), key=values.__getitem__))
+    return sorted(kept)
+
+
+def means_of(values: Sequence[float], kept: Sequence[int], points: int = POINTS) -> list[float]:
+    """Average the bucket that each kept point stands for.
+
+    Args:
+        values: The values in their order.
+        kept: What `kept_of` chose, from these values or from those of a curve as long.
+        points: As for `kept_of`.
+
+    Returns:
+        A mean for each kept point.
+    """
+    means, buckets, bound, mean = [], iter(_buckets(len(values), points)), 0, 0.0
+    for place in kept:
+        while place >= bound:
+            low, bound = next(buckets)
+            mean = sum(values[low:bound]) / (bound - low)
+        means.append(mean)
+    return means
+
+
+def _buckets(count, points):
+    """Cut `count` places into buckets, of which each may keep two points, and the ends of the curve one each."""
+    number = points // 2 - 1
+    return [(i * count // number, (i + 1) * count // number) for i in range(number)]
