@@ -79,7 +79,7 @@ def _with_values(argv):
     following = [*argv[1:], ""]
     return [
         "--live=True" if argument == "--live" and after not in ("True", "False") else argument
-        for argument, after in zip(argv, following, strict=True)
+        for argument, after in zip(argv, following, strict=False)
     ]
 
 
@@ -95,7 +95,7 @@ def _page(runs: Sequence[Path], live: bool = False) -> str:
 def _shown(runs):
     """Join the diagrams of all runs: each title once."""
     panels = [panel for run in runs for panel in _panels(run, told=False)]
-    return list({panel.title: panel for panel in reversed(panels)}.values())[::-1]
+    return list({panel.title: panel for panel in panels}.values())
 
 
 def _panels(run, told=True) -> Sequence[Panel]:
@@ -144,7 +144,9 @@ def _claim(folder, name):
         raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
     if path.is_dir():
         raise ValueError(f"{path} is a folder where the {'page' if name == PAGE else 'picture'} belongs; move it away")
-    if noted and name not in noted:  # not in a folder without notes, as of an older version: it makes its own first ones
+    if (
+        noted and name not in noted
+    ):  # not in a folder without notes, as of an older version: it makes its own first ones
         note(folder, name)
 
 
