@@ -52,6 +52,8 @@ def report(argv: list[str]) -> None:
         ValueError: There is no such run, flags exclude one another, or something else lies where the page belongs.
     """
     config = parse_flags(ReportConfig, _with_values(argv), prog="python -m fastgrpo.report", description=__doc__)
+    if not config.runs:
+        raise ValueError("an argument is missing: the folder of a run, such as runs/TASK-1")
     if config.live and config.output is not None:
         raise ValueError("--live writes no file; leave --output or --live away")
     if config.port and not config.live:

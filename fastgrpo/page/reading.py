@@ -134,7 +134,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
         The object of each line.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115: an error while it is read is no missing file
+        file = open(path, "rb")  # noqa: SIM115 (an error while it is read is no missing file)
     except OSError:
         return
     with file:

@@ -150,7 +150,7 @@ def test_what_is_made_is_noted_where_the_run_noted_what_it_made(tmp_path, quick,
 
 def test_a_run_must_be_named(tmp_path, capsys):
     for argv, told in (
-        ([], "an argument is missing: Folders of runs"),
+        ([], "an argument is missing: the folder of a run"),
         ([str(tmp_path)], f"{tmp_path} is not the folder of a run: it has no metrics.jsonl"),
     ):
         assert main(argv) == 2
