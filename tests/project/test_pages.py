@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import fastgrpo
 from benchmarks import report
 from fastgrpo import chat, distill, doctor, evaluate, sft, stages, train
+from fastgrpo import report as report_command
 from fastgrpo.config import recipe
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.sweep import FLAGS, runs_of, take_sweep
@@ -86,7 +87,7 @@ def test_commands_parse(page):
         train.parse(["--model_name_or_path" if word == "--model" else word for word in argv if word != "--check"])
 
 
-OTHERS = [evaluate, chat, sft, distill, stages]
+OTHERS = [evaluate, chat, sft, distill, stages, report_command]
 
 
 def flags_of(command, capsys):
