@@ -52,6 +52,8 @@ def report(argv: list[str]) -> None:
         ValueError: There is no such run, flags exclude one another, or something else lies where the page belongs.
     """
     config = parse_flags(ReportConfig, _with_values(argv), prog="python -m fastgrpo.report", description=__doc__)
+    if not config.runs:
+        raise ValueError("an argument is missing: the folder of a run, such as runs/TASK-1")
     if config.live and config.output is not None:
         raise ValueError("--live writes no file; leave --output or --live away")
     if config.port and not config.live:
@@ -79,7 +81,7 @@ def _with_values(argv):
     following = [*argv[1:], ""]
     return [
         "--live=True" if argument == "--live" and after not in ("True", "False") else argument
-        for argument, after in zip(argv, following, strict=True)
+        for argument, after in zip(argv, following, strict=False)
     ]
 
 
@@ -95,7 +97,7 @@ def _page(runs: Sequence[Path], live: bool = False) -> str:
 def _shown(runs):
     """Join the diagrams of all runs: each title once."""
     panels = [panel for run in runs for panel in _panels(run, told=False)]
-    return list({panel.title: panel for panel in reversed(panels)}.values())[::-1]
+    return list({panel.title: panel for panel in panels}.values())
 
 
 def _panels(run, told=True) -> Sequence[Panel]:
@@ -144,7 +146,9 @@ def _claim(folder, name):
         raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
     if path.is_dir():
         raise ValueError(f"{path} is a folder where the {'page' if name == PAGE else 'picture'} belongs; move it away")
-    if noted and name not in noted:  # not in a folder without notes, as of an older version: it makes its own first ones
+    if (
+        noted and name not in noted
+    ):  # not in a folder without notes, as of an older version: it makes its own first ones
         note(folder, name)
 
 

@@ -15,12 +15,13 @@ from fastgrpo.page.reading import Run
 from fastgrpo.page.rewards import reward_histogram
 from fastgrpo.page.samples import samples_of
 from fastgrpo.page.thinning import POINTS, kept_of, means_of
-from fastgrpo.run.curves import Panel
+from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.metrics import METRICS
 
 SAMPLES_BYTES = 6_000_000  # of all runs together: the page stays below 15 MB, of which plotly's bundle is 5
 FEWEST = 250  # points that a curve may have where a page shows many runs
 WARNINGS = 500  # of a run at most, the first ones
+ALWAYS = ("completions/mean_length", "frac_informative")  # what every run's page shows where it was measured
 # Colors that people with any kind of color vision tell apart, and that show on light and on dark ground.
 COLORS = (
     "#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d", "#1f9fb0", "#d1495b", "#7a8791", "#8c6d4f",
@@ -43,12 +44,18 @@ def payload(runs: Sequence[Run], panels: Sequence[Panel], live: bool = False) ->
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         "live": live,
-        "panels": [dataclasses.asdict(panel) for panel in panels],
+        "panels": [dataclasses.asdict(panel) for panel in [*panels, *_missing(panels)]],
         "metrics": METRICS,
         "runs": [
             _run(run, COLORS[place % len(COLORS)], points, SAMPLES_BYTES // len(runs)) for place, run in enumerate(runs)
         ],
     }
+
+
+def _missing(panels):
+    """Find the usual diagrams that a task's own panels leave out, and that every page shows."""
+    shown = {metric for panel in panels for metric in panel.metrics}
+    return [panel for panel in PANELS if set(panel.metrics) & set(ALWAYS) - shown]
 
 
 def _run(run, color, points, budget):

@@ -1,4 +1,4 @@
-"""Reads the folder of a run as one record. Files that are missing, and lines that a stopped run left half, are no error.
+"""Reads the folder of a run as one record. Files that are missing, and lines left half, are no error.
 
 metrics.jsonl alone is needed. config.json, summary.json, warnings.jsonl and the checkpoints' model cards add to it.
 """
@@ -64,7 +64,7 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
         ValueError: A folder is not that of a run.
     """
     found = [run for folder in folders for run in _runs_of(folder)]
-    return list({run.resolve(): run for run in reversed(found)}.values())[::-1]
+    return list({run.resolve(): run for run in found}.values())
 
 
 def _runs_of(folder):
@@ -75,7 +75,7 @@ def _runs_of(folder):
         return inside
     told = f"{folder} is not the folder of a run: it has no metrics.jsonl"
     if inside:
-        raise ValueError(f"{told}, but holds {len(inside)} runs; name those to show, such as {inside[0]}")
+        raise ValueError(f"{told}, but there are runs in it; name those to show, such as {inside[0]}")
     raise ValueError(f"{told}; name a folder such as runs/TASK-1")
 
 
@@ -134,7 +134,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
         The object of each line.
     """
     try:
-        file = open(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115 (an error while it is read is no missing file)
     except OSError:
         return
     with file:

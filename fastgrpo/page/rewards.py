@@ -1,5 +1,6 @@
 """The rewards of the logged completions as a histogram over time, from samples.jsonl."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,7 @@ def _edges(totals):
     values = sorted({round(value, 9) for step in totals.values() for value in step})
     if len(values) == 1:
         return [values[0] - 0.5, values[0] + 0.5]
-    gap = min(high - low for low, high in zip(values, values[1:], strict=False))
+    gap = min(high - low for low, high in itertools.pairwise(values))
     low, high = values[0], values[-1]
     bins = round((high - low) / gap) + 1
     if bins <= BINS:  # as 0 and 1, or a number of right answers: each value in the middle of its own bin

@@ -1,29 +1,12 @@
 """The page in Debian's Chromium: what a reader clicks, types and sees, and that no text of a run does anything."""
 
 import json
-import threading
-from pathlib import Path
 
 import pytest
 from chromium import chromium  # noqa: F401, a fixture
 from selenium.webdriver.common.keys import Keys
+from shown_runs import NASTY, TOKENS, row, served, write_report, write_run
 
-from fastgrpo.page.live import listen
-from fastgrpo.page.render import render
-from fastgrpo.page.samples import samples_of
-
-LONG = "A" * 1_000_000
-NASTY = (
-    "</script><script>window.pwned = 1</script><!--",
-    "<img src=x onerror='window.pwned = 2'><svg onload=window.pwned=3>",
-    "\x1b[31mred\x1b[0m \x00 \u202egnp.exe\u202c tab\there\nnew line \U000e0041\ud800.",
-    LONG,
-    "😀 ja, 4 "  # its tokens are below
-)  # fmt: skip
-TOKENS = {
-    "token_ends": [1, 2, 5, 7, 7], "logps": [-0.01, -0.3, -2.5, -7.0, -1.0], "ratios": [1.0, 0.7, 1.1, 1.3, 1.0],
-    "clipped_tokens": [1, 3],
-}  # fmt: skip
 CONTRASTS = """
 const channels = (text) => text.match(/[\\d.]+/g).map(Number);
 const over = (top, below) => {
@@ -54,34 +37,6 @@ return found.sort((x, y) => x[0] - y[0]);
 LOOK = "document.dispatchEvent(new Event('visibilitychange'))"
 
 
-def row(step, group, completion, reward, **more):
-    return {
-        "step": step, "group": group, "prompt": f"sum {step}.{group}", "completion": completion,
-        "rewards": {"right": reward, "<b>short</b>": -reward}, "advantage": reward - 1, "finish_reason": "stop",
-        "tokens": 5 - reward, "clipped": 0.4, **more,
-    }  # fmt: skip
-
-
-def write_run(folder, rows):
-    folder.mkdir()
-    (folder / "samples.jsonl").write_text("".join(json.dumps(values) + "\n" for values in rows))
-    return folder
-
-
-def payload(*folders, live=False):
-    runs = [
-        {
-            "name": folder.name, "color": "#1f77b4", "folder": str(folder), "headline": [],
-            "axes": {"step": [1, 2], "tokens": [10, 20], "seconds": [1.0, 2.0]},
-            "series": {"reward": {"at": [0, 1], "value": [0.0, 1.0]}}, "warnings": [],
-            "settings": {"seed": "42", "reward_weights": "[]"}, "finished": True, "rewards": None,
-            "samples": samples_of(folder, 4_000_000),
-        }
-        for folder in folders
-    ]  # fmt: skip
-    return {"title": "<i>sums</i>", "made": "2026-11-23 06:00", "live": live, "runs": runs}
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """A page of two runs: one with tokens and texts that try to do something, an older one without."""
@@ -96,10 +51,8 @@ def report(tmp_path_factory):
     rows += [row(41, 0, text, i, prompt=turns, mine="<u>extra</u>") for i, text in enumerate(NASTY[:-1])]
     rows += [row(41, 0, NASTY[-1], 4, **TOKENS)]
     new = write_run(folder / "<new> run", rows)
-    old = write_run(folder / "older", [row(step, 0, f"old {step}", 1) for step in (1, 30)])
-    path = folder / "report.html"
-    path.write_text(render(payload(new, old)))
-    return path
+    old = write_run(folder / "older", [row(step, 0, f"old {step}", 1) for step in (1, 30)], seed=7)
+    return write_report(folder / "report.html", new, old)
 
 
 @pytest.fixture
@@ -129,7 +82,6 @@ def go(page, step, group=0, **more):
 def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
     assert page.requests() == [report.as_uri()]
     assert where(page) == "Step 1, group 1 of 2" and cards(page)[0] == "answer 0 of 1.0"
-    assert page.driver.title.startswith("<i>sums</i>")
     # It would not get anything either: its own policy forbids it.
     asked = "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('asked'), () => done('refused'))"
     assert page.driver.execute_async_script(asked) == "refused" and page.requests() == []
@@ -147,7 +99,10 @@ def test_a_click_moves_between_steps_and_groups(page):
     assert where(page) == "Step 1, group 1 of 2"
     page.type("#samples-step", Keys.CONTROL + "a", Keys.NULL, "37", Keys.ENTER)
     assert where(page) == "Step 40, group 1 of 2"  # the nearest
-    page.run("const s = document.querySelector('input[type=range]'); s.value = 1; s.dispatchEvent(new Event('input'))")
+    page.run("""
+      const slider = document.querySelector("#samples input[type=range]");
+      slider.value = 1;
+      slider.dispatchEvent(new Event("input"));""")
     assert where(page) == "Step 5, group 1 of 2" and "sum 5.0" in page.text("#samples .prompt")
     page.driver.refresh()
     assert where(page) == "Step 5, group 1 of 2"
@@ -171,7 +126,7 @@ def test_the_keyboard_does(page):
     # Keys that are typed into a control are the control's.
     page.type("#samples-search", "answer", Keys.ARROW_LEFT)
     assert where(page) == "Step 41, group 1 of 1"
-    assert "another step" in page.text(".keys")
+    assert "another step" in page.text("#samples .shortcuts")
 
 
 def test_tab_reaches_every_control_and_shows_where_it_is(page):
@@ -182,7 +137,9 @@ def test_tab_reaches_every_control_and_shows_where_it_is(page):
       document.activeElement.blur();
       return seen.length;""")
     reached = set()
-    for _ in range(wanted + 2):
+    for _ in range(3 * wanted):  # diagrams may have stops of their own
+        if len(reached) == wanted:
+            break
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         tab, outline = page.run(
             "const e = document.activeElement; return [e.dataset.tab, getComputedStyle(e).outlineStyle]"
@@ -330,42 +287,62 @@ def test_no_width_needs_a_horizontal_scroll(page, width):
     page.look(width=width)
     for step in (1, 41):
         go(page, step, by="logps", find="a")
-        assert page.run("return document.documentElement.scrollWidth") <= width
+        page.until(
+            f"return document.documentElement.scrollWidth <= {width}"
+        )  # diagrams follow the window a little later
     columns = page.run(
         "return getComputedStyle(document.querySelector('.completions')).gridTemplateColumns.split(' ').length"
     )
     assert columns == 1 if width == 375 else columns > 3
 
 
+def test_the_settings_that_differ_are_found(page):
+    names = "#settings tbody tr:not([hidden]) th"
+    shown = [name.partition(" ")[0] for name in page.all(names)]
+    assert "seed" in shown and "beta" not in shown
+    page.click("#settings input[type=checkbox]")
+    assert len(page.all(names)) == 4
+    page.type("#settings input[type=search]", "see")
+    assert [name.partition(" ")[0] for name in page.all(names)] == ["seed"]
+
+
+def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noqa: F811
+    """What a page costs to open is what it draws, however long the run was."""
+    rows = [row(step, 0, f"answer {step}", i) for step in range(1, 10_001, 100) for i in range(3)]
+    run = write_run(tmp_path / "long", rows, range(1, 10_001))
+    chromium.open(write_report(tmp_path / "long.html", run))
+    chromium.until("return document.querySelectorAll('.js-plotly-plot').length > 0")
+    points = chromium.run("""
+      const drawn = Array.from(document.querySelectorAll(".js-plotly-plot"), (plot) => plot.data);
+      return drawn.flat().map((trace) => [(trace.x || []).length, Math.max(...(trace.x || [0]))]);""")
+    assert points and max(count for count, _ in points) <= 4000 and sum(count for count, _ in points) < 60_000
+    assert 9_990 < max(last for _, last in points) <= 10_000
+    assert chromium.run("return document.querySelectorAll('*').length") < 15_000
+    assert chromium.run("return document.querySelector('#samples-step').max") == "9901" and chromium.console() == []
+
+
 def test_a_live_page_follows_the_run_and_keeps_the_place(chromium, tmp_path):  # noqa: F811
     run = write_run(tmp_path / "run", [row(step, 0, f"answer {step}", 1, **TOKENS) for step in (1, 2)])
-    with listen([run], lambda: render(payload(run, live=True)), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            address = f"http://127.0.0.1:{server.server_port}/"
-            chromium.open(address)
-            assert chromium.requests() == [address] and chromium.console() == []
-            chromium.click("[aria-label='Next step']")
-            chromium.choose("#samples-colour", "logps")
-            chromium.run("document.getElementById('samples-sort').focus(); scrollTo(0, 150); window.before = true")
-            scrolled = chromium.run("return scrollY")
-            with open(run / "samples.jsonl", "a") as file:
-                file.write(json.dumps(row(3, 0, "answer 3", 1)) + "\n")
-            chromium.until(f"{LOOK}; return !window.before && document.querySelector('#samples-step')?.max === '3'")
-            assert where(chromium) == "Step 2, group 1 of 1" and chromium.run("return scrollY") == scrolled > 0
-            assert chromium.run("return document.activeElement.id") == "samples-sort"
-            assert chromium.run("return document.getElementById('samples-colour').value") == "logps"
-            assert set(chromium.requests()) == {address, address + "version"} and chromium.console() == []
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(run) as address:
+        chromium.open(address)
+        assert chromium.requests() == [address] and chromium.console() == []
+        chromium.click("[aria-label='Next step']")
+        chromium.choose("#samples-colour", "logps")
+        chromium.run("document.getElementById('samples-sort').focus(); scrollTo(0, 150); window.before = true")
+        scrolled = chromium.run("return scrollY")
+        with open(run / "samples.jsonl", "a") as file:
+            file.write(json.dumps(row(3, 0, "answer 3", 1)) + "\n")
+        chromium.until(f"{LOOK}; return !window.before && document.querySelector('#samples-step')?.max === '3'")
+        chromium.until("return document.readyState === 'complete'")
+        assert where(chromium) == "Step 2, group 1 of 1" and chromium.run("return scrollY") == scrolled > 0
+        assert chromium.run("return document.activeElement.id") == "samples-sort"
+        assert chromium.run("return document.getElementById('samples-colour').value") == "logps"
+        assert set(chromium.requests()) == {address, address + "version"} and chromium.console() == []
     chromium.until(f"{LOOK}; return document.getElementById('live').textContent.startsWith('The command')")
 
 
 def test_a_run_without_samples_says_so(chromium, tmp_path):  # noqa: F811
-    (tmp_path / "empty").mkdir()
-    path = Path(tmp_path / "report.html")
-    path.write_text(render(payload(tmp_path / "empty")))
-    chromium.open(path)
+    run = write_run(tmp_path / "run", [])
+    (run / "samples.jsonl").unlink()
+    chromium.open(write_report(tmp_path / "report.html", run))
     assert "The run has no samples.jsonl." in chromium.text("#samples") and chromium.console() == []

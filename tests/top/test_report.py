@@ -1,24 +1,113 @@
-"""The report of a run folder: its curves are drawn anew, and mistakes are told like those of the other commands."""
+"""The report of runs: their page and their curves are made, and mistakes are told like those of the other commands."""
 
 import json
+import sys
+import types
+from pathlib import Path
 
 import pytest
+from page_runs import write_run
 
 from fastgrpo import report
-from fastgrpo.report import main
+from fastgrpo.report import MADE_BY, main
 from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS
-from fastgrpo.run.folder import MADE, RunFolder, made_in
+from fastgrpo.run.folder import MADE, RunFolder, made_in, note
 from fastgrpo.tasks import pizza
 
 
-def test_the_curves_of_a_run_are_drawn(tmp_path, capsys):
+@pytest.fixture
+def quick(monkeypatch):
+    """Leave the picture out, and write a page without plotly's 5 MB."""
+    monkeypatch.setattr(report, "draw_curves", lambda run, **_: run / "curves.png")
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
+
+
+def test_the_page_and_the_curves_of_a_run_are_made(tmp_path, capsys):
     rows = "".join(json.dumps({"step": step, "reward": step / 3}) + "\n" for step in range(3))
     (tmp_path / "metrics.jsonl").write_text(rows)
     (tmp_path / "config.json").write_text('{"task": "arithmetic"}')
     assert main([str(tmp_path)]) == 0
     told = capsys.readouterr()
-    assert told.out.strip() == str(tmp_path / "curves.png") and not told.err
+    assert told.out.splitlines() == [str(tmp_path / "curves.png"), str(tmp_path / "report.html")] and not told.err
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    page = (tmp_path / "report.html").read_bytes()
+    assert MADE_BY in page[:2000] and 4_000_000 < len(page) < 6_000_000
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_the_page_of_several_runs_lies_where_the_command_is_given(tmp_path, monkeypatch, capsys, quick):
+    a, b = write_run(tmp_path / "x" / "run"), write_run(tmp_path / "y" / "run")
+    monkeypatch.chdir(tmp_path)
+    assert main([str(a), str(b)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
+    text = (tmp_path / "report.html").read_text()
+    assert '"name": "x/run"' in text and '"name": "y/run"' in text
+    assert main([str(a), str(b), "--output", "other.html"]) == 0 and Path("other.html").exists()
+    assert not (a / "report.html").exists()
+
+
+def test_the_page_of_a_sweep_lies_in_its_folder(tmp_path, capsys, quick):
+    for name in ("seed=0", "seed=1"):
+        write_run(tmp_path / name)
+    note(tmp_path, "sweep.csv")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "report.html")
+    assert made_in(tmp_path) == {"sweep.csv", "report.html"}
+
+
+def test_a_page_is_replaced_and_anything_else_is_not(tmp_path, capsys, quick):
+    run, page = write_run(tmp_path / "run"), tmp_path / "page.html"
+    for _ in range(2):
+        assert main([str(run), "--output", str(page)]) == 0
+    page.write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (run / "report.html").write_text("mine")
+    capsys.readouterr()
+    for path, told in (
+        (page, "was not made by this command and is not overwritten; move it away"),
+        (run / "report.html", "was not made by this command and is not overwritten; move it away"),
+        (tmp_path / "folder", "is a folder where the page belongs; name a file"),
+        (tmp_path / "no" / "page.html", "does not exist; make it, or choose another file"),
+    ):
+        assert main([str(run), "--output", str(path)]) == 2
+        assert told in capsys.readouterr().err
+    assert page.read_text() == (run / "report.html").read_text() == "mine"
+    note(run, "metrics.jsonl")  # a folder with notes says itself what a run made
+    assert main([str(run)]) == 2
+    assert "report.html was not made by a run and is not overwritten" in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch, quick):
+    run = write_run(tmp_path)
+    assert main([str(run)]) == 0
+    before = (run / "report.html").read_text()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert main([str(run)]) == 2
+    assert (run / "report.html").read_text() == before and not list(run.glob(".*.part"))
+
+
+def test_live_serves_what_the_folders_hold_now(tmp_path, monkeypatch, quick):
+    run, served = write_run(tmp_path / "a"), []
+    live = types.SimpleNamespace(serve=lambda runs, make, port: served.append((runs, make, port)))
+    monkeypatch.setitem(sys.modules, "fastgrpo.page.live", live)
+    for flags, port in ((["--live", str(run)], 0), ([str(run), "--live", "True", "--port", "8123"], 8123)):
+        assert main(flags) == 0
+        runs, make, given = served.pop()
+        assert runs == [run] and given == port
+    assert '"live": true' in make() and "going on" not in make()
+    (run / "warnings.jsonl").write_text('{"step": 4, "text": "going on"}\n')
+    assert "going on" in make() and not (run / "report.html").exists()
+
+
+def test_flags_that_would_do_nothing_are_refused(tmp_path, capsys):
+    run = str(write_run(tmp_path))
+    for flags, told in (
+        (["--live", "--output", "page.html"], "--live writes no file; leave --output or --live away"),
+        (["--port", "8000"], "--port is that of --live"),
+        (["--live", "--port", "70000"], "port"),
+    ):
+        assert main([run, *flags]) == 2
+        assert told in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):
@@ -32,6 +121,7 @@ def test_the_picture_shows_what_the_task_names(tmp_path, monkeypatch, capsys):
     """A run from Python may have any task; then, and with a config.json that cannot be read, a line says what it is."""
     shown = []
     monkeypatch.setattr(report, "draw_curves", lambda run, panels: shown.append(panels))
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
     (tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path)]) == 0
     line = f"{tmp_path / 'config.json'} names no task of this package; the usual diagrams are drawn\n"
@@ -48,20 +138,19 @@ def test_the_picture_shows_what_the_task_names(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("noted", [False, True])
-def test_the_picture_is_noted_where_the_run_noted_what_it_made(tmp_path, monkeypatch, noted):
+def test_what_is_made_is_noted_where_the_run_noted_what_it_made(tmp_path, quick, noted):
     """A first note in a folder without any would tell that all else in it is no run's."""
-    monkeypatch.setattr(report, "draw_curves", lambda run, **_: run / "curves.png")
     run = RunFolder(tmp_path)
     (run.claim("metrics.jsonl") if noted else tmp_path / "metrics.jsonl").touch()
     assert main([str(tmp_path)]) == 0
     assert (tmp_path / MADE).exists() == noted and made_in(tmp_path) == (
-        {"metrics.jsonl", "curves.png"} if noted else set()
+        {"metrics.jsonl", "curves.png", "report.html"} if noted else set()
     )
 
 
 def test_a_run_must_be_named(tmp_path, capsys):
     for argv, told in (
-        ([], "an argument is missing: Folder of a run"),
+        ([], "an argument is missing: the folder of a run"),
         ([str(tmp_path)], f"{tmp_path} is not the folder of a run: it has no metrics.jsonl"),
     ):
         assert main(argv) == 2

@@ -3,7 +3,7 @@
 ((page) => {
   const { element, figure, table, theme } = page;
   const CONFIG = { displaylogo: false, responsive: true, showSendToCloud: false,
-    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+    modeBarButtons: [["toImage", "resetScale2d"]] };
   const charts = new Set();
   const watch = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
@@ -22,7 +22,7 @@
     return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: front, family: font, size: 12 },
       margin: { l: 8, r: 8, t: 12, b: 8 }, showlegend: false, hovermode: "x unified",
       hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" },
-      modebar: { bgcolor: card, color: faint, activecolor: front, orientation: "v" }, ...more,
+      modebar: { bgcolor: card, color: faint, activecolor: front }, ...more,
       xaxis: { ...axis, ...more.xaxis, title: { font: { color: faint }, standoff: 6, ...(more.xaxis || {}).title } },
       yaxis: { ...axis, ...more.yaxis } };
   }

@@ -121,6 +121,7 @@
   /** What plotly draws of a panel, what is read aloud, and the table behind it. */
   function make(panel, state) {
     const traces = [], rows = [], told = [];
+    let negative = false;
     for (const run of state.shown()) for (const { metric, label: named, order, dashed } of entriesOf(panel)) {
       const series = run.series[metric];
       if (!series || !series.value.length) continue;
@@ -129,13 +130,14 @@
       const name = state.runs.length === 1 ? named : `${run.name}: ${named}`;
       const least = value.reduce((one, other) => Math.min(one, other));
       const most = value.reduce((one, other) => Math.max(one, other));
+      negative = negative || least < 0;
       rows.push([name, ...[value[0], value[value.length - 1], least, most].map(figure)]);
       told.push(`${name}: last ${figure(value[value.length - 1])}`);
     }
     const { traces: marks, shapes } = warningsOf(state);
     return { traces: [...traces, ...marks], told: told.join("; ") || "No run that is shown measured it.",
       table: [["Curve", "First", "Last", "Smallest", "Largest"], rows],
-      layout: { xaxis: xaxis(state), shapes,
+      layout: { xaxis: xaxis(state), shapes, yaxis: { rangemode: negative ? "normal" : "nonnegative" },
         yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true } } };
   }
 

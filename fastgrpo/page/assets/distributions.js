@@ -23,7 +23,8 @@
     const told = rows.filter((row) => row[2] !== "0%").map((row) => `${row[0]}: ${row[2]}`).join("; ");
     return { traces: [trace], told: `Shares at the last logged step: ${told}`,
       table: [["Reward", `Step ${step[0]}`, `Step ${step[last]}`], rows],
-      layout: { xaxis: xaxis(state), hovermode: "closest", yaxis: { title: { text: "total reward" } } } };
+      layout: { xaxis: xaxis(state), hovermode: "closest", yaxis: { title: { text: "total reward" },
+        ...(centers.length <= 8 ? { tickvals: centers, ticktext: centers.map(figure) } : {}) } } };
   }
 
   const stagesOf = (run) => Object.keys(run.series).filter((name) => name.startsWith("time/"));
@@ -56,17 +57,13 @@
     const { add, key } = window.fastgrpoCharts;
     const single = state.runs.length === 1;
     const cards = [];
-    for (const run of state.runs) {
-      const named = (title) => (single ? title : `${title}: ${run.name}`);
-      const made = [];
-      if (run.rewards) made.push(add(place, { title: named("Rewards over time"), note: run.rewards.note,
-        wide: single, make: () => rewards(run, state) }));
-      if (stagesOf(run).length) made.push(add(place, { title: named("Where the time of a step goes"), wide: single,
-        caption: () => stagesOf(run).map((name, order) => key(name.slice(5), { color: stageColor(order) })),
-        make: () => stages(run, state) }));
-      cards.push([run, made]);
-    }
-    return () => { for (const [run, made] of cards) for (const card of made) card.hidden = state.hidden.has(run.name); };
+    const named = (title, run) => (single ? title : `${title}: ${run.name}`);
+    for (const run of state.runs.filter((one) => one.rewards)) cards.push([run, add(place, {
+      title: named("Rewards over time", run), note: run.rewards.note, wide: single, make: () => rewards(run, state) })]);
+    for (const run of state.runs.filter((one) => stagesOf(one).length)) cards.push([run, add(place, {
+      title: named("Where the time of a step goes", run), wide: single, make: () => stages(run, state),
+      caption: () => stagesOf(run).map((name, order) => key(name.slice(5), { color: stageColor(order) })) })]);
+    return () => { for (const [run, card] of cards) card.hidden = state.hidden.has(run.name); };
   }
 
   window.fastgrpoDistributions = { addAll };

@@ -38,7 +38,10 @@ window.fastgrpoSections = window.fastgrpoSections || [];
     addEventListener("input", () => { typed = performance.now(); });
     const pause = Math.max(LEAST, 3 * performance.now());
     let waiting = 0;
+    let asking = false;
     const ask = async () => {
+      if (asking) return;
+      asking = true;
       clearTimeout(waiting);
       try {
         const answer = await fetch("/version", { cache: "no-store" });
@@ -47,13 +50,13 @@ window.fastgrpoSections = window.fastgrpoSections || [];
         if (changed && !busy(typed)) {
           keep();
           location.reload();
-          return;
+          return; // and ask no more: the next page is on its way
         }
         state.textContent = changed ? "Live: there is more, and the page waits for you." : "Live: the page follows the run.";
       } catch {
         state.textContent = "The command that serves this page has ended. This is what it served last.";
       }
-      clearTimeout(waiting);
+      asking = false;
       waiting = setTimeout(ask, pause);
     };
     waiting = setTimeout(ask, pause);

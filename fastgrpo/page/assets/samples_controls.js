@@ -85,7 +85,7 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
   function controls(browser, colours) {
     const choice = makeStepping(browser);
     makeLooks(browser, colours);
-    const help = element("p", { class: "note keys" }, "Keys in this section: ");
+    const help = element("p", { class: "note shortcuts" }, "Keys in this section: ");
     KEYS.forEach(([keys, does], i) => {
       keys.forEach((key) => help.append(element("kbd", {}, key), " "));
       help.append(does + (i < KEYS.length - 1 ? ", " : "."));

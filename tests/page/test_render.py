@@ -1,0 +1,32 @@
+"""The page is whole: every part of its skeleton is filled, and no text of the payload can end its element."""
+
+import json
+
+import pytest
+
+from fastgrpo.page.render import SCRIPTS, STYLES, asset, render
+
+
+def payload_of(page):
+    return json.loads(page.split('type="application/json">')[1].split("</script>")[0])
+
+
+def test_every_part_is_filled():
+    page = render({"title": "a", "runs": []})
+    assert payload_of(page) == {"title": "a", "runs": []}
+    for name in (*STYLES, *SCRIPTS):
+        assert asset(name).strip() in page, name
+
+
+@pytest.mark.parametrize(
+    "text", ["</script><script>alert(1)</script>", "<!--<script>", "@@scripts@@", "a\u2028b\\ud800"]
+)
+def test_text_stays_text(text):
+    page = render({"title": text})
+    assert payload_of(page)["title"] == text and page.count("<!--<script>") == render({}).count("<!--<script>")
+    assert page.count("alert(1)</script>") == 0
+
+
+def test_numbers_that_json_has_not_are_refused():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render({"title": float("nan")})

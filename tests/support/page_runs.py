@@ -1,0 +1,35 @@
+"""Small folders of runs for the tests of the page."""
+
+import json
+
+
+def write_run(folder, steps=4, *, config=None, summary=None, warnings=(), samples=(), evaluated=(), **metrics):
+    """Write the folder of a run. A metric is a function of the step; `evaluated` are pairs of step and accuracy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    functions = {"reward": lambda step: step / 8, "step_time": lambda step: 0.5, "num_tokens": lambda step: 100 * step}
+    functions |= metrics
+    accuracies = dict(evaluated)
+    with open(folder / "metrics.jsonl", "w") as file:
+        for step in range(steps + 1):
+            if step:
+                row = {name: function(step) for name, function in functions.items()}
+                file.write(json.dumps({"step": step} | row) + "\n")
+            if step in accuracies:
+                value = accuracies[step]
+                ends = {"eval/accuracy/ci95_low": value - 0.1, "eval/accuracy/ci95_high": value + 0.1}
+                file.write(json.dumps({"step": step, "eval/accuracy": value, **ends}) + "\n")
+    (folder / "config.json").write_text(json.dumps({"command": "train", "task": "arithmetic"} | (config or {})))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    for name, rows in (("warnings", warnings), ("samples", samples)):
+        if rows:
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def sample(step, reward, group=0, completion="4", **more):
+    """A line of samples.jsonl."""
+    return {
+        "step": step, "group": group, "prompt": "2+2=", "completion": completion, "rewards": {"correctness": reward},
+        "advantage": 0.5, "finish_reason": "stop", "tokens": 2, "clipped": 0.0,
+    } | more  # fmt: skip
