@@ -17,7 +17,7 @@ def headline(run: Run) -> list[dict[str, str]]:
     steps = run.summary.get("steps", run.last_step) if run.finished else run.last_step
     planned = run.config.get("max_steps")
     state = "finished" if run.finished else "not finished: it goes on, or was stopped"
-    if not run.finished and isinstance(planned, int) and planned > 0:
+    if not run.finished and isinstance(planned, int) and planned >= steps > 0:
         state = f"of {planned:,}; {state}"
     rows = [
         _held_out(run, "accuracy", "Held-out accuracy"),
