@@ -32,6 +32,7 @@ from fastgrpo.config.training import (
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
+    SamplesConfig,
     TrainingDataConfig,
     UpdatesConfig,
 )
@@ -115,6 +116,7 @@ class TrainingConfig(Settings):
 class GRPOConfig(
     OutputConfig,
     RunConfig,
+    SamplesConfig,
     ParallelConfig,
     EvaluationConfig,
     OptimizerConfig,

@@ -226,6 +226,20 @@ class OptimizerConfig:
 
 @documented
 @dataclass(frozen=True)
+class SamplesConfig:
+    """What a run keeps of the completions that it draws."""
+
+    logging_samples: int = setting(
+        64,
+        "Largest number of completions that samples.jsonl keeps of a logged step: whole groups, evenly spread over the "
+        "step's; one group in any case.",
+        within=COUNT,
+        resume="free",
+    )
+
+
+@documented
+@dataclass(frozen=True)
 class RunConfig:
     """What a run writes, how often it does so, and from which checkpoint it continues."""
 

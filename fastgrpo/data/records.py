@@ -5,6 +5,7 @@ record in place. So a field either has its value from the start, or a default th
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -84,7 +85,9 @@ class Completion:
             tokens have advantages of their own, their mean.
         token_advantages: [T] fp32 advantages of its tokens, where step rewards made them; else None.
         masked: Whether its tokens are left out of the loss.
-        clipped: The share of its tokens whose ratio the last update clipped.
+        ratios: [T] the ratio of each token's probability to that by which it was drawn, as the last update saw it; None
+            where its tokens had none, as in the first update of a rollout.
+        clipped: The indices of the tokens whose ratio the last update clipped.
     """
 
     prompt: Prompt
@@ -96,7 +99,8 @@ class Completion:
     advantage: float = 0.0
     token_advantages: torch.Tensor | None = None
     masked: bool = False
-    clipped: float = 0.0
+    ratios: list[float] | None = None
+    clipped: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.prompt.ids) + len(self.rollout.ids)
@@ -123,7 +127,9 @@ class Sample:
         counted: 1 for the tokens whose surrogate counts and 0 for the others; None where all of them count.
         entropy_weights: The weight e_n of each token in the entropy bonus; None where it is that of the objective.
         masked: Whether its tokens are left out of the loss.
-        clipped: The share of its tokens whose ratio the last update clipped.
+        ratios: [T] the ratio of each token's probability to that by which it was drawn, as the last update saw it; None
+            where its tokens had none, as in the first update of a rollout.
+        clipped: [T] bool, the tokens whose ratio the last update clipped; None where there are no ratios.
         index: The index of its completion among those that the step drew; None for a sample of no completion.
         token_advantages: The factor of each token; None where all of them have `advantage`.
     """
@@ -139,7 +145,8 @@ class Sample:
     counted: torch.Tensor | None = None
     entropy_weights: torch.Tensor | None = None
     masked: bool = False
-    clipped: float = 0.0
+    ratios: torch.Tensor | None = None
+    clipped: torch.Tensor | None = None
     index: int | None = None
     token_advantages: torch.Tensor | None = None
 

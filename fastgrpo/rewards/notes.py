@@ -10,9 +10,10 @@ from typing import Any
 from fastgrpo.rewards.values import NUMBER, json_values, length, listed, number, plain, shown
 from fastgrpo.run.metrics import is_known
 
-# The columns that every line of samples.jsonl has, in their order.
+# The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.
 SAMPLE_COLUMNS = (
     "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
+    "token_ends", "logps", "ratios", "clipped_tokens",
 )  # fmt: skip
 
 # The functions that a reward function gets to log by.

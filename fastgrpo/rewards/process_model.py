@@ -29,9 +29,10 @@ from transformers import (
 )
 
 from fastgrpo.config.sections import PRM_AGGREGATIONS
+from fastgrpo.data.token_text import TokenText
 from fastgrpo.policy.files import loading
 from fastgrpo.rewards.model import Judge
-from fastgrpo.rewards.steps import split_steps, token_ends
+from fastgrpo.rewards.steps import split_steps
 
 QWEN_TAG, SHEPHERD_TAG = "<extra_0>", "ки"
 SEQUENCES = "ForSequenceClassification"
@@ -185,9 +186,9 @@ class ProcessRewardModel(Judge):
         if log_extra is not None:
             log_extra(f"{self.__name__}/steps", rewards)
         if log_steps is not None and self.policy_tokenizer is not None:
-            tokenizer, ends = self.policy_tokenizer, []
+            text, ends = TokenText(self.policy_tokenizer), []
             for ids, of_one, of_model in zip(completion_ids, split, rewards, strict=True):
-                ends.append(token_ends(tokenizer, ids, [end for _, end in of_one]) if of_model else [])
+                ends.append(text.counts(ids, [end for _, end in of_one]) if of_model else [])
             log_steps(*_one_step_a_token(ends, rewards))
         return [aggregate(of_one, self.aggregation) if of_one else None for of_one in rewards]
 

@@ -1,7 +1,7 @@
 """The log and the folder of a run as ranks other than 0 have them: rank 0 writes and speaks, and these do neither."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,8 @@ class FollowedLog(RunLog):
         """
         return self._note(step, values)
 
-    def samples(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write no samples.
-
-        Args:
-            rows: What rank 0 writes.
-        """
+    def _append(self, name, rows):
+        """Write no lines: rank 0 does."""
 
     def discard(self) -> None:
         """Give up the run, as rank 0 does."""

@@ -1,4 +1,4 @@
-"""The one place to which a run logs: progress bar, metrics.jsonl, samples.jsonl, TensorBoard and W&B."""
+"""The one place to which a run logs: the terminal, metrics.jsonl, samples.jsonl, warnings.jsonl, and trackers."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ class RunLog:
         try:
             if self.checkpoint is None:
                 self._write_config()
-            self._metrics, self._samples = (_appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES)
+            self._files = {name: _appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES}
             self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
         except BaseException:
             if self.checkpoint is None:
@@ -153,8 +153,7 @@ class RunLog:
         Returns:
             The entry of the line in the history.
         """
-        self._metrics.write(_line({"step": step, **values}))
-        self._metrics.flush()
+        self._append("metrics", [{"step": step, **values}])
         for writer in self._writers:
             writer(step, values)
         return self._note(step, values)
@@ -173,13 +172,26 @@ class RunLog:
         Args:
             rows: One dict for each line, of values that JSON can hold.
         """
-        self._samples.writelines(_line(row) for row in rows)
-        self._samples.flush()
+        self._append("samples", rows)
+
+    def warn(self, step: int, text: str) -> None:
+        """Tell the user of something that a step showed, and write it to warnings.jsonl.
+
+        Args:
+            step: The number of the step.
+            text: What was seen, as a line.
+        """
+        self.say(f"step {step}: {text}")
+        self._append("warnings", [{"step": step, "text": text}])
+
+    def _append(self, name, rows):
+        self._files[name].writelines(_line(row) for row in rows)
+        self._files[name].flush()
 
     def close(self) -> None:
         """Close the progress bar and the files, and release the folder."""
         self.close_bar()
-        for file in (self._metrics, self._samples, self.folder):
+        for file in (*self._files.values(), self.folder):
             file.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,15 +205,14 @@ class RunLog:
             "wall_seconds": time.perf_counter() - self.started,
             "pace": self.terminal.state_dict(),
             "pending": self._pending,
-            "metrics_bytes": os.fstat(self._metrics.fileno()).st_size,
-            "samples_bytes": os.fstat(self._samples.fileno()).st_size,
+            **{f"{name}_bytes": os.fstat(file.fileno()).st_size for name, file in self._files.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to where the log stood at a checkpoint.
 
-        Lines of metrics.jsonl and samples.jsonl that were written after the checkpoint are cut off. config.json is
-        replaced by the settings of the resumed run.
+        Lines of metrics.jsonl, samples.jsonl and warnings.jsonl that were written after the checkpoint are cut off.
+        config.json is replaced by the settings of the resumed run.
 
         Args:
             state: What `state_dict` returned.
@@ -210,7 +221,8 @@ class RunLog:
         self.started = time.perf_counter() - state["wall_seconds"]
         self.terminal.load_state_dict(state.get("pace", {}))
         self._go_back(state)
-        for file, size in ((self._metrics, state["metrics_bytes"]), (self._samples, state["samples_bytes"])):
+        for name, file in self._files.items():
+            size = state.get(f"{name}_bytes", 0)  # older checkpoints know of no warnings
             if os.fstat(file.fileno()).st_size < size:
                 self.say(f"warning: {file.name} has lost lines that were there when the checkpoint was written")
             else:
@@ -275,5 +287,5 @@ def _wandb(log):
     return lambda step, values: run.log(values, step=step)
 
 
-_LINES = ("metrics", "samples")  # the names of the .jsonl files
+_LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
 _WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}

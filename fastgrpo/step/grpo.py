@@ -29,8 +29,8 @@ class Updated:
     """What the updates of one rollout did.
 
     Attributes:
-        samples: The samples in their order, with their weights and with the share of their tokens that the last update
-            clipped.
+        samples: The samples in their order, with their weights, and with the ratios of their tokens and which of them
+            the last update clipped.
         norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
         metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates and
             learning_rate. All but the last two leave skipped updates out.
@@ -272,32 +272,31 @@ class GRPOUpdate:
         return {"ref_hidden": states, "ref_weight": weight, "ref_bias": bias}
 
     def _after_update(self, sample, logps):
-        """Return a sample with what the next update needs and with the share of its tokens that this update clipped.
+        """Return a sample with what the next update needs, and with the ratios of its tokens that this update saw.
 
         The log-probs of the first update are the old log-probs of later passes, if there are any.
         """
-        if sample.old_logps is not None:
-            return dataclasses.replace(sample, clipped=self.clipped_share(sample, logps))
-        return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
+        if sample.old_logps is None:
+            return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
+        ratios, clipped = self.ratios(sample, logps)
+        return dataclasses.replace(sample, ratios=ratios, clipped=clipped)
 
-    def clipped_share(self, sample: Sample, logps: torch.Tensor) -> torch.Tensor | float:
-        """Measure the share of a sample's tokens whose ratio lies beyond the bound on the side of their advantage.
+    def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the ratio of each token of a sample, and whether it lies beyond the bound on its advantage's side.
 
         Args:
             sample: The sample, with its old log-probs.
             logps: [T] log-probs under the policy as it is now.
 
         Returns:
-            The share; a scalar tensor on the policy's device, so that nothing waits for it.
+            The ratios [T] fp32, and which of them are clipped [T] bool, on the policy's device, so that nothing waits
+            for them.
         """
-        if not sample.informative:
-            return 0.0
         low, high = self.objective.ratio_bounds
         log_ratio = logps - sample.old_logps.to(logps.device)
         if self.objective.importance_sampling_level == "sequence":
             log_ratio = log_ratio.mean().expand(len(log_ratio))
         ratio = log_ratio.exp()
-        if sample.token_advantages is None:
-            return (ratio > high if sample.advantage > 0 else ratio < low).float().mean()
-        advantages = sample.token_advantages.to(ratio.device)
-        return (((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))).float().mean()
+        advantages = sample.token_advantages
+        advantages = torch.tensor(sample.advantage) if advantages is None else advantages.to(ratio.device)
+        return ratio, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))

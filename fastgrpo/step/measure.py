@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fastgrpo.data.records import Completion
+from fastgrpo.data.token_text import TokenText
 from fastgrpo.rewards.call import reward_matrix
 from fastgrpo.rewards.notes import SAMPLE_COLUMNS
 
@@ -98,27 +99,51 @@ def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, floa
     return values
 
 
-def sample_rows(step: int, completions: Sequence[Completion], group_size: int) -> Iterator[dict]:
+def logged_groups(groups: int, group_size: int, most: int) -> list[int]:
+    """Choose the groups whose completions samples.jsonl keeps: whole ones, evenly spread, the first among them.
+
+    Args:
+        groups: Number of groups of the step.
+        group_size: G.
+        most: The largest number of completions to keep. One group is kept in any case.
+
+    Returns:
+        Their indices, rising.
+    """
+    count = min(max(most // group_size, 1), groups)
+    return [i * groups // count for i in range(count)]
+
+
+def sample_rows(
+    step: int, completions: Sequence[Completion], group_size: int, groups: Sequence[int], text: TokenText
+) -> Iterator[dict]:
     """Make the lines of samples.jsonl.
 
     Args:
         step: The step.
         completions: [S], after the update.
         group_size: G.
+        groups: The indices of the groups that are kept.
+        text: Finds where tokens end, see `TokenText`.
 
     Yields:
-        One line a completion.
+        One line a completion. Log-probs (nats, of the draws) and ratios are rounded to 4 decimals.
     """
-    for i, completion in enumerate(completions):
-        values = (
-            step,
-            i // group_size,
-            completion.prompt.prompt,
-            completion.content,
-            {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
-            completion.advantage,
-            completion.rollout.finish_reason,
-            len(completion.rollout.ids),
-            completion.clipped,
-        )
-        yield dict(zip(SAMPLE_COLUMNS, values, strict=True)) | completion.extras
+    for group in groups:
+        for completion in completions[group * group_size : (group + 1) * group_size]:
+            rollout, ratios = completion.rollout, completion.ratios
+            values = (
+                step,
+                group,
+                completion.prompt.prompt,
+                completion.content,
+                {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
+                completion.advantage,
+                rollout.finish_reason,
+                len(rollout.ids),
+                len(completion.clipped) / max(len(rollout.ids), 1),
+                text.ends(rollout.ids),
+                [round(value, 4) for value in rollout.logps.tolist()],
+                *(() if ratios is None else ([round(value, 4) for value in ratios], list(completion.clipped))),
+            )
+            yield dict(zip(SAMPLE_COLUMNS, values, strict=False)) | completion.extras

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Completion, Stateful, Step
 from fastgrpo.data.sources import Source
+from fastgrpo.data.token_text import TokenText
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards, rewards_settings
@@ -20,7 +21,7 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.step.entropy import AdaptiveEntropy
 from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
 from fastgrpo.step.grpo import GRPOUpdate, Updated
-from fastgrpo.step.measure import sample_rows
+from fastgrpo.step.measure import logged_groups, sample_rows
 from fastgrpo.trainer.base import Trainer
 from fastgrpo.trainer.given import advice, refuse_given, refuse_images
 
@@ -144,6 +145,7 @@ class GRPOTrainer(Trainer):
             self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
             moving=args.sync_ref_model,
         )  # fmt: skip
+        self.token_text = TokenText(self.tokenizer)
         self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
         self.update = GRPOUpdate(
             self.policy,
@@ -186,26 +188,40 @@ class GRPOTrainer(Trainer):
         if news:
             self.log.say(f"step {step}: {news}")
         if logged:
-            completions = clipped(experience, updated, self.ranks)
-            self.log.samples(sample_rows(step, completions, self.args.num_generations))
+            self._log_samples(step, experience, updated)
         tokens = sum(len(completion.rollout.ids) for completion in experience.completions)
         return Step(values, updated.norms, experience.taken, tokens, experience.num_tokens)
 
+    def _log_samples(self, step, experience, updated):
+        """Write the completions of some groups to samples.jsonl."""
+        size = self.args.num_generations
+        groups = logged_groups(len(experience.completions) // size, size, self.args.logging_samples)
+        indices = (group * size + i for group in groups for i in range(size))
+        completions = with_ratios(experience, updated, indices, self.ranks)
+        self.log.samples(sample_rows(step, completions, size, groups, self.token_text))
 
-def clipped(experience: Experience, updated: Updated, ranks: Ranks = ALONE) -> list[Completion]:
-    """Note in each completion that was trained on which share of its tokens the last update clipped.
+
+def with_ratios(
+    experience: Experience, updated: Updated, indices: Iterable[int], ranks: Ranks = ALONE
+) -> list[Completion]:
+    """Note in completions that were trained on which ratios the last update saw.
 
     Args:
         experience: What was drawn for the step.
         updated: What the step's updates did.
+        indices: The completions that this is needed of.
         ranks: The ranks, each of which knows this of the samples that it computed.
 
     Returns:
         All completions of the step.
     """
-    completions = list(experience.completions)
-    mine = {sample.index: float(sample.clipped) for sample in updated.samples}
-    for shares in ranks.gather({index: share for index, share in mine.items() if share}, "the clipped shares"):
-        for index, share in shares.items():
-            completions[index] = dataclasses.replace(completions[index], clipped=share)
+    completions, needed = list(experience.completions), {*indices}
+    mine = {
+        sample.index: (sample.ratios.tolist(), sample.clipped.nonzero()[:, 0].tolist())
+        for sample in updated.samples
+        if sample.ratios is not None and sample.index in needed
+    }
+    for known in ranks.gather(mine, "the ratios of the samples that are logged"):
+        for index, (ratios, clipped) in known.items():
+            completions[index] = dataclasses.replace(completions[index], ratios=ratios, clipped=clipped)
     return completions

@@ -1,11 +1,14 @@
 """What a function may log, and what is refused when it is logged."""
 
+import dataclasses
 import math
 
 import pytest
+import tiny
 import torch
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.token_text import TokenText
 from fastgrpo.rewards.notes import SAMPLE_COLUMNS, Notes
 from fastgrpo.step.measure import sample_rows
 
@@ -113,5 +116,6 @@ def test_no_column_of_a_sample_can_be_overwritten(column):
 
 def test_the_columns_of_a_sample_are_those_of_samples_jsonl():
     completion = Completion(Prompt([1], "p"), Rollout([2], torch.zeros(1), "stop"), "c", {"f": 1.0})
-    (line,) = sample_rows(1, [completion], group_size=1)
+    completion = dataclasses.replace(completion, ratios=[1.0])
+    (line,) = sample_rows(1, [completion], 1, [0], TokenText(tiny.tokenizer()))
     assert tuple(line) == SAMPLE_COLUMNS

@@ -132,7 +132,9 @@ def test_clipped_tokens_are_told_by_the_sign_of_their_own_advantage():
     logps = torch.tensor([1.0, 1.0, -1.0, 0.0])  # ratios e, e, 1/e and 1
     for signs, share in (([1, -1, -1, 1], 0.5), ([0, 0, 0, 0], 0.0), ([1, 1, -1, -1], 0.75), ([0, 1, 1, 1], 0.25)):
         own = dataclasses.replace(sample, token_advantages=torch.tensor(signs, dtype=torch.float32))
-        assert float(update.clipped_share(own, logps)) == share
+        ratios, clipped = update.ratios(own, logps)
+        assert clipped.float().mean() == share
+        torch.testing.assert_close(ratios, torch.tensor([1, 1, -1, 0]).exp())
 
 
 def test_batches_hold_advantages_of_tokens_with_what_is_counted():

@@ -1,13 +1,16 @@
 """What a step's completions say: rewards where some are missing, lengths, rates, and the lines of samples.jsonl."""
 
+import dataclasses
 import json
 import math
 
 import pytest
+import tiny
 import torch
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
-from fastgrpo.step.measure import length_metrics, rates, reward_metrics, sample_rows
+from fastgrpo.data.token_text import TokenText
+from fastgrpo.step.measure import length_metrics, logged_groups, rates, reward_metrics, sample_rows
 
 NAN = float("nan")
 
@@ -61,9 +64,18 @@ def test_rates():
 
 
 def test_a_line_of_samples_is_a_completion():
-    completions = [completion(), completion(), completion(style=NAN, extras={"answer": 2}, clipped=0.25, advantage=-1)]
-    lines = [json.loads(json.dumps(row)) for row in sample_rows(7, completions, group_size=2)]
-    assert [line["group"] for line in lines] == [0, 0, 1]
+    tokenizer = tiny.tokenizer()
+    drawn = Rollout(
+        [*tokenizer("é!")["input_ids"], tokenizer.eos_token_id], torch.tensor([-0.5, -1 / 3, 0, -2]), "stop"
+    )
+    trained = {"ratios": [1.0, 0.5, 2.00004, 1.0], "clipped": [1, 2]}
+    completions = [
+        completion(), completion(), dataclasses.replace(completion(style=NAN, advantage=-1), rollout=drawn, **trained),
+        completion(extras={"answer": 2}),
+    ]  # fmt: skip
+    rows = sample_rows(7, completions, 2, [0, 1], TokenText(tokenizer))
+    lines = [json.loads(json.dumps(row)) for row in rows]
+    assert [line["group"] for line in lines] == [0, 0, 1, 1]
     assert lines[2] == {
         "step": 7,
         "group": 1,
@@ -72,7 +84,19 @@ def test_a_line_of_samples_is_a_completion():
         "rewards": {"right": 1.0, "style": None},
         "advantage": -1,
         "finish_reason": "stop",
-        "tokens": 2,
-        "clipped": 0.25,
-        "answer": 2,
+        "tokens": 4,
+        "clipped": 0.5,
+        "token_ends": [0, 1, 2, 2],
+        "logps": [-0.5, -0.3333, 0.0, -2.0],
+        "ratios": [1.0, 0.5, 2.0, 1.0],
+        "clipped_tokens": [1, 2],
     }
+    assert lines[3]["answer"] == 2 and not {"ratios", "clipped_tokens"} & {*lines[3]} and lines[3]["clipped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "most", "kept"),
+    [(4, 64, [0, 1, 2, 3]), (32, 64, [0, 4, 8, 12, 16, 20, 24, 28]), (3, 16, [0, 1]), (5, 1, [0]), (10, 31, [0, 3, 6])],
+)
+def test_samples_are_whole_groups_evenly_spread(groups, most, kept):
+    assert logged_groups(groups, 8, most) == kept

@@ -1,0 +1,103 @@
+"""Where tokens end in their text, for tokenizers of every kind, against decoding every beginning of it."""
+
+import random
+
+import pytest
+import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fastgrpo.data.token_text import HALF, TokenText
+
+TEXT = "Ünïcode: 日本語 🙂🙂 and\n\n  two  spaces, naïve café — 1+1=2."
+
+
+def of_bytes():
+    return tiny.tokenizer()
+
+
+def of_words():
+    """SentencePiece's form: a space is a part of the token behind it, and none is written at the beginning."""
+    pieces = ["▁", *sorted({c for c in TEXT if not c.isspace()}), "▁and", "▁two", "an", "▁sp", "aces", "▁caf", "é"]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(["<unk>", "<eos>", *pieces, "\n"]))}
+    merges = [("a", "n")]
+    core = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
+
+
+def slow_ends(tokenizer, ids):
+    """The text of every beginning, without the bytes that are no character yet."""
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    texts = [tokenizer.decode(ids[: i + 1], skip_special_tokens=True) for i in range(len(ids))]
+    return [len(text.rstrip(HALF)) for text in texts[:-1]] + [len(whole)]
+
+
+@pytest.mark.parametrize("make", [of_bytes, of_words])
+def test_every_token_ends_where_the_text_of_the_tokens_up_to_it_does(make):
+    tokenizer = make()
+    ids = tokenizer(TEXT)["input_ids"]
+    ids = [*ids[:7], tokenizer.eos_token_id, *ids[7:], tokenizer.eos_token_id]
+    assert TokenText(tokenizer).ends(ids) == slow_ends(tokenizer, ids)
+
+
+@pytest.mark.parametrize("make", [of_bytes, of_words])
+def test_tokens_in_any_order_rise_to_the_whole_text(make):
+    """A policy draws what it likes, also bytes that are no character."""
+    tokenizer, draw = make(), random.Random(0)
+    reader = TokenText(tokenizer)
+    for _ in range(50):
+        ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 40))]
+        ends = reader.ends(ids)
+        assert ends == sorted(ends) and ends[-1] == len(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def test_a_token_is_decoded_once_where_its_neighbours_do_not_matter(monkeypatch):
+    tokenizer = tiny.tokenizer()
+    reader, decoded, decode = TokenText(tokenizer), [], tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given))
+    ids = tokenizer("abc" * 1000)["input_ids"]
+    assert reader.ends(ids) == list(range(1, 3001))
+    assert sorted(decoded) == [1, 1, 1, 3000]
+
+
+def test_a_window_is_short_where_they_do(monkeypatch):
+    tokenizer = tiny.tokenizer()
+    reader, decoded, decode = TokenText(tokenizer), [], tokenizer.decode
+    ids = tokenizer("日本語" * 500)["input_ids"]
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given))
+    assert reader.ends(ids) == slow_ends_of_three(1500)
+    assert sorted(decoded)[-2] <= 8 and len(decoded) < 3 * len(ids)
+
+
+def slow_ends_of_three(characters):
+    return [end for i in range(characters) for end in (i, i, i + 1)]
+
+
+def test_nothing_has_no_ends():
+    assert TokenText(tiny.tokenizer()).ends([]) == []
+
+
+def test_ends_in_tokens_of_one_byte():
+    tokenizer = tiny.tokenizer()
+    ids = [*tokenizer("ab\n\ncd")["input_ids"], tokenizer.eos_token_id]
+    assert TokenText(tokenizer).counts(ids, [4, 6]) == [4, 7]  # the stop token belongs to the last part
+    assert TokenText(tokenizer).counts(ids, [1, 5]) == [1, 5]
+    assert TokenText(tokenizer).counts(ids, []) == []
+
+
+def test_a_character_of_several_tokens_ends_with_its_last_one():
+    tokenizer = tiny.tokenizer()
+    text = "é。ö"  # 2, 3 and 2 bytes, a token each
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == 7 and TokenText(tokenizer).counts(ids, [1, 2, 3]) == [2, 5, 7]
+    cut = [*tokenizer("a。")["input_ids"][:-1], *tokenizer("bc")["input_ids"]]  # bytes that are no character
+    whole = tokenizer.decode(cut)
+    assert TokenText(tokenizer).counts(cut, [1, whole.index("b") + 1, len(whole)]) == [1, 4, 5]
+
+
+def test_special_tokens_within_a_completion_have_no_characters():
+    tokenizer = tiny.tokenizer()
+    ids = [*tokenizer("ab")["input_ids"], tokenizer.pad_token_id, *tokenizer("cd")["input_ids"]]
+    assert TokenText(tokenizer).counts(ids, [2, 3, 4]) == [2, 4, 5]
