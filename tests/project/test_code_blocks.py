@@ -15,9 +15,11 @@ import importlib
 import importlib.util
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from collections import namedtuple
 
 import pytest
@@ -43,24 +45,15 @@ BY_OTHERS = {
     "docs/training.md": "tests/project/test_pages.py",
 }
 FENCE = re.compile(
-    r"(?ms)(?:^ *<!-- (?P<mark>(?:run by|needs|file) [^\n]+?) -->\n\s*)?^(?P<indent> {0,8})(?P<fence>```+)"
+    r"(?ms)(?:^ *<!-- (?P<mark>(?:run by|needs|file:?) [^\n]+?) -->\n\s*)?^(?P<indent> {0,8})(?P<fence>```+)"
     r"(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *(?P=fence) *$"
 )
 Block = namedtuple("Block", "line language text mark")
 MODELS = r"\b(MODEL|(Qwen|HuggingFaceTB)/[\w.-]+)"
 LONG = {"train", "sft", "distill", "stages", "evaluate"}  # they train, or draw from models that are not here: parsed
 COMMAND = re.compile(r"(?m)^ *(\$|(python|pip|make|torchrun|from|import)\b)")  # what a reader would give or run
-SHELL = {
-    "cat",
-    "echo",
-    "export",
-    "grep",
-    "head",
-    "ls",
-    "mkdir",
-    "tail",
-    "wc",
-}  # run as they stand, in the page's folder
+# Programs that run as they stand, in the page's folder.
+SHELL = {"cat", "echo", "export", "grep", "head", "ls", "mkdir", "tail", "true", "wc"}
 
 
 def blocks(page):
@@ -113,7 +106,12 @@ class Runner:
         """Run or parse every command of a block."""
         for line, words in commands(block.text):
             try:
-                self.command(line, words, block.mark)
+                parts = [[]]
+                for word in words:
+                    parts = [*parts, []] if word in ("&&", "||", "|", ";") else [*parts[:-1], [*parts[-1], word]]
+                alone = all(part[0] in SHELL for part in parts)
+                for part in parts[:1] if alone else parts:
+                    self.command(line if alone else shlex.join(part), part, block.mark)
             except SystemExit as stop:
                 assert not stop.code, f"line {block.line}: refused: {line}"
             except ValueError as error:
@@ -127,6 +125,8 @@ class Runner:
             self.launched(words)
         elif program == "python" and rest[0] == "-m":
             self.module(rest[1], rest[2:], parse=bool(mark and mark.startswith("needs")))
+        elif program == "python" and (self.folder / rest[0]).is_file():
+            runpy.run_path(rest[0], run_name="__main__")
         elif program == "python" and (ROOT / rest[0]).is_file():
             tests = [path.read_text() for path in (ROOT / "tests" / "integrations").glob("test_example_*.py")]
             assert any(rest[0].rpartition("/")[2] in text for text in tests), f"no test runs {rest[0]}"
@@ -136,17 +136,25 @@ class Runner:
         elif program == "pip" and (extras := re.search(r"(?:^| )(?:\.|fastgrpo)\[([\w,]+)\]$", " ".join(rest))):
             known = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
             assert set(extras[1].split(",")) <= set(known), f"setup.py has no such extras: {extras[1]}"
-        elif program in SHELL:
+        elif program in SHELL and not (mark and mark.startswith("needs")):
             self.make_runs(words)
             subprocess.run(["bash", "-euo", "pipefail", "-c", line], cwd=self.folder, check=True)
         else:
             assert mark, f"no test runs `{shlex.join(words)}`: mark its block, as in <!-- needs the network -->"
 
+    def write(self, name, text):
+        """Write a file that commands name. A module of this name that another page had is forgotten."""
+        (self.folder / name).write_text(text)
+        self.patch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+        importlib.invalidate_caches()
+
     def make_runs(self, words):
-        """Make the folders of runs that a command names and that no block before it has made."""
-        for name in re.findall(r"\bruns/[\w-]+", " ".join(words)):
+        """Make the folders of runs, and the models in them, that a command names and that no block has made."""
+        for name, inner in re.findall(r"\b(runs/[\w-]+)(/[\w-]+)?(?![\w.-])", " ".join(words)):
             if not (self.folder / name).exists():
                 shutil.copytree(self.run, self.folder / name)
+            if inner and not (self.folder / (name + inner)).exists():
+                shutil.copytree(self.model, self.folder / (name + inner))
 
     def launched(self, words):
         """Read the flags of the launcher, and the command that it starts."""
@@ -241,9 +249,10 @@ def runner(tmp_path, monkeypatch, model, run):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     rewards = {block.language: block.text for block in reversed([*blocks(ROOT / "docs" / "rewards.md")])}
-    (tmp_path / "my_rewards.py").write_text(rewards["python"])
-    (tmp_path / "sums.jsonl").write_text(rewards["json"])
-    return Runner(tmp_path, model, monkeypatch, run)
+    found = Runner(tmp_path, model, monkeypatch, run)
+    found.write("my_rewards.py", rewards["python"])
+    found.write("sums.jsonl", rewards["json"])
+    return found
 
 
 def treat(page, runner):
@@ -253,8 +262,8 @@ def treat(page, runner):
         where = f"{page.name}, line {block.line}"
         known = block.language in ("python", "bash", "json", "yaml", "text") or not COMMAND.search(block.text)
         assert known, f"{where}: name the language of the block, python, bash, json, yaml or text, for it to be tested"
-        if block.mark and block.mark.startswith("file "):
-            (runner.folder / block.mark.removeprefix("file ")).write_text(block.text)
+        if block.mark and block.mark.startswith("file"):
+            runner.write(block.mark.split()[1], block.text)
         by = elsewhere if block.language == "python" else None
         if block.mark and block.mark.startswith("run by "):
             by = block.mark.removeprefix("run by ")
