@@ -57,9 +57,9 @@ def draw(path):
     for i in range(4):
         axes.add_patch(Rectangle((0.5, 7.45 - 1.05 * i), 1.6, 1.05, fc=INPUT if i != 1 else WORK, ec=EDGE, lw=1.2))
         axes.text(1.3, 7.97 - 1.05 * i, f"chunk {i + 1}", ha="center", va="center", fontsize=9.5)
-    axes.text(1.3, 3.95, "rows that carry\nno gradient are\nleft out", ha="center", va="top", fontsize=9)
+    axes.text(1.3, 4.2, "tokens without\ngradient are left out", ha="center", va="top", fontsize=8.5)
     box(axes, 3.2, 7.2, 3.0, 1.5, "head W [V, D]", "bias and soft-cap\nwhere there are any", INPUT)
-    box(axes, 3.2, 4.6, 3.0, 1.7, "logits z [C, V]", "fp32, one chunk alone\nz = H W$^T$ / T", WORK)
+    box(axes, 3.0, 4.6, 3.6, 1.7, "logits z [C, V]", "fp32, one chunk alone\nz = H W$^T$ / T", WORK)
     box(axes, 7.3, 4.6, 3.3, 1.7, "log-prob [C]", "log-softmax, gather:\nz$_{target}$ - logsumexp(z)", WORK)
     box(
         axes,
@@ -78,7 +78,7 @@ def draw(path):
         4.7,
         1.5,
         "old, ref, A, w [N]",
-        "log-probs of the sampler and of the\nreference; advantages; weights",
+        "log-probs under old policy and\nreference, advantages, weights",
         INPUT,
     )
     box(
@@ -101,21 +101,19 @@ def draw(path):
         "g (onehot - softmax(z)) / T\nthe same memory as the logits",
         WORK,
     )
-    box(axes, 0.5, 0.9, 3.6, 1.2, "dH [N, D]", "dlogits W, of this chunk", OUTPUT)
-    box(axes, 0.5, 2.35, 3.6, 1.2, "dW [V, D]", "+= dlogits$^T$ H, over chunks", OUTPUT)
-    arrow(axes, (2.1, 6.9), (3.2, 5.7))
+    box(axes, 0.5, 0.6, 3.9, 1.2, "dH [N, D]", "dlogits W, of this chunk", OUTPUT)
+    box(axes, 0.5, 2.15, 3.9, 1.2, "dW [V, D]", "+= dlogits$^T$ H, over chunks", OUTPUT)
+    arrow(axes, (2.1, 6.9), (3.0, 5.7))
     arrow(axes, (4.7, 7.2), (4.7, 6.3))
-    arrow(axes, (6.2, 5.45), (7.3, 5.45))
+    arrow(axes, (6.6, 5.45), (7.3, 5.45))
     arrow(axes, (10.6, 5.45), (11.7, 5.45))
     arrow(axes, (14.05, 7.2), (14.05, 6.3))
     arrow(axes, (14.05, 4.6), (14.05, 3.7))
     arrow(axes, (11.7, 2.85), (10.6, 2.85))
     arrow(axes, (4.9, 4.6), (6.3, 3.7))
-    arrow(axes, (5.6, 3.0), (4.1, 2.95))
-    arrow(axes, (5.6, 2.6), (4.1, 1.6))
-    for i, (color, text) in enumerate(
-        [(INPUT, "given"), (WORK, "one chunk at a time"), (OUTPUT, "kept for the optimizer")]
-    ):
+    arrow(axes, (5.6, 3.0), (4.4, 2.8))
+    arrow(axes, (5.6, 2.6), (4.4, 1.4))
+    for i, (color, text) in enumerate([(INPUT, "given"), (WORK, "one chunk at a time"), (OUTPUT, "results")]):
         axes.add_patch(Rectangle((5.6 + 3.6 * i, 0.75), 0.45, 0.4, fc=color, ec=EDGE))
         axes.text(6.2 + 3.6 * i, 0.95, text, va="center", fontsize=9.5)
     axes.text(
