@@ -10,8 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs pages launches report-picture test-slow machine-code liger-tests soak \
-  bench bench-gpu bench-gpu-engine first-gpu lint clean
+.PHONY: train stages test real real-gsm8k docs pages pictures launches report-picture test-slow machine-code liger-tests \
+  soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
@@ -78,6 +78,10 @@ pages: $(VENV)/.installed
 	$(BIN)/python tests/support/architectures.py > docs/architectures.md
 	$(BIN)/python -m fastgrpo.config.trl_page > docs/from-trl.md
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
+
+# The pictures of the pages that explain; docs/pictures/ has them.
+pictures: $(VENV)/.installed
+	PYTHONPATH=.:tests/support $(BIN)/python -m chunk_picture
 
 # How many kernels a decode step launches, a layer and besides; a test compares the table with the code.
 launches: $(VENV)/.installed

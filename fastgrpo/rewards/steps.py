@@ -1,4 +1,10 @@
-"""Steps of a completion, and where they end in its text."""
+"""Steps of a completion: where they end in its text, and in its tokens."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from fastgrpo.data.token_text import TokenText
 
 
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
@@ -17,3 +23,18 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
         if part.strip():
             steps.append((part.strip(), end))
     return steps
+
+
+def token_ends(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Sequence[int]) -> list[int]:
+    """Find the tokens at which steps of a completion end, as `log_steps` takes them.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        ids: [T] token ids of the completion.
+        ends: Rising numbers of characters up to the end of each step, in the text that `ids` decode to without special
+            tokens.
+
+    Returns:
+        For each step how many tokens there are up to its end, see `TokenText.counts`.
+    """
+    return TokenText(tokenizer).counts(ids, ends)

@@ -114,6 +114,7 @@ def test_bash_completes_flags_by_what_is_printed(capsys, tmp_path):
     ],
 )  # fmt: skip
 def test_every_command_prints_a_script_for_completion(name, flag, capsys):
+    """The block of docs/commands.md gives these scripts to the shell, as the test above does."""
     module = importlib.import_module(f"fastgrpo.{name}")
     with pytest.raises(SystemExit) as stop:
         module.main(["--tyro-print-completion", "bash"])
