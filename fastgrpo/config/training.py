@@ -236,6 +236,19 @@ class SamplesConfig:
         within=COUNT,
         resume="free",
     )
+    log_completions: bool = setting(
+        False,
+        "Show the completions that samples.jsonl keeps of each logged step as a table in the terminal and to the "
+        "trackers of report_to that have tables, and write them to completions/completions_STEP.parquet.",
+        resume="free",
+    )
+    num_completions_to_print: int | None = setting(
+        None,
+        "Largest number of completions in the terminal's table. None shows all that are kept.",
+        within=COUNT,
+        active=When("log_completions is True", lambda settings: settings.log_completions),
+        resume="free",
+    )
 
 
 @documented
@@ -310,11 +323,23 @@ class RunConfig:
     )
     report_to: tuple[str, ...] = setting(
         ("none",),
-        "Where metrics are sent in addition to metrics.jsonl.",
-        choices=("none", "tensorboard", "wandb"),
+        "Where metrics are sent in addition to metrics.jsonl, by the names of TRL's trainers.",
+        choices=("none", "tensorboard", "wandb", "trackio"),
         resume="free",
     )
-    run_name: str | None = setting(None, "Name of the run in W&B. None is the name of the run's folder.", resume="free")
+    run_name: str | None = setting(
+        None,
+        "Name of the run in W&B and trackio. None is the name of the run's folder, for trackio with a number.",
+        resume="free",
+    )
+    project: str = setting(
+        "huggingface",
+        "Project of the run in trackio, and in W&B where WANDB_PROJECT is not set.",
+        active=When(
+            "report_to has wandb or trackio", lambda settings: {"wandb", "trackio"} & {*settings.report_to} != set()
+        ),
+        resume="free",
+    )
     push_to_hub: bool = setting(False, "Upload the trained model to the Hugging Face hub.", resume="free")
     hub_model_id: str | None = setting(
         None,

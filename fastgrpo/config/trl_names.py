@@ -27,8 +27,11 @@ SAME = {
     "logging_steps": COUNTED + " It is rounded up to whole steps.",
     "logging_first_step": "",
     "disable_tqdm": "None is False.",
-    "report_to": "none, tensorboard or wandb.",
+    "report_to": "none, tensorboard, wandb or trackio.",
     "run_name": "",
+    "project": "",
+    "log_completions": "Of the completions that logging_samples keeps.",
+    "num_completions_to_print": "The first ones, where TRL draws some.",
     "eval_steps": COUNTED + " It is rounded up to whole steps.",
     "eval_on_start": "True measures the accuracy that a run begins with; eval_strategy makes it False.",
     "save_steps": COUNTED
@@ -188,8 +191,6 @@ IDLE = {
         "average_tokens_across_devices": True,
     },
     "Every logged step writes its prompts, completions, rewards and advantages to samples.jsonl.": {
-        "log_completions": False,
-        "num_completions_to_print": None,
         "log_unique_prompts": False,
         "log_multimodal": True,
     },
@@ -202,12 +203,6 @@ IDLE = {
         "include_num_input_tokens_seen": "no",
         "skip_memory_metrics": True,
         "logging_dir": None,
-    },
-    "Trackio alone reads it, and report_to does not take trackio.": {
-        "project": "huggingface",
-        "trackio_space_id": None,
-        "trackio_bucket_id": None,
-        "trackio_static_space_id": None,
     },
     "max_num_seqs bounds how many completions are drawn at the same time, and results do not depend on it.": {
         "per_device_eval_batch_size": 8,
@@ -290,6 +285,11 @@ REFUSED = {
         "hub_strategy": "every_save",
         "hub_always_push": False,
         "hub_revision": None,
+    },
+    "set TRACKIO_SPACE_ID or TRACKIO_BUCKET_ID, which trackio reads itself": {
+        "trackio_space_id": None,
+        "trackio_bucket_id": None,
+        "trackio_static_space_id": None,
     },
     "upload samples.jsonl of the run's folder yourself": {"log_completions_hub_repo": None},
     "leave it out: tools are not in fastgrpo yet": {"max_tool_calling_iterations": None},

@@ -20,7 +20,7 @@ MADE = ".made-by-runs"
 # Every name that a run gives to something in its folder. Nothing else is ever noted or deleted.
 NAMES = re.compile(
     r"config\.json|metrics\.jsonl|samples\.jsonl|warnings\.jsonl|curves\.png|report\.html|summary\.json|trace\.json\.gz|merged|warm-start|tensorboard"
-    r"|wandb|final|trainer_state\.json|[\w-]+_results\.json"
+    r"|wandb|trackers\.json|completions|final|trainer_state\.json|[\w-]+_results\.json"
     r"|sweep\.(csv|png)|stages\.(json|png)|distilled\.(jsonl|part)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
 SWEEP_TABLE, STAGES_SETTINGS = "sweep.csv", "stages.json"

@@ -1,7 +1,7 @@
 """The log and the folder of a run as ranks other than 0 have them: rank 0 writes and speaks, and these do neither."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,15 @@ class FollowedLog(RunLog):
 
     def _append(self, name, rows):
         """Write no lines: rank 0 does."""
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
+        """Show no completions.
+
+        Args:
+            step: The number of steps that are done.
+            rows: What rank 0 shows.
+            shown: How many it shows.
+        """
 
     def discard(self) -> None:
         """Give up the run, as rank 0 does."""

@@ -1,21 +1,23 @@
 """The one place to which a run logs: the terminal, metrics.jsonl, samples.jsonl, warnings.jsonl, and trackers."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run import history
-from fastgrpo.run.checkpoint import step_of
-from fastgrpo.run.folder import contents, remove
+from fastgrpo.run.completions import FOLDER, cells, columns_of, forget_after, write_parquet
+from fastgrpo.run.folder import contents, made_in, remove
 from fastgrpo.run.metrics import check_metric, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
+from fastgrpo.run.trackers import TRACKERS, named
 
 
 class RunLog:
@@ -52,7 +54,7 @@ class RunLog:
             if self.checkpoint is None:
                 self._write_config()
             self._files = {name: _appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES}
-            self._writers = [_WRITERS[name](self) for name in config.report_to if name != "none"]
+            self._trackers = [TRACKERS[name](self) for name in config.report_to if name != "none"]
         except BaseException:
             if self.checkpoint is None:
                 self.folder.empty()  # so that the same command finds no run in its way
@@ -60,6 +62,7 @@ class RunLog:
             raise
         self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
         self.latest, self.history = {}, []
+        self._completions_step = 0  # the last step whose completions were written
 
     def __enter__(self) -> Self:
         self.folder.check()
@@ -144,7 +147,7 @@ class RunLog:
         return self.write(step, line)
 
     def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Write one line of metrics.jsonl at once, and report it to TensorBoard and W&B where they are used.
+        """Write one line of metrics.jsonl at once, and report it to the trackers of report_to.
 
         Args:
             step: The number of steps that are done.
@@ -154,8 +157,8 @@ class RunLog:
             The entry of the line in the history.
         """
         self._append("metrics", [{"step": step, **values}])
-        for writer in self._writers:
-            writer(step, values)
+        for tracker in self._trackers:
+            tracker.log(step, named(step, values))
         return self._note(step, values)
 
     def _note(self, step, values):
@@ -174,6 +177,21 @@ class RunLog:
         """
         self._append("samples", rows)
 
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
+        """Show completions in the terminal and to trackers, and write them to completions/completions_STEP.parquet.
+
+        Args:
+            step: The number of steps that are done.
+            rows: Lines of samples.jsonl, at least one.
+            shown: How many of them the terminal shows at most; None shows all.
+        """
+        columns = columns_of(rows)
+        self.terminal.columns(cells(columns, shown))
+        write_parquet(self.folder.claim(FOLDER), step, columns)
+        self._completions_step = step
+        for tracker in self._trackers:
+            tracker.completions(step, columns)
+
     def warn(self, step: int, text: str) -> None:
         """Tell the user of something that a step showed, and write it to warnings.jsonl.
 
@@ -191,8 +209,10 @@ class RunLog:
     def close(self) -> None:
         """Close the progress bar and the files, and release the folder."""
         self.close_bar()
-        for file in (*self._files.values(), self.folder):
-            file.close()
+        with contextlib.ExitStack() as closing:  # what cannot be closed keeps nothing else open
+            for part in (self.folder, *self._files.values(), *self._trackers):
+                closing.callback(part.close)
+            self._trackers = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the log stands, as JSON can hold it.
@@ -205,6 +225,7 @@ class RunLog:
             "wall_seconds": time.perf_counter() - self.started,
             "pace": self.terminal.state_dict(),
             "pending": self._pending,
+            "completions_step": self._completions_step,
             **{f"{name}_bytes": os.fstat(file.fileno()).st_size for name, file in self._files.items()},
         }
 
@@ -218,6 +239,9 @@ class RunLog:
             state: What `state_dict` returned.
         """
         self._write_config()
+        self._completions_step = state.get("completions_step", 0)
+        if FOLDER in made_in(self.dir):
+            forget_after(self.dir / FOLDER, self._completions_step)
         self.started = time.perf_counter() - state["wall_seconds"]
         self.terminal.load_state_dict(state.get("pace", {}))
         self._go_back(state)
@@ -258,34 +282,4 @@ def _finite(value):
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _tensorboard(log):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("report_to tensorboard needs a package that is missing: pip install tensorboard") from None
-
-    # purge_step hides the values that the interrupted run wrote after the checkpoint.
-    purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1
-    writer = SummaryWriter(log.folder.claim("tensorboard"), purge_step=purge_step)
-
-    def write(step, values):
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
-
-    return write
-
-
-def _wandb(log):
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("report_to wandb needs a package that is missing: pip install wandb") from None
-    log.folder.claim("wandb")  # it makes this folder inside of the run's
-    name, settings = log.config.run_name or log.dir.name, dataclasses.asdict(log.config)
-    run = wandb.init(project="fastgrpo", name=name, dir=log.dir, config=settings)
-    return lambda step, values: run.log(values, step=step)
-
-
 _LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
-_WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb}

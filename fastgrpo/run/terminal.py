@@ -285,7 +285,8 @@ def print_columns(lines: Sequence[Sequence[str]]) -> None:
     """
     lines = [[escape_controls(cell) for cell in line] for line in lines]
     if not is_terminal(sys.stdout):
-        print(markdown_table(lines))
+        # A line of a Markdown table is one line, and | ends a cell.
+        print(markdown_table([[" ".join(cell.split("\n")).replace("|", "\\|") for cell in line] for line in lines]))
         return
     shown = Table(box=box.ROUNDED)
     for number, title in enumerate(lines[0]):

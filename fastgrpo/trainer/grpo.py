@@ -193,12 +193,16 @@ class GRPOTrainer(Trainer):
         return Step(values, updated.norms, experience.taken, tokens, experience.num_tokens)
 
     def _log_samples(self, step, experience, updated):
-        """Write the completions of some groups to samples.jsonl."""
+        """Write the completions of some groups to samples.jsonl, and show them where log_completions asks for it."""
         size = self.args.num_generations
         groups = logged_groups(len(experience.completions) // size, size, self.args.logging_samples)
         indices = (group * size + i for group in groups for i in range(size))
         completions = with_ratios(experience, updated, indices, self.ranks)
-        self.log.samples(sample_rows(step, completions, size, groups, self.token_text))
+        if self.ranks.lead:
+            rows = list(sample_rows(step, completions, size, groups, self.token_text))
+            self.log.samples(rows)
+            if self.args.log_completions:
+                self.log.completions(step, rows, self.args.num_completions_to_print)
 
 
 def with_ratios(

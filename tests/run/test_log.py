@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -82,17 +81,27 @@ def test_a_line_is_on_the_disk_at_once_and_the_latest_value_is_known(tmp_path):
 
 def test_every_line_is_reported_too(tmp_path, monkeypatch):
     reported = []
-    monkeypatch.setitem(
-        module._WRITERS, "tensorboard", lambda log: lambda step, values: reported.append((step, values))
-    )
+
+    class Listener:
+        def __init__(self, log):
+            self.log, self.close = (
+                lambda step, values: reported.append((step, values)),
+                lambda: reported.append("closed"),
+            )
+
+    monkeypatch.setitem(module.TRACKERS, "tensorboard", Listener)
     with make_log(tmp_path, report_to="tensorboard") as log:
         log.step(1, {"reward": 1.0})
         log.step(2, {"reward": 2.0})
-        log.write(2, {"eval/accuracy": 0.5})
-    assert reported == [(2, {"reward": 1.5}), (2, {"eval/accuracy": 0.5})]
+        log.write(2, {"eval/accuracy": 0.5, "eval/time": 1.0})
+    assert reported == [
+        (2, {"train/reward": 1.5}), (2, {"eval/accuracy": 0.5, "eval/runtime": 1.0}), "closed",
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
+@pytest.mark.parametrize(
+    "name, package", [("wandb", "wandb"), ("trackio", "trackio"), ("tensorboard", "torch.utils.tensorboard")]
+)
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)  # import raises ImportError
     with pytest.raises(ValueError, match=f"report_to {name} needs a package that is missing: pip install {name}"):
@@ -166,15 +175,6 @@ def test_a_checkpoint_keeps_the_pace_of_the_run(tmp_path):
         log.progress(40, "GRPO", done=20, every={"checkpoint": None})
         assert log.terminal.remaining.seconds() == 41 != before
         log.load_state_dict({name: value for name, value in state.items() if name != "pace"})  # of an older version
-
-
-def test_a_run_has_its_name_or_that_of_its_folder_in_wandb(tmp_path, monkeypatch):
-    names = []
-    wandb = SimpleNamespace(init=lambda **settings: names.append(settings["name"]) or SimpleNamespace(log=None))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    make_log(tmp_path / "a", report_to="wandb", run_name="first").close()
-    make_log(tmp_path / "b", report_to="wandb").close()
-    assert names == ["first", "run"]
 
 
 def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):

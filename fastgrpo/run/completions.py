@@ -1,0 +1,97 @@
+"""The completions of a logged step as a table: for parquet files in TRL's form, the terminal, and trackers."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = "completions"
+_NAME = re.compile(r"completions_(\d+)\.parquet")
+_TOKENS = {"token_ends", "logps", "ratios", "clipped_tokens"}  # numbers of tokens, which a table of texts leaves out
+_FIRST = ("step", "prompt", "completion")
+_OTHERS = {"group", "finish_reason", "tokens", "clipped", "rewards", "advantage"}
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    """Turn lines of samples.jsonl into columns.
+
+    Args:
+        rows: The lines, at least one.
+
+    Returns:
+        Values by title, one a completion: step, prompt, completion, each reward function, each column that a reward
+        function logged, and advantage, as in TRL.
+    """
+    functions = dict.fromkeys(name for row in rows for name in row["rewards"])
+    extras = dict.fromkeys(name for row in rows for name in row if name not in {*_FIRST, *_OTHERS, *_TOKENS})
+    return {
+        **{name: [row[name] for row in rows] for name in _FIRST},
+        **{name: [row["rewards"].get(name) for row in rows] for name in functions},
+        **{name: [row.get(name) for row in rows] for name in extras},
+        "advantage": [row["advantage"] for row in rows],
+    }
+
+
+def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
+    """Write completions/completions_STEP.parquet, whole or not at all.
+
+    Args:
+        folder: The folder of the completions.
+        step: The number of steps that are done.
+        columns: What `columns_of` returned. A column whose values have no common type is written as JSON.
+
+    Returns:
+        The path of the file.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({name: _array(pyarrow, values) for name, values in columns.items()})
+    folder.mkdir(exist_ok=True)
+    path = folder / f"completions_{step:05d}.parquet"
+    part = path.with_suffix(".part")
+    parquet.write_table(table, part)
+    return part.replace(path)
+
+
+def _array(pyarrow, values):
+    try:
+        return pyarrow.array(values)
+    except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
+        return pyarrow.array([json.dumps(value) for value in values])  # JSON escapes what UTF-8 cannot encode
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Delete the files of steps that a resumed run makes again.
+
+    Args:
+        folder: The folder of the completions, which need not be there.
+        step: The step of the checkpoint.
+    """
+    for path in folder.glob("completions_*.parquet"):
+        match = _NAME.fullmatch(path.name)
+        if match and int(match[1]) > step:
+            path.unlink()
+
+
+def cells(columns: Mapping[str, Sequence[Any]], most: int | None) -> list[list[str]]:
+    """Lay out completions for the terminal.
+
+    Args:
+        columns: What `columns_of` returned.
+        most: How many completions are shown at most, from the first one; None shows all.
+
+    Returns:
+        The titles, and the cells of each completion. Conversations are written turn by turn.
+    """
+    shown = {name: values[:most] for name, values in columns.items() if name != "step"}
+    return [list(shown), *([_cell(value) for value in row] for row in zip(*shown.values(), strict=True))]
+
+
+def _cell(value):
+    if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+        return "\n".join(f"{turn['role']}: {turn.get('content', '')}" for turn in value)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "" if value is None else str(value)

@@ -1,0 +1,196 @@
+"""Where a run's metrics and completions are shown besides its folder: TensorBoard, Weights & Biases and trackio.
+
+All of them get the names of TRL's trainers: `train/reward`, `eval/accuracy`, and a table `completions` a logged step.
+A run that goes on continues the run that they know: trackers.json in its folder says which that is. What they were sent
+after the checkpoint they keep, and get it once more: the values of a step are the same.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from fastgrpo.run import history
+from fastgrpo.run.checkpoint import step_of
+
+if TYPE_CHECKING:
+    from fastgrpo.run.log import RunLog
+
+KNOWN = "trackers.json"
+STEP = "train/global_step"  # the axis of every metric, as transformers' trainers have it
+
+
+def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
+    """Name metrics as transformers' trainers do for trackers.
+
+    Args:
+        step: The number of steps that are done.
+        values: The metrics of a line of metrics.jsonl.
+
+    Returns:
+        Those of evaluations under eval/ (eval_NAME/ for one of several data sets) and the others under train/. Values
+        that are not finite are left out.
+    """
+    measured = history.entry(step, values)
+    measured.pop("step")
+    found = {}
+    for name, value in measured.items():
+        prefix, _, rest = name.partition("_")
+        if value is not None:
+            found[f"eval/{rest}" if prefix == "eval" and rest else f"train/{name}"] = value
+    return found
+
+
+class Tracker(ABC):
+    """One place that a run reports to."""
+
+    @abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Report metrics.
+
+        Args:
+            step: The number of steps that are done.
+            values: The metrics, by the names of `named`.
+        """
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:  # noqa: B027
+        """Report a table of completions; a tracker without tables leaves it at this.
+
+        Args:
+            step: The number of steps that are done.
+            columns: The values of each column by its title.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Hand over what is left, and end."""
+
+
+class TensorBoard(Tracker):
+    """Event files in the folder `tensorboard` of the run.
+
+    Args:
+        log: The log of the run.
+    """
+
+    def __init__(self, log: "RunLog") -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(_missing("tensorboard")) from None
+        # purge_step hides the values that the interrupted run wrote after the checkpoint.
+        purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1
+        self.writer = SummaryWriter(log.folder.claim("tensorboard"), purge_step=purge_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB(Tracker):
+    """A run of Weights & Biases, whose files lie in the folder `wandb` of the run.
+
+    Args:
+        log: The log of the run.
+    """
+
+    def __init__(self, log: "RunLog") -> None:
+        self.wandb = _module("wandb")
+        log.folder.claim("wandb")  # it makes this folder inside of the run's
+        known = _known(log, "wandb", {"id": secrets.token_hex(4)})
+        try:
+            self.run = self.wandb.init(
+                project=os.environ.get("WANDB_PROJECT", log.config.project),
+                name=log.config.run_name or log.dir.name,
+                dir=log.dir,
+                id=known["id"],
+                resume="allow",
+                config=dataclasses.asdict(log.config),
+                allow_val_change=True,
+                settings=self.wandb.Settings(silent=log.config.quiet),
+            )
+        except self.wandb.errors.Error as error:
+            raise ValueError(f"report_to wandb: {error}; log in by `wandb login`, or set WANDB_MODE=offline") from error
+        # W&B counts what it is sent, and refuses what goes back. So steps are values of their own, as in transformers.
+        self.run.define_metric(STEP)
+        self.run.define_metric("*", step_metric=STEP, step_sync=True)
+        self.table = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({**values, STEP: step})
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        # A table of this mode keeps its earlier rows: a new table under the same name would hide those of other steps.
+        if self.table is None or self.table.columns != list(columns):
+            self.table = self.wandb.Table(columns=list(columns), log_mode="INCREMENTAL", allow_mixed_types=True)
+        for row in zip(*columns.values(), strict=True):
+            self.table.add_data(*row)
+        self.run.log({"completions": self.table, STEP: step})
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio(Tracker):
+    """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it.
+
+    Args:
+        log: The log of the run.
+    """
+
+    def __init__(self, log: "RunLog") -> None:
+        self.trackio = _module("trackio")
+        # Runs are found by their names again, so a folder's name alone would take up the run of another folder.
+        known = _known(log, "trackio", {"name": log.config.run_name or f"{log.dir.name}-{secrets.token_hex(2)}"})
+        self.run = self.trackio.init(
+            project=log.config.project, name=known["name"], resume="never" if log.checkpoint is None else "allow",
+            config=dataclasses.asdict(log.config), embed=False, auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log({**values, STEP: step}, step=step)
+
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        rows = [list(row) for row in zip(*columns.values(), strict=True)]
+        table = self.trackio.Table(columns=list(columns), data=rows)
+        self.run.log({"completions": table}, step=step)
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+
+
+def _missing(name):
+    return f"report_to {name} needs a package that is missing: pip install {name}"
+
+
+def _module(name) -> ModuleType:
+    """Import a tracker's package."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ValueError(_missing(name)) from None
+
+
+def _known(log, name, new):
+    """Return what a tracker knows the run by: what was noted where the run goes on, else `new`, which is noted."""
+    path = log.dir / KNOWN
+    try:
+        known = json.loads(path.read_text()) if log.checkpoint is not None else {}
+    except (OSError, ValueError):
+        known = {}
+    if not isinstance(known.get(name), dict) or set(known[name]) != set(new):
+        known = {**known, name: new}
+        log.folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
+    return known[name]
