@@ -81,8 +81,9 @@ class TokenText:
         ends, end, first, done = [], 0, 0, 0
         for i in range(len(ids)):
             known, text = self._decode(ids[first:done]), self._decode(ids[first : i + 1])
+            # A token may end one character and begin the next one, such as a space and the first bytes of an emoji.
+            ends.append(max(end + len(text.rstrip(HALF)) - len(known), ends[-1] if ends else 0))
             if len(text) > len(known) and not text.endswith(HALF):
                 end += len(text) - len(known)
                 first, done = done, i + 1
-            ends.append(end)
         return ends

@@ -166,7 +166,7 @@ class ProcessRewardModel(Judge):
             completion_ids: The tokens of each completion.
             log_extra: Takes the column NAME/steps.
             log_steps: Takes the ends and the rewards of the steps. It is called where the policy's tokenizer is known,
-                as it is in a run (`place`).
+                as it is in a run with process_rewards=token (`place`).
             columns: What else reward functions get.
 
         Returns:

@@ -54,7 +54,8 @@ class RunLog:
             if self.checkpoint is None:
                 self._write_config()
             self._files = {name: _appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES}
-            self._trackers = [TRACKERS[name](self) for name in config.report_to if name != "none"]
+            begin = (TRACKERS[name] for name in config.report_to if name != "none")
+            self._trackers = [tracker(config, self.folder, self.checkpoint) for tracker in begin]
         except BaseException:
             if self.checkpoint is None:
                 self.folder.empty()  # so that the same command finds no run in its way

@@ -12,14 +12,14 @@ import os
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.run import history
 from fastgrpo.run.checkpoint import step_of
-
-if TYPE_CHECKING:
-    from fastgrpo.run.log import RunLog
+from fastgrpo.run.folder import RunFolder
 
 KNOWN = "trackers.json"
 STEP = "train/global_step"  # the axis of every metric, as transformers' trainers have it
@@ -47,7 +47,19 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Tracker(ABC):
-    """One place that a run reports to."""
+    """One place that a run reports to.
+
+    Args:
+        config: The settings of the run.
+        folder: Its folder.
+        checkpoint: The checkpoint that it goes on from, or None.
+
+    Raises:
+        ValueError: The package is missing, or refuses to begin.
+    """
+
+    @abstractmethod
+    def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None: ...
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -75,17 +87,19 @@ class TensorBoard(Tracker):
     """Event files in the folder `tensorboard` of the run.
 
     Args:
-        log: The log of the run.
+        config: As in `Tracker`.
+        folder: As in `Tracker`.
+        checkpoint: As in `Tracker`.
     """
 
-    def __init__(self, log: "RunLog") -> None:
+    def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ValueError(_missing("tensorboard")) from None
         # purge_step hides the values that the interrupted run wrote after the checkpoint.
-        purge_step = None if log.checkpoint is None else step_of(log.checkpoint) + 1
-        self.writer = SummaryWriter(log.folder.claim("tensorboard"), purge_step=purge_step)
+        purge_step = None if checkpoint is None else step_of(checkpoint) + 1
+        self.writer = SummaryWriter(folder.claim("tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -100,23 +114,25 @@ class WandB(Tracker):
     """A run of Weights & Biases, whose files lie in the folder `wandb` of the run.
 
     Args:
-        log: The log of the run.
+        config: As in `Tracker`.
+        folder: As in `Tracker`.
+        checkpoint: As in `Tracker`.
     """
 
-    def __init__(self, log: "RunLog") -> None:
+    def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.wandb = _module("wandb")
-        log.folder.claim("wandb")  # it makes this folder inside of the run's
-        known = _known(log, "wandb", {"id": secrets.token_hex(4)})
+        folder.claim("wandb")  # it makes this folder inside of the run's
+        known = _known(folder, checkpoint, "wandb", {"id": secrets.token_hex(4)})
         try:
             self.run = self.wandb.init(
-                project=os.environ.get("WANDB_PROJECT", log.config.project),
-                name=log.config.run_name or log.dir.name,
-                dir=log.dir,
+                project=os.environ.get("WANDB_PROJECT", config.project),
+                name=config.run_name or folder.path.name,
+                dir=folder.path,
                 id=known["id"],
                 resume="allow",
-                config=dataclasses.asdict(log.config),
+                config=dataclasses.asdict(config),
                 allow_val_change=True,
-                settings=self.wandb.Settings(silent=log.config.quiet),
+                settings=self.wandb.Settings(silent=config.quiet),
             )
         except self.wandb.errors.Error as error:
             raise ValueError(f"report_to wandb: {error}; log in by `wandb login`, or set WANDB_MODE=offline") from error
@@ -144,16 +160,20 @@ class Trackio(Tracker):
     """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it.
 
     Args:
-        log: The log of the run.
+        config: As in `Tracker`.
+        folder: As in `Tracker`.
+        checkpoint: As in `Tracker`.
     """
 
-    def __init__(self, log: "RunLog") -> None:
+    def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.trackio = _module("trackio")
         # Runs are found by their names again, so a folder's name alone would take up the run of another folder.
-        known = _known(log, "trackio", {"name": log.config.run_name or f"{log.dir.name}-{secrets.token_hex(2)}"})
+        known = _known(
+            folder, checkpoint, "trackio", {"name": config.run_name or f"{folder.path.name}-{secrets.token_hex(2)}"}
+        )
         self.run = self.trackio.init(
-            project=log.config.project, name=known["name"], resume="never" if log.checkpoint is None else "allow",
-            config=dataclasses.asdict(log.config), embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            project=config.project, name=known["name"], resume="never" if checkpoint is None else "allow",
+            config=dataclasses.asdict(config), embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -183,14 +203,14 @@ def _module(name) -> ModuleType:
         raise ValueError(_missing(name)) from None
 
 
-def _known(log, name, new):
+def _known(folder, checkpoint, name, new):
     """Return what a tracker knows the run by: what was noted where the run goes on, else `new`, which is noted."""
-    path = log.dir / KNOWN
+    path = folder.path / KNOWN
     try:
-        known = json.loads(path.read_text()) if log.checkpoint is not None else {}
+        known = json.loads(path.read_text()) if checkpoint is not None else {}
     except (OSError, ValueError):
         known = {}
     if not isinstance(known.get(name), dict) or set(known[name]) != set(new):
         known = {**known, name: new}
-        log.folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
+        folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
     return known[name]

@@ -98,7 +98,9 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
         self.made = made = make_policy(model, processing_class, args, self.ranks, wrapper, self.rewards)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         if self.rewards is not None:
-            self.rewards.place(self.rewards.device(self.policy.device, args.reward_device), self.tokenizer)
+            reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # only then are steps found in tokens
+            place = self.rewards.device(self.policy.device, args.reward_device)
+            self.rewards.place(place, self.tokenizer if reads_steps else None)
         self.digests = {"model": made.digest}
         self._check_rows(train_rows)
         self.digests["data"] = digest_of_rows(train_rows)

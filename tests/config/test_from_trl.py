@@ -30,7 +30,8 @@ def test_a_script_of_trl():
     assert changed(**arguments) == {
         "output_dir": "out", "learning_rate": 0.1, "prompts_per_step": 2, "num_generations": 4, "logging_steps": 1,
         "max_completion_length": 8, "dtype": "float32", "device": "cpu", "save_steps": None, "eval_steps": 2,
-        "eval_on_start": False, "max_steps": 3, "scale_rewards": "none",
+        "eval_on_start": False, "max_steps": 3, "scale_rewards": "none", "log_completions": True,
+        "num_completions_to_print": 2,
     }  # fmt: skip
 
 

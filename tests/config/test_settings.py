@@ -22,6 +22,8 @@ FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 KNOBS = {field.name for field in dataclasses.fields(Objective)} & set(FIELDS)
 # The condition of some settings, as its field says it -> settings with which it holds, and with which it does not.
 CONDITIONS = {
+    "log_completions is True": ({"log_completions": True}, {}),
+    "report_to has wandb or trackio": ({"report_to": ("trackio",)}, {"report_to": ("tensorboard",)}),
     "resume_from_checkpoint is set": ({"resume_from_checkpoint": "runs/x/checkpoint-1"}, {}),
     "use_peft is True": ({"use_peft": True}, {}),
     "task is gsm8k": ({"task": "gsm8k"}, {}),

@@ -101,3 +101,13 @@ def test_special_tokens_within_a_completion_have_no_characters():
     tokenizer = tiny.tokenizer()
     ids = [*tokenizer("ab")["input_ids"], tokenizer.pad_token_id, *tokenizer("cd")["input_ids"]]
     assert TokenText(tokenizer).counts(ids, [2, 3, 4]) == [2, 4, 5]
+
+
+def test_a_token_that_ends_one_character_and_begins_the_next_ends_behind_the_first():
+    # Token 2 is a space and the first half of an emoji.
+    core = Tokenizer(models.BPE({"<eos>": 0, "a": 1, "ĠðŁ": 2, "ĻĤ": 3, "b": 4}, []))
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    ids = [1, 2, 3, 4, 0]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a 🙂b"
+    assert TokenText(tokenizer).ends(ids) == slow_ends(tokenizer, ids) == [1, 2, 3, 4, 4]

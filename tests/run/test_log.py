@@ -83,7 +83,7 @@ def test_every_line_is_reported_too(tmp_path, monkeypatch):
     reported = []
 
     class Listener:
-        def __init__(self, log):
+        def __init__(self, config, folder, checkpoint):
             self.log, self.close = (
                 lambda step, values: reported.append((step, values)),
                 lambda: reported.append("closed"),

@@ -16,7 +16,7 @@ from fastgrpo.run.trackers import KNOWN, named
 # A run of two logged steps, and the same run once more from its checkpoint of step 2.
 SCRIPT = """
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.folder import RunFolder
 from fastgrpo.run.trackers import TRACKERS
@@ -25,9 +25,7 @@ path, name = Path(sys.argv[1]), sys.argv[2]
 path.mkdir()
 for checkpoint, steps in ((None, (2, 4)), (path / "checkpoint-2", (4, 6))):
     folder = RunFolder(path)
-    config = GRPOConfig(report_to=name, project="sums", quiet=True)
-    log = SimpleNamespace(config=config, dir=path, folder=folder, checkpoint=checkpoint)
-    tracker = TRACKERS[name](log)
+    tracker = TRACKERS[name](GRPOConfig(report_to=name, project="sums", quiet=True), folder, checkpoint)
     for step in steps:
         tracker.log(step, {"train/reward": step / 10, "eval/accuracy": 0.5})
         tracker.completions(step, {"step": [step] * 2, "prompt": ["1+1=", "2+2="], "right": [1.0, None]})

@@ -153,5 +153,7 @@ def test_names_of_metrics_and_functions_are_no_paths(tmp_path):
         log.samples([{"step": 1, "../column": "x"}])
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {".lock", ".made-by-runs", "config.json", "metrics.jsonl", "samples.jsonl", "tensorboard"}
+    assert names == {
+        ".lock", ".made-by-runs", "config.json", "metrics.jsonl", "samples.jsonl", "warnings.jsonl", "tensorboard",
+    }  # fmt: skip
     assert all(path.name.startswith("events.out") for path in (tmp_path / "run" / "tensorboard").iterdir())
