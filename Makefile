@@ -88,7 +88,7 @@ launches: $(VENV)/.installed
 	PYTHONPATH=.:tests/support $(BIN)/python -m launches > tests/rollout/launches.json
 
 # The picture of a report that the README shows, by Debian's Chromium: make report-picture RUN=runs/arithmetic-1
-REPORT_PICTURE := docs/report.png
+REPORT_PICTURE := docs/pictures/report.png
 report-picture: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.report $(RUN)
 	$(BIN)/python tests/support/chromium.py $(RUN)/report.html $(REPORT_PICTURE) $(ARGS)

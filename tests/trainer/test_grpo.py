@@ -179,7 +179,7 @@ def test_what_a_run_leaves_behind(tmp_path, monkeypatch):
     assert len(samples) == 2 * 16
     assert set(samples[0]) == {
         "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
-        "doubled",
+        "token_ends", "logps", "ratios", "clipped_tokens", "doubled",
     }  # fmt: skip
     assert samples[0]["rewards"]["rich"] is None and samples[1]["rewards"]["rich"] is not None
     assert json.loads((run / "summary.json").read_text()) == summary

@@ -47,9 +47,9 @@ CASES = {
     "train: settings without a name": (yaml("1: 2"), "mine.yaml: the name of a setting must be text, got 1"),
     "train: brackets for settings": (yaml("[" * 5000), "mine.yaml .*: it is nested too deeply"),
     "train: aliases": (yaml("task: &a [x]\ndevice: *a"), "mine.yaml .*: line 2 has an alias .*; repeat the value"),
-    "report: no run": (words(""), "an argument is missing: Folder of a run, with its metrics.jsonl.; see python -m"),
+    "report: no run": (words(""), "an argument is missing: the folder of a run, such as runs/TASK-1"),
     "report: folder that is no run": (words("."), "is not the folder of a run: it has no metrics.jsonl; name a folder"),
-    "report: two runs": (words("a b"), "Unrecognized options: b; see python -m fastgrpo.report --help"),
+    "report: two runs": (words("a b"), "a is not the folder of a run: it has no metrics.jsonl; name a folder such as"),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from parallel_runs import SETTINGS, metrics, save_model, train
 from ranks import forked
+from runs import lines
 from safetensors.torch import load_file
 
 RARE = {"streamed", "full kl"}
@@ -34,7 +35,11 @@ def together(folder, count, names):
 
 def compare(one, other):
     """Compare what two runs left behind."""
-    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes(), other.name
+    for row, of_other in zip(lines(one / "samples.jsonl"), lines(other / "samples.jsonl"), strict=True):
+        # Those of a policy after updates, whose sums the ranks round in another order; 4 decimals are written.
+        for name in ("logps", "ratios"):
+            assert row.pop(name, []) == pytest.approx(of_other.pop(name, []), abs=1.5e-4), other.name
+        assert row == of_other, other.name
     for mine, theirs in zip(metrics(one), metrics(other), strict=True):
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
