@@ -16,7 +16,7 @@ COMMANDS = {
     "chat": "talks to a model in the terminal",
     "check": "judges completions by rewards, and says what would keep them from teaching",
     "doctor": "says what is installed, what is missing, and what a run would hold in memory",
-    "report": "draws the curves of a run folder again",
+    "report": "writes a page for the browser that shows runs, and draws their curves",
 }
 
 

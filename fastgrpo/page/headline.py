@@ -1,6 +1,6 @@
 """The figures at the top of the page: how a run went from its beginning to its end, and what it took."""
 
-from fastgrpo.page.reading import Run
+from fastgrpo.page.reading import Run, finite
 
 ENDS = 10  # logged steps at the beginning and at the end of training, which a figure averages
 
@@ -52,12 +52,16 @@ def about(run: Run) -> list[dict[str, str]]:
         "data": config.get("dataset_name"),
         "model": model,
         "training": training,
-        "rewards": ", ".join(map(str, config.get("reward_funcs") or ())),
+        "rewards": _listed(config.get("reward_funcs")),
         "seed": config.get("seed"),
-        "device": " ".join(str(config[name]) for name in ("device", "dtype") if config.get(name)),
+        "device": " ".join(str(config[name]) for name in ("device", "dtype") if config.get(name, "auto") != "auto"),
         "versions": ", ".join(run.versions),
     }
     return [{"label": label, "value": str(value)} for label, value in rows.items() if value not in (None, "")]
+
+
+def _listed(values):
+    return ", ".join(map(str, values)) if isinstance(values, list) else ""
 
 
 def _held_out(run, metric, label):
@@ -85,15 +89,19 @@ def _trained(run, metric, label):
     values = run.series.get(metric, ([], []))[1]
     if not values:
         return None
-    some = min(ENDS, max(1, len(values) // 2))
+    some = min(ENDS, max(1, len(values) // 5))
     first, last = sum(values[:some]) / some, sum(values[-some:]) / some
-    return label, f"{number(first)} → {number(last)}", f"means of the first and last {some} logged steps"
+    return (
+        label,
+        f"{number(first)} → {number(last)}",
+        f"means of the first and last {some} logged steps" if some > 1 else "first and last logged step",
+    )
 
 
 def _tokens(run):
     total = run.series.get("num_tokens", ([], []))[1]
     total = run.summary.get("num_tokens") if run.finished else total[-1] if total else None
-    if not isinstance(total, (int, float)):
+    if finite(total) is None:
         return None
     for size, unit in ((1e9, " billion"), (1e6, " million")):
         if total >= size:
@@ -102,18 +110,19 @@ def _tokens(run):
 
 
 def _seconds(run, steps):
-    trained = cumulative_seconds(run)
-    total = run.summary.get("wall_seconds") if run.finished else max(trained.values(), default=None)
-    if not isinstance(total, (int, float)):
+    in_steps = finite(max(cumulative_seconds(run).values(), default=None))
+    total = finite(run.summary.get("wall_seconds")) if run.finished else in_steps
+    if total is None:
         return None
-    each = f"{max(trained.values()) / steps:.3g} s a step" if trained and steps else ""
-    return "Time", duration(total), each if run.finished else f"in steps; {each}"
+    parts = [f"{duration(in_steps)} of it in steps" if run.finished else "in steps"] if in_steps else []
+    parts += [f"{in_steps / steps:.3g} s a step"] if in_steps and steps else []
+    return "Time", duration(total), ", ".join(parts)
 
 
 def _memory(run):
     measured = run.series.get("memory/peak_gib", ([], []))[1]
     peak = run.summary.get("peak_memory_gib") or max(measured, default=None)
-    return ("Peak memory", f"{peak:.3g} GiB", "") if isinstance(peak, (int, float)) else None
+    return ("Peak memory", f"{peak:.3g} GiB", "") if finite(peak) is not None else None
 
 
 def cumulative_seconds(run: Run) -> dict[int, float]:
@@ -128,7 +137,7 @@ def cumulative_seconds(run: Run) -> dict[int, float]:
     seconds, total, before = {}, 0.0, 0
     for step, value in zip(*run.series.get("step_time", ([], [])), strict=True):
         total += value * max(step - before, 0)
-        before, seconds[step] = step, total
+        before, seconds[step] = max(step, before), total
     return seconds
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastgrpo.page.headline import about, cumulative_seconds, headline
-from fastgrpo.page.reading import Run
+from fastgrpo.page.reading import Run, finite
 from fastgrpo.page.rewards import reward_histogram
 from fastgrpo.page.samples import samples_of
 from fastgrpo.page.thinning import POINTS, kept_of, means_of
@@ -131,4 +131,5 @@ def text_of(value: Any) -> str:
 
 
 def _short(value, digits=6):
-    return value if isinstance(value, int) else float(f"{value:.{digits}g}")
+    """Round to so many digits. What is not finite, as the mean of numbers near the largest may be, is null."""
+    return value if isinstance(value, int) else None if finite(value) is None else float(f"{value:.{digits}g}")

@@ -4,6 +4,7 @@ metrics.jsonl alone is needed. config.json, summary.json, warnings.jsonl and the
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -166,3 +167,18 @@ def _versions(folder):
         if found := VERSIONS.search(card):
             return [line.removeprefix("- ").replace(": ", " ") for line in found[1].splitlines()]
     return []
+
+
+def finite(value: Any) -> float | int | None:
+    """Tell whether a value of JSON is a number that a page can show.
+
+    Args:
+        value: The value.
+
+    Returns:
+        It, or None where it is no number, is not finite, or is an integer that no float holds.
+    """
+    try:
+        return value if type(value) in (int, float) and math.isfinite(value) else None
+    except OverflowError:
+        return None

@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fastgrpo.page.reading import finite
 from fastgrpo.page.sample_file import SampleFile
 
 FEW_STEPS = 12  # further steps go before groups do; these stay until nothing else is left to leave out
@@ -175,11 +176,11 @@ def _completion(row, plan):
     rewards = rewards if isinstance(rewards, dict) else {}
     known = {
         "text": _text(completion, plan.cut),
-        "rewards": {_text(name, 200): _number(value) for name, value in rewards.items()},
-        "advantage": _number(row.get("advantage")),
+        "rewards": {_text(name, 200): finite(value) for name, value in rewards.items()},
+        "advantage": finite(row.get("advantage")),
         "finish_reason": _text(row.get("finish_reason"), 200),
-        "tokens": _number(row.get("tokens")),
-        "clipped": _number(row.get("clipped")),
+        "tokens": finite(row.get("tokens")),
+        "clipped": finite(row.get("clipped")),
         "extras": {_text(name, 200): _plain(value, plan.cut) for name, value in row.items() if name not in KNOWN},
     }
     return known | (_tokens(row, plan.decimals) if single else _tokens({}, None))
@@ -212,19 +213,11 @@ def _numbers(values, decimals):
     return [int(value) if value == int(value) else value for value in rounded]  # "0" is shorter than "-0.0"
 
 
-def _number(value):
-    """A number that JSON can hold, otherwise None."""
-    try:
-        return value if type(value) in (int, float) and math.isfinite(value) else None
-    except OverflowError:  # an integer of more than 300 digits
-        return None
-
-
 def _plain(value, cut):
     """An extra column: a number or a short text as it is, the rest as JSON."""
     if value is None or isinstance(value, bool):
         return value
-    return _text(value, cut) if _number(value) is None else value
+    return _text(value, cut) if finite(value) is None else value
 
 
 def _json(value):

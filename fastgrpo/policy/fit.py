@@ -28,6 +28,20 @@ def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) ->
         policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
 
 
+def _refuse_unknown(prompt, tokenizer):
+    """Refuse a prompt with characters that became the tokenizer's end token, as with `character_tokenizer`."""
+    text, end = prompt.prompt, tokenizer.eos_token
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if end is None or getattr(model, "unk_token", None) != end or not isinstance(text, str) or end in text:
+        return
+    if tokenizer.eos_token_id in prompt.ids:
+        unknown = "".join(sorted({*text} - tokenizer.get_vocab().keys()))
+        raise ValueError(
+            f"the prompt {shortened(text)} has characters that the tokenizer has no token for: {unknown!r}; leave them "
+            "out, or make the model with them"
+        )
+
+
 def prompts_of(
     rows: Sequence[dict] | Rows,
     tokenizer: PreTrainedTokenizerBase,
@@ -48,12 +62,14 @@ def prompts_of(
         An iterator of the prompts, which makes each when it is asked for.
 
     Raises:
-        ValueError: For the reasons of `to_prompt` and `check_prompts`; the error names the place of the row.
+        ValueError: For the reasons of `to_prompt` and `check_prompts`, or a character has no token and became the end
+            token; the error names the place of the row.
     """
 
     def fitting(row):
         prompt = to_prompt(row, tokenizer, template_kwargs)
         check_prompts([prompt], policy, max_tokens)
+        _refuse_unknown(prompt, tokenizer)
         return prompt
 
     return as_rows(rows, "data").each(fitting)

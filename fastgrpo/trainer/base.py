@@ -387,7 +387,10 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
         rows = round(state.epoch * len(self.source)) + done.rows  # in whole rows, so that no rounding adds up
         state.epoch = rows / len(self.source)
         for warning in self.watch.observe(done.values, done.norms):
-            self.log.warn(step, warning)
+            if warning.startswith("warning"):
+                self.log.warn(step, warning)
+            else:  # a note, such as that a loss near 0 is as it should be
+                self.log.say(f"step {step}: {warning}")
         values = done.values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
         if "memory/peak_gib" in values:
             values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))

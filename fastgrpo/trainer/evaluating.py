@@ -13,7 +13,9 @@ EVALUATION = "evaluation"  # how the estimate of the time that is left calls it
 class Evaluating:
     """The evaluations of a `Trainer`, which has the policy, the rewards, the log and the held-out rows."""
 
-    unmeasured: ClassVar[str] = "no held-out rows: accuracy is not measured"
+    unmeasured: ClassVar[str] = (
+        "no held-out rows: accuracy is not measured; a folder with train.jsonl and test.jsonl has some"
+    )
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float] | None:
         """Measure held-out rows, and log what was measured, unless the run has ended.

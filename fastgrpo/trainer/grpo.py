@@ -186,7 +186,7 @@ class GRPOTrainer(Trainer):
         values = updated.metrics | experience.metrics | self.source.metrics()
         news = self.source.observe(values["accuracy"])
         if news:
-            self.log.warn(step, news)
+            self.log.say(f"step {step}: {news}")
         if logged:
             self._log_samples(step, experience, updated)
         tokens = sum(len(completion.rollout.ids) for completion in experience.completions)

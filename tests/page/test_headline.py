@@ -15,10 +15,10 @@ def test_a_finished_run(tmp_path):
     folder = write_run(tmp_path, summary=summary, evaluated=[(0, 0.3), (2, 0.9), (4, 0.5)])
     assert figures(read_run(folder, "a")) == {
         "Held-out accuracy": ("0.300 → 0.500", "95%: 0.200 to 0.400 → 0.400 to 0.600"),
-        "Reward in training": ("0.188 → 0.438", "means of the first and last 2 logged steps"),
+        "Reward in training": ("0.125 → 0.500", "first and last logged step"),
         "Steps": ("4", "finished"),
         "Tokens": ("1.23 million", "prompts and completions"),
-        "Time": ("1 h 5 min", "0.5 s a step"),
+        "Time": ("1 h 5 min", "2 s of it in steps, 0.5 s a step"),
         "Peak memory": ("1.26 GiB", ""),
     }
 
@@ -30,7 +30,7 @@ def test_a_run_that_goes_on(tmp_path):
     found = figures(run)
     assert found["Held-out accuracy"] == ("0.500", "at step 2 95%: 0.400 to 0.600")
     assert found["Steps"] == ("4", "of 100; not finished: it goes on, or was stopped")
-    assert found["Time"] == ("2 s", "in steps; 0.5 s a step") and found["Peak memory"] == ("2 GiB", "")
+    assert found["Time"] == ("2 s", "in steps, 0.5 s a step") and found["Peak memory"] == ("2 GiB", "")
     assert {row["label"]: row["value"] for row in about(run)} == {
         "task": "arithmetic", "model": "the task's own small model", "training": "GRPO with the loss dapo",
         "rewards": "a, b", "seed": "0",
@@ -57,3 +57,13 @@ def test_figures_for_people():
         "1e-05",
     ]
     assert [duration(value) for value in (1.234, 75, 7322)] == ["1.23 s", "1 min 15 s", "2 h 2 min"]
+
+
+def test_odd_values_leave_their_figure_out(tmp_path):
+    config = {"reward_funcs": 3, "device": "auto", "dtype": "float32"}
+    folder = write_run(
+        tmp_path, config=config, summary={"steps": 4, "wall_seconds": float("nan")}, step_time=lambda step: 1e308
+    )
+    run = read_run(folder, "a")
+    assert "Time" not in figures(run)
+    assert {row["label"]: row["value"] for row in about(run)}["device"] == "float32"

@@ -30,3 +30,8 @@ def test_text_stays_text(text):
 def test_numbers_that_json_has_not_are_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
         render({"title": float("nan")})
+
+
+def test_half_a_character_is_an_escape():
+    page = render({"title": "a\ud800b", "runs": []})
+    assert page.encode("utf-8") and "a\\ud800b" in page

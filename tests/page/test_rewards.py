@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from page_runs import sample
 
 from fastgrpo.page.rewards import BINS, COLUMNS, reward_histogram
@@ -41,3 +42,23 @@ def test_what_holds_no_reward_has_no_histogram(tmp_path):
     assert reward_histogram(tmp_path) is None
     found = reward_histogram(write(tmp_path, [sample(1, 0.25)]))  # one value alone
     assert found["edges"] == [-0.25, 0.75] and found["counts"] == [[1]]
+
+
+def test_values_that_lie_on_no_grid_are_not_shown_at_another_value(tmp_path):
+    found = reward_histogram(write(tmp_path, [sample(1, 0.0), sample(1, 0.4), sample(1, 1.0)]))
+    assert len(found["edges"]) == BINS + 1 and sum(found["counts"][0]) == 3 and found["counts"][0][-1] == 1
+
+
+def test_what_a_resumed_run_wrote_again_counts_once(tmp_path):
+    rows = [sample(step, 0.0) for step in (1, 2, 3)] + [sample(step, 1.0) for step in (2, 3)]
+    found = reward_histogram(write(tmp_path, rows))
+    assert found["step"] == [1, 2, 3] and found["counts"] == [[1, 0], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "values", [(1e308, -1e308), (5e-10, 1e300), (10**400, 1.0), (float("nan"), 1.0), ("x", 1.0), (1e308, 1e308)]
+)
+@pytest.mark.parametrize("weights", [(), ["x"], 5, [2.0]])
+def test_odd_numbers_stop_nothing(tmp_path, values, weights):
+    found = reward_histogram(write(tmp_path, [sample(1, 0.0, rewards={"right": value}) for value in values]), weights)
+    assert found is None or sum(map(sum, found["counts"])) in (1, 2)

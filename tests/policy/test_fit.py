@@ -4,6 +4,7 @@ import pytest
 import tiny
 
 from fastgrpo.data.records import Prompt
+from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.fit import check_prompts, check_rows, prompts_of
 from fastgrpo.policy.model import Policy
 
@@ -55,3 +56,10 @@ def test_a_template_that_renders_nothing():
     chat.chat_template = "{% if false %}{% endif %}"
     with pytest.raises(ValueError, match="data row 0: the prompt 'hi' has no tokens"):
         check_rows([{"prompt": [{"role": "user", "content": "hi"}]}], chat, Policy(tiny.model(vocab_size=258)), 6)
+
+
+def test_a_character_that_would_become_the_end_token_is_refused():
+    model, tokenizer = character_model("ab=", seed=0)
+    check_rows([{"prompt": "ab="}, {"prompt": "a<eos>b"}], tokenizer, Policy.of(model), 8)
+    with pytest.raises(ValueError, match=r"data row 1: the prompt 'ab!z=' has characters .* no token for: '!z'; leave"):
+        check_rows([{"prompt": "ab="}, {"prompt": "ab!z="}], tokenizer, Policy.of(model), 8)

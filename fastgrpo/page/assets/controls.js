@@ -32,7 +32,10 @@
     const section = document.getElementById("charts");
     const curves = window.fastgrpoCurves, charts = window.fastgrpoCharts;
     const kept = remembered(live);
-    const state = { x: kept.x || "step", smooth: kept.smooth || 10, hidden: new Set(kept.hidden), added: kept.added || [],
+    const longest = Math.max(...runs.map((run) => (run.series.reward || run.series.loss || { at: [] }).at.length));
+    // A tenth of a short run is smoothed over, so that the curve ends near the last values.
+    const usual = Math.max(...WINDOWS.filter((one) => one <= Math.max(1, Math.min(10, longest / 10))));
+    const state = { x: kept.x || "step", smooth: kept.smooth || usual, hidden: new Set(kept.hidden), added: kept.added || [],
       runs, unit: curves.timeUnit(runs), shown: () => runs.filter((run) => !state.hidden.has(run.name)) };
     if (!runs.some((run) => Object.keys(run.series).length)) {
       section.append(element("p", { class: "note" }, "metrics.jsonl has no line yet."));
