@@ -252,7 +252,11 @@ def runner(tmp_path, monkeypatch, model, run):
     found = Runner(tmp_path, model, monkeypatch, run)
     found.write("my_rewards.py", rewards["python"])
     found.write("sums.jsonl", rewards["json"])
-    return found
+    before = {*sys.modules}
+    yield found
+    for name in {*sys.modules} - before:  # a module of a page has a name that other tests' modules may have
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def treat(page, runner):

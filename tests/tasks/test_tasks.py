@@ -210,13 +210,15 @@ def test_five_steps_on_gsm8k_with_a_small_qwen2(tmp_path, whole):
 
 def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
     model = tiny.save(tmp_path / "model", chat=True)
-    (tmp_path / "my_rewards.py").write_text("def brevity(completions, **_):\n    return [-1.0 for _ in completions]\n")
+    (tmp_path / "rewards_by_name.py").write_text(
+        "def brevity(completions, **_):\n    return [-1.0 for _ in completions]\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     code = main(
         f"--task gsm8k --model_name_or_path {model} --dataset_name {SAMPLE} --output_dir {tmp_path / 'run'} "
         "--max_steps 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 4 --logging_steps 1 "
         "--device cpu "
-        "--reward_funcs format_reward my_rewards:brevity".split()
+        "--reward_funcs format_reward rewards_by_name:brevity".split()
     )
     assert code == 0
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
