@@ -362,7 +362,7 @@ def rewards_settings(config: Any) -> dict[str, Any]:
 def _raised(failure, completion):
     """Say what a function raised, and what it could have read."""
     columns = ", ".join(completion.prompt.columns if completion else ()) or "(none)"
-    return f"raised {failure}; the rows have the columns {columns}"
+    return f"raised {failure}; the row has the columns {columns}"
 
 
 def _beyond(steps, completions):

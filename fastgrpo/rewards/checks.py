@@ -18,7 +18,7 @@ def check_function(function: Any) -> None:
         function: What was given as one.
 
     Raises:
-        ValueError: It cannot be called, or has a `full_mark` that is no number.
+        ValueError: It cannot be called, takes no further arguments by name, or has a `full_mark` that is no number.
     """
     if inspect.isclass(function):
         raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
@@ -33,11 +33,28 @@ def check_function(function: Any) -> None:
             "f(prompts, completions, **columns) or a list of them"
             + ("; fastgrpo.rewards.find_reward finds module:function" if isinstance(function, str) else "")
         )
+    _check_signature(function)
     mark = getattr(function, "full_mark", 1.0)
     if number(mark) is None:
         raise ValueError(
             f"reward function {getattr(function, '__name__', type(function).__name__)!r}: its attribute full_mark must "
             f"be {NUMBER}, got {shown(mark)}"
+        )
+
+
+def _check_signature(function):
+    """Refuse a function that does not take all that it would be called with, before any completion is drawn for it."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables of C do not tell
+        return
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        name = getattr(function, "__name__", type(function).__name__)
+        taken = ", ".join(map(str, parameters))
+        raise ValueError(
+            f"reward function {name!r} takes ({taken}), and is called with prompts, completions, completion_ids, every "
+            f"column of the rows and more, all by name; write {name}(completions, **columns), with the columns that it "
+            "reads named before **columns"
         )
 
 

@@ -233,7 +233,7 @@ def test_an_exception_is_named_with_its_place_and_sample():
     with pytest.raises(ValueError, match=r"'reward' raised KeyError: 'solution' \(.*test_call.py:\d+\)") as error:
         call(Rewards([reward]))
     told, sample = str(error.value).splitlines()
-    assert "the rows have the columns answer" in told and "--reward_errors skip" in told
+    assert "the row has the columns answer" in told and "--reward_errors skip" in told
     assert sample == "  on the prompt 'p0', completion 'c0'"
     assert isinstance(error.value.__cause__, KeyError)
 

@@ -31,6 +31,7 @@ def test_bad_sets_are_refused():
         ({"f": Judge()}, "^reward_funcs: .* of type dict cannot be called; pass a function .* or a list of them"),
         (iter([Judge()]), "^reward_funcs: .* of type list_iterator cannot be called"),
         (Judge, "^reward_funcs: Judge is a class; pass an instance"),
+        (lambda text: [], r"^reward function '<lambda>' takes \(text\), and is called with .*; write .*\*\*columns"),
         (tiny.model(), "^reward_funcs: Qwen2ForCausalLM is a model, .*; .*RewardModel makes a function of it"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_pool_gives_what_functions_give_here():
 @pytest.mark.parametrize(
     "text, problem",
     [
-        ("raise", r"raised KeyError: 'no such thing' \(.*pool_rewards.py:\d+\); the rows have the columns answer"),
+        ("raise", r"raised KeyError: 'no such thing' \(.*pool_rewards.py:\d+\); the row has the columns answer"),
         ("exit", r"raised SystemExit: 3 \(.*pool_rewards.py:\d+\)"),
         ("many", "returned 2 rewards for 1 completions"),
         ("nan", "returned nan for completion 0, not a finite number"),

@@ -155,7 +155,7 @@ CASES = {
     "reward that is no function": (flags(reward_funcs="own_rewards:NUMBER"), "is a int, which cannot be called"),
     "reward that raises": (
         flags(reward_funcs="own_rewards:raises"),
-        r"'raises' raised KeyError: 'answer' \(.*own_rewards.py:10\); the rows have the columns \(none\).*"
+        r"'raises' raised KeyError: 'answer' \(.*own_rewards.py:10\); the row has the columns \(none\).*"
         "on the prompt '(ab|cd)', completion '",
     ),
     "reward that raises later": (flags(reward_funcs="own_rewards:raises_later"), "RuntimeError: the judge is down"),

@@ -25,7 +25,7 @@ def reward(body, **changes):
 
 CASES = {
     # name: (command line, what its message must say)
-    "sys.exit": (reward("sys.exit(0)"), r"'f' raised SystemExit: 0 \(.*own_rewards.py:4\); the rows have .*\(none\)"),
+    "sys.exit": (reward("sys.exit(0)"), r"'f' raised SystemExit: 0 \(.*own_rewards.py:4\); the row has .*\(none\)"),
     "sys.exit in an async function": (reward("sys.exit(0)", kind="async def"), "'f' raised SystemExit: 0"),
     "an integer beyond fp64": (reward("return [10**400] * 4"), "'f' returned 1000.* for completion 0, not a fin"),
     "beyond fp32": (reward("return [1e200, -1e200] * 2"), r"'f' returned 1e\+200 .* number from -3.4e\+38 to 3.4e\+38"),
