@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs pages pictures launches report-picture test-slow machine-code liger-tests \
+.PHONY: train stages test real real-gsm8k docs pages pictures launches report-picture comparison-picture test-slow machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -92,6 +92,13 @@ REPORT_PICTURE := docs/pictures/report.png
 report-picture: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.report $(RUN)
 	$(BIN)/python tests/support/chromium.py $(RUN)/report.html $(REPORT_PICTURE) $(ARGS)
+
+# Three runs of the bandit over each other, as docs/runs.md shows them: about 3 minutes.
+comparison-picture: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.train --task bandit --sweep num_generations=2,4,16 --sweep_seeds 0 --max_steps 300 \
+	  --output_dir runs/bandit-sizes
+	$(BIN)/python -m fastgrpo.report runs/bandit-sizes --output runs/bandit-sizes.html
+	$(BIN)/python tests/support/chromium.py runs/bandit-sizes.html docs/pictures/comparison.png --height 1500
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=benchmarks/results/last-run.json $(ARGS)
