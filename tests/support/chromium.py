@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import ElementClickInterceptedException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
@@ -85,9 +86,20 @@ class Browser:
             "return Array.from(document.querySelectorAll(arguments[0]), e => e[arguments[1]])", selector, what
         )
 
-    def click(self, selector):
-        """Click as a person does: the element is scrolled to and must not lie under another one."""
-        self.driver.find_element("css selector", selector).click()
+    def click(self, selector, seconds=30):
+        """Click as a person does: the element is scrolled to and must not lie under another one.
+
+        A diagram that is drawn late moves what stands below it, which a person waits for. An element that is still
+        covered or outside of the window after this time is a failure.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                return self.driver.find_element("css selector", selector).click()
+            except ElementClickInterceptedException:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
 
     def type(self, selector, *keys):
         """Type into an element."""
