@@ -61,9 +61,20 @@ def _weight_blocks(weight, dtype):
         yield slice(start, start + step), weight[start : start + step].to(dtype)
 
 
-def _logits(hidden, weight, bias, temperature, softcap):
-    """Compute z [n, V] in the dtype of hidden (fp32 or fp64), and the slope dy/dx [n, V] of the soft-cap, or None."""
-    z = hidden.new_empty(hidden.shape[0], weight.shape[0])
+def _room(slices, weight, dtype):
+    """Make room for the logits of any of the chunks.
+
+    They all use it, because fresh memory costs the system's time, on a CPU a tenth of the product that fills it.
+    """
+    return torch.empty(max(part.stop - part.start for part in slices), len(weight), dtype=dtype, device=weight.device)
+
+
+def _logits(hidden, weight, bias, temperature, softcap, room):
+    """Compute z [n, V] in the dtype of hidden (fp32 or fp64), and the slope dy/dx [n, V] of the soft-cap, or None.
+
+    z lies at the beginning of `room`.
+    """
+    z = room[: len(hidden)]
     for block, w in _weight_blocks(weight, hidden.dtype):
         torch.mm(hidden, w.T, out=z[:, block])  # z = h W^T, product 1
     if bias is not None:
@@ -83,16 +94,19 @@ def _logits(hidden, weight, bias, temperature, softcap):
 class _Gradients:
     """Sums dH [N, D], dW [V, D] and dbias [V] over chunks, for the inputs that want a gradient: products 2 and 3.
 
-    The sums are fp32, or fp64 for fp64 inputs. dH is summed over the ranks of the vocabulary's group too.
+    The sums are fp32, or fp64 for fp64 inputs. dH is summed over the ranks of the vocabulary's group too. The first
+    chunk overwrites dW, which need not be zeroed before.
     """
 
     def __init__(self, hidden, weight, bias, needs, vocabulary):
         self.inputs, self.vocabulary = (hidden, weight, bias), vocabulary
         self.dtype = compute_dtype(hidden)
+        makers = torch.zeros, torch.empty, torch.zeros
         self.sums = [
-            torch.zeros(value.shape, dtype=self.dtype, device=hidden.device) if needed else None
-            for value, needed in zip(self.inputs, needs, strict=True)
+            make(value.shape, dtype=self.dtype, device=hidden.device) if needed else None
+            for make, value, needed in zip(makers, self.inputs, needs, strict=True)
         ]
+        self.first = True
 
     def add(self, dz, h, rows, columns=None):
         """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index among the N rows.
@@ -100,13 +114,16 @@ class _Gradients:
         With `columns` [K], dz is [n, K] and the other columns of the vocabulary add nothing.
         """
         dh, dw, dbias = self.sums
+        first, self.first = self.first, False
         if columns is not None:
+            if first and dw is not None:
+                dw.zero_()
             return self._add_columns(dz, h, rows, columns)
         if dh is not None:
             products = (dz[:, block] @ w for block, w in _weight_blocks(self.inputs[1], self.dtype))
             dh[rows] = self.vocabulary.sum_(sum(products))  # dH = dz W
         if dw is not None:
-            dw.addmm_(dz.T, h)  # dW = dz^T H
+            dw.addmm_(dz.T, h, beta=0 if first else 1)  # dW = dz^T H
         if dbias is not None:
             dbias += dz.sum(0)
 
@@ -135,10 +152,15 @@ def _rounded(sums, dtypes, scale=1.0):
     """Multiply the sums by `scale` and round them once, to the dtypes of their inputs.
 
     A gradient that is rounded to fp16 before the loss scale multiplies it may have vanished. The sums themselves stay
-    as they are, because autograd may ask for them again (retain_graph).
+    as they are, because autograd may ask for them again (retain_graph). What needs neither a factor nor rounding is
+    returned without a copy, unless a look at the factor would make the host wait for a GPU. Autograd's count of the
+    writes to what it has saved then makes a second backward an error, if somebody has written to the gradient.
     """
+    same = scale == 1 if isinstance(scale, float) or scale.is_cpu else False
     return [
-        None if total is None else torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
+        total
+        if total is None or (same and total.dtype == dtype)
+        else torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
         for total, dtype in zip(sums, dtypes, strict=True)
     ]
 
@@ -168,11 +190,12 @@ def linear_logprob_fwd(
     dtype = compute_dtype(hidden)
     logps = torch.empty(len(targets), dtype=dtype, device=hidden.device)
     entropy = torch.empty_like(logps) if return_entropy else None
-    for part in row_slices(len(targets), size):
+    slices = row_slices(len(targets), size)
+    room = _room(slices, weight, dtype)
+    for part in slices:
         where = part if index is None else index[part]
-        z = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap)[0]
+        z = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap, room)[0]
         logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
-        del z  # free them before the next chunk's logits are allocated
         if return_entropy:
             entropy[part] = part_entropy
     return logps, entropy
@@ -208,24 +231,26 @@ class LinearLogprob(torch.autograd.Function):
         if grad_logps is None:
             grad_logps = torch.zeros(len(targets), dtype=grads.dtype, device=hidden.device)
         with no_autocast(hidden):
-            for part in row_slices(len(targets), ctx.size):
+            slices = row_slices(len(targets), ctx.size)
+            room = _room(slices, weight, grads.dtype)
+            dz = columns = None
+            for part in slices:
                 h, t = hidden[part].to(grads.dtype), cut(temperature, part)
-                z, bend = _logits(h, weight, bias, t, ctx.softcap)
+                z, bend = _logits(h, weight, bias, t, ctx.softcap, room)
                 softmax_(z, targets[part], ctx.vocabulary)
                 if ctx.tolerance:
                     cut_down = bounded_gradient(
                         z, targets[part], ctx.vocabulary, grad_logps[part] / t, ctx.tolerance, bend
                     )
-                    if cut_down.dz is not None:
-                        grads.add(cut_down.dz, h, part, cut_down.columns)
-                        continue
-                slope = None if grad_entropy is None else grad_entropy[part] / t
-                part_entropy = cut(entropy, part)
-                dz = logit_gradient_(z, targets[part], ctx.vocabulary, grad_logps[part] / t, part_entropy, slope)
-                if bend is not None:
-                    dz *= bend
-                grads.add(dz, h, part)
-                del z, bend, dz
+                    dz, columns = cut_down.dz, cut_down.columns
+                if dz is None:
+                    slope = None if grad_entropy is None else grad_entropy[part] / t
+                    part_entropy = cut(entropy, part)
+                    dz = logit_gradient_(z, targets[part], ctx.vocabulary, grad_logps[part] / t, part_entropy, slope)
+                    if bend is not None:
+                        dz *= bend
+                grads.add(dz, h, part, columns)
+                dz = columns = bend = cut_down = None  # freed before the next chunk's are allocated
         return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 8
 
 
@@ -255,10 +280,12 @@ class LinearGRPO(torch.autograd.Function):
             )  # fmt: skip
             keep_dz = any(needs) and len(parts) == 1
             grads = _Gradients(hidden, weight, bias, needs, vocabulary) if any(needs) and not keep_dz else None
+            room = _room([part for part, _ in parts], weight, dtype)
+            ref_room = None if reference is None else torch.empty_like(room)
             for part, sequences in parts:
                 where = part if rows.index is None else rows.index[part]
                 h, t, targets = hidden[where].to(dtype), cut(rows.temperature, part), rows.targets[part]
-                z, bend = _logits(h, weight, bias, t, softcap)
+                z, bend = _logits(h, weight, bias, t, softcap, room)
                 logps, entropy = softmax_(z, targets, vocabulary, return_entropy)
                 if known is None:
                     part_loss, g, metrics = policy_loss_fwd(logps, rows.cut(part, sequences), objective)
@@ -269,7 +296,8 @@ class LinearGRPO(torch.autograd.Function):
                 if bonus is not None:
                     part_loss = part_loss - bonus * entropy
                 if reference is not None:
-                    ref_z = _logits(reference.hidden[where].to(dtype), reference.weight, reference.bias, t, softcap)[0]
+                    ref_h = reference.hidden[where].to(dtype)
+                    ref_z = _logits(ref_h, reference.weight, reference.bias, t, softcap, ref_room)[0]
                     kl, log_ratio = full_kl(z, ref_z)
                     kl_weights = objective.beta * rows.weights[part]
                     part_loss, metrics["kl"] = part_loss + kl_weights * kl, kl  # + w beta KL
@@ -290,7 +318,7 @@ class LinearGRPO(torch.autograd.Function):
                     if not keep_dz:
                         grads.add(dz, h, where, columns)
                         dz = columns = None
-                z = bend = ref_z = log_ratio = dkl = None  # free them before the next chunk's are allocated
+                bend = None  # freed before the next chunk's is allocated
         if keep_dz:
             ctx.save_for_backward(hidden, weight, bias, rows.index, dz, columns)
         elif grads is not None:

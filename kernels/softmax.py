@@ -147,15 +147,21 @@ def softmax_(
     Returns:
         logps [n], and entropy [n] in nats or None.
     """
-    z -= vocabulary.max_(z.amax(-1))[:, None]
+    top = vocabulary.max_(z.amax(-1))
     local, mine = vocabulary.local(targets, z.shape[-1])
-    shifted_target = torch.where(mine, z.gather(-1, local[:, None])[:, 0], 0.0)
-    total = z.exp_().sum(-1)
-    shifted_target, total = vocabulary.sum_(torch.stack([shifted_target, total]))
-    z /= total[:, None]
+    shifted_target = torch.where(mine, z.gather(-1, local[:, None])[:, 0] - top, 0.0)
+    if z.is_cpu and vocabulary.group is None:
+        # One pass over each row while it is in the cache. The largest probability is e^0 over the sum.
+        torch.softmax(z, -1, out=z)
+        log_total = -z.amax(-1).log()
+    else:
+        z -= top[:, None]
+        shifted_target, total = vocabulary.sum_(torch.stack([shifted_target, z.exp_().sum(-1)]))
+        z /= total[:, None]
+        log_total = total.log()
     # H = -sum_v p_v log p_v; entr is 0 at p = 0, so logits of -inf are legal
     entropy = vocabulary.sum_(torch.special.entr(z).sum(-1)) if return_entropy else None
-    return shifted_target - total.log(), entropy
+    return shifted_target - log_total, entropy
 
 
 def logit_gradient_(

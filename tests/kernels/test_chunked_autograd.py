@@ -55,6 +55,25 @@ def test_backward_twice(monkeypatch, chunk):
     assert torch.equal(first[0], torch.autograd.grad(logps.sum(), head["weight"])[0])
 
 
+def test_a_gradient_that_was_written_to_is_not_given_again(monkeypatch):
+    """With a grad_output of 1 the gradient is what the forward saved, without a copy of it: autograd counts writes."""
+    oracle.set_chunk(monkeypatch, 4)
+    case = oracle.float32_case()
+    head = case.head()
+    loss = linear_grpo_loss(**head, **case.rest()).loss
+    gradient = torch.autograd.grad(loss, head["weight"], retain_graph=True)[0]
+    gradient.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_rows_are_a_gradient_of_zero():
+    """The first chunk overwrites dW, which is not zeroed before."""
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+    linear_logprob(hidden, weight, torch.zeros(0, dtype=torch.long)).sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(32, 8)) and hidden.grad.shape == (0, 8)
+
+
 @oracle.CHUNKS
 @pytest.mark.parametrize("frozen", [("weight",), ("hidden",), ("hidden", "weight"), ("bias",)], ids="+".join)
 def test_frozen_inputs(monkeypatch, frozen, chunk):
