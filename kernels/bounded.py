@@ -83,12 +83,12 @@ def bounded_gradient(
     if exact:
         return Bounded(None, None, kept, dropped)
     columns = order[count:].sort().values
-    dz = probs[:, columns].mul_(-g[:, None])
+    dz = probs.index_select(-1, columns).mul_(-g[:, None])  # many times faster than indexing
     if len(columns):  # a shard that holds no target may keep none
         place = torch.searchsorted(columns, local).clamp_(max=len(columns) - 1)
         dz.scatter_add_(-1, place[:, None], torch.where(mine, g, 0)[:, None])
     if bend is not None:
-        dz *= bend[:, columns]
+        dz *= bend.index_select(-1, columns)
     return Bounded(dz, columns, kept, dropped)
 
 
@@ -112,7 +112,7 @@ def _longest(probs, order, free, limit):
     fits = (masses[:, 1:] <= limit[:, None]).all(0).cumprod(0).sum().minimum(free // step)
     whole = int(fits)
     inside = order[whole * step : (whole + 1) * step]
-    rising = probs[:, inside].cumsum(-1) + masses[:, whole, None]
+    rising = probs.index_select(-1, inside).cumsum(-1) + masses[:, whole, None]
     further = (rising <= limit[:, None]).all(0).cumprod(0).sum()
     further = int(further.minimum(free - whole * step))
     return whole * step + further, rising[:, further - 1] if further else masses[:, whole]

@@ -26,6 +26,7 @@ from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, little beside a model
 MIN_CHUNK_ROWS = 128
+GATHERED_ROWS = 2048  # rows of a weight gathered at a time, where not all of them are multiplied
 CAST_ROWS = 8192  # rows of a bf16 or fp16 weight cast to fp32 at a time
 
 
@@ -128,16 +129,16 @@ class _Gradients:
             dbias += dz.sum(0)
 
     def _add_columns(self, dz, h, rows, columns):
-        """Add the gradients of one chunk over some columns: gathered, multiplied and put back, a block at a time."""
+        """Add the gradients of one chunk over some columns, a block at a time, which stays in the cache."""
         dh, dw, dbias = self.sums
         product = torch.zeros_like(h)
-        for start in range(0, len(columns), CAST_ROWS):
-            part = slice(start, start + CAST_ROWS)
+        for start in range(0, len(columns), GATHERED_ROWS):
+            part = slice(start, start + GATHERED_ROWS)
             at = columns[part]
             if dh is not None:
-                product.addmm_(dz[:, part], self.inputs[1][at].to(self.dtype))  # dH = dz W
+                product.addmm_(dz[:, part], self.inputs[1].index_select(0, at).to(self.dtype))  # dH = dz W
             if dw is not None:
-                dw[at] = dw[at].addmm_(dz[:, part].T, h)  # dW = dz^T H; a column stands in `columns` once
+                dw.index_add_(0, at, dz[:, part].T @ h)  # dW = dz^T H; a column stands in `columns` once
         if dh is not None:
             dh[rows] = self.vocabulary.sum_(product)
         if dbias is not None:
