@@ -21,9 +21,9 @@ PRIOR_GUESSES, PRIOR_RIGHT = 4, 1
 # computed: SmolLM2-135M in fp32 takes these times on a CPU, other models similar ones. MKL takes longer for products of
 # 2 or 3 rows than of 4, which is why `LEAST_ROWS` are computed where there are 2 or 3 lanes.
 LEAST_ROWS = 4
-FEW_ROWS = {1: 1.0, 2: 1.63, 3: 2.0}
-PASS, ROW = 1.25, 0.05  # of more rows: PASS + ROW * rows
-MARGIN = 1.03  # what a pass must promise to be better by, since chances and times are estimates
+FEW_ROWS = {1: 1.0, 2: 1.62, 3: 1.87, 4: 1.37}
+PASS, ROW = 1.3, 0.058  # of more rows: PASS + ROW * rows
+MARGIN = 1.06  # what a pass must promise to be better by, since chances and times are estimates
 
 Kind = tuple[int, int, bool]
 
