@@ -5,7 +5,7 @@ does not depend on how it came to be computed. A pass computes the newest token 
 token is drawn at each of these positions with the position's own number; and the lane keeps what was drawn up to the
 first token that differs from the draft. These are the tokens and log-probs of one step each, except that products of
 other shapes round otherwise: log-probs differ in their last digits, and a draw may differ where its random number lies
-that close to the border between two tokens.
+that close to the border between two tokens, as in a batch of another size.
 
 The drafts of a rollout follow from its requests alone, since nothing is kept from one rollout to the next. A resumed
 run therefore drafts, rounds and draws what it would have without the interruption.
