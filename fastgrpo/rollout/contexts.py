@@ -1,4 +1,4 @@
-"""The policy's attention in generation: one context for the prefill of prompts, and one for a decode step.
+"""The policy's attention in generation: contexts for the prefill of prompts, a decode step, and a pass over drafts.
 
 A context receives the queries, keys and values of each layer from `policy/attention.py`.
 
@@ -104,3 +104,56 @@ class DecodeAttention:
             else:  # a slice, which is faster to write than single tokens
                 held[: len(self.lanes), :, self.same] = new.transpose(0, 1)
         return self.provider.decode(query.transpose(0, 1), cache, scaling)
+
+
+class VerifyAttention:
+    """Attention of the newest token and of drafted tokens of each lane, to its prompt, its tokens, and one another.
+
+    A drafted token that is not accepted leaves its keys and values behind the end of its completion, where nothing
+    reads them before the next token is written over them.
+
+    Args:
+        slots: The slots.
+        provider: What computes the attention.
+        token_index: [n] int64 index of the newest token in the slot of each lane.
+        lanes: [N] int64 lane of each new token.
+        offsets: [N] int64 how many new tokens of its lane stand before each.
+    """
+
+    longest = 0  # as in `DecodeAttention`
+
+    def __init__(
+        self,
+        slots: Slots,
+        provider: Provider,
+        token_index: torch.Tensor,
+        lanes: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        self.slots, self.provider, self.lanes, self.offsets = slots, provider, lanes, offsets
+        new = int(offsets.max()) + 1
+        indices = token_index[:, None] + torch.arange(new, device=token_index.device)
+        self.shape, self.token_index = indices.shape, indices[lanes, offsets]
+        provider.begin(slots, indices, tuple(map(int, indices.aminmax())))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store the keys and values of the new tokens in one layer, and attend.
+
+        Args:
+            layer: Number of the layer.
+            query: [H, N, d].
+            key: [K, N, d].
+            value: [K, N, d].
+            scaling: Factor on the scores before the softmax.
+
+        Returns:
+            [N, H, d], in the dtype of the query.
+        """
+        cache = self.slots.cache(layer, key, value)
+        for held, new in ((cache.keys, key), (cache.values, value)):
+            self.slots.write(held, self.lanes, self.token_index, new.transpose(0, 1))
+        rows = query.new_zeros(*self.shape, len(query), query.shape[2])
+        rows[self.lanes, self.offsets] = query.transpose(0, 1)
+        return self.provider.verify(rows, cache, scaling)[self.lanes, self.offsets]

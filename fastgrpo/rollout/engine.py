@@ -11,73 +11,32 @@ Shapes: B prompts, G completions each, n lanes in use, V vocabulary.
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.config.sections import MEMORY_UTILIZATION
+from fastgrpo.config.sections import MEMORY_UTILIZATION, SPECULATIVE_TOKENS
 from fastgrpo.data.records import Rollout
 from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
-from fastgrpo.rollout.backend import Request, RequestOutput, RolloutBackend
-from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
+from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
+from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention, VerifyAttention
+from fastgrpo.rollout.drafts import rows_of_step
 from fastgrpo.rollout.geometry import bucket, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import choose_provider, make_provider
+from fastgrpo.rollout.running import Group, Running
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
 from fastgrpo.rollout.slots import Slots
+from fastgrpo.rollout.speculation import Speculation, Verification
+from fastgrpo.rollout.weights import HeldWeights
 
 COMPACT_BELOW = 0.9  # gaps are closed when a smaller share of the lanes is in use: a copy costs less than idle lanes
 ADMIT_FROM = 0.25  # waiting groups start when this share of the lanes is free: a prefill costs several decode steps
 PREFILL_TOKENS = 16384  # prompt tokens of one prefill pass
 POLL_STEPS = 8  # decode steps between two looks at the GPU's finished flags; on a CPU every step is looked at
-
-
-@dataclass(eq=False)
-class Group:
-    """A request that runs.
-
-    Attributes:
-        request: The request.
-        slot: The slot of its prompt.
-        lanes: The lane on which each of its completions began.
-        done: Its finished completions, by their number within the group.
-    """
-
-    request: Request
-    slot: int
-    lanes: list[int]
-    done: dict[int, Rollout] = field(default_factory=dict)
-
-
-@dataclass(eq=False, slots=True)
-class Running:
-    """A completion in flight.
-
-    Attributes:
-        group: Its group.
-        number: Its number within the group.
-        end: The decode step after which it has reached its limit.
-    """
-
-    group: Group
-    number: int
-    end: int
-
-    def drawn(self, steps: int) -> int:
-        """Count its tokens.
-
-        Args:
-            steps: Decode steps so far.
-
-        Returns:
-            How many tokens have been drawn of it.
-        """
-        return self.group.request.limits[self.number] - (self.end - steps)
 
 
 class RolloutEngine(RolloutBackend):
@@ -92,6 +51,8 @@ class RolloutEngine(RolloutBackend):
         enforce_eager: Whether to decode without CUDA graphs. A model that cannot be recorded goes without them anyway.
         reserved: A function that returns how many of the free bytes something else will take later (such as the
             optimizer's states before its first step). None stands for 0.
+        num_speculative_tokens: How many tokens of a completion are drafted at most, see speculation.py. 0 is none. A
+            GPU takes none.
 
     Raises:
         ValueError: An argument is out of range, or the provider does not work here.
@@ -106,11 +67,19 @@ class RolloutEngine(RolloutBackend):
         memory_utilization: float = 0.7,
         enforce_eager: bool = False,
         reserved: Callable[[], int] | None = None,
+        num_speculative_tokens: int = 0,
     ):
         super().__init__(model, max_num_seqs)
         MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
+        SPECULATIVE_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
+        if num_speculative_tokens and self.on_gpu:
+            raise ValueError(
+                f"num_speculative_tokens={num_speculative_tokens} drafts on a CPU alone, and the model is on "
+                f"{self.policy.device}; leave it at 0"
+            )
+        self.speculation = Speculation(num_speculative_tokens) if num_speculative_tokens else None
         if attention != "auto":  # what cannot work is refused before anything is drawn
             choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
         self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
@@ -119,8 +88,7 @@ class RolloutEngine(RolloutBackend):
         self.running = []  # the Running of each lane up to the last one in use; None where a lane is free
         self.geometry = self.slots = self.lanes = self.provider = None
         self.stops = {}  # stop ids on the device; graphs read them
-        self.gathered = ExitStack()  # keeps `Policy.gather` open while any request is in flight
-        self.addresses = None  # of the whole weights: graphs read them there
+        self.weights = HeldWeights(self.policy, self.graphs)
         self.steps = 0  # decode steps so far
 
     @classmethod
@@ -142,6 +110,7 @@ class RolloutEngine(RolloutBackend):
             memory_utilization=config.rollout_memory_utilization,
             enforce_eager=config.rollout_enforce_eager,
             reserved=reserved,
+            num_speculative_tokens=config.num_speculative_tokens,
         )
 
     def _stop(self, request):
@@ -172,10 +141,21 @@ class RolloutEngine(RolloutBackend):
         waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
         return waiting + sum(running.end - self.steps for running in self.running if running)
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the engine measured since it was last idle.
+
+        Returns:
+            That of `RolloutBackend.metrics`; and where it drafts tokens, that of `Speculation.metrics`.
+        """
+        measured = super().metrics()
+        if self.speculation and measured:
+            measured |= self.speculation.metrics(sum(self.live_lanes))
+        return measured
+
     def _release(self):
         """Release the gathered weights once nothing is in flight."""
         if not self.unfinished:
-            self.gathered.close()
+            self.weights.release()
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
@@ -191,12 +171,16 @@ class RolloutEngine(RolloutBackend):
             return []
         if len(self.waiting) == len(self.unfinished):  # nothing is in flight
             self._begin()
-        elif self._version() != self.version:
-            raise ValueError("the weights changed while requests were in flight; finish or abort them before an update")
+        else:
+            self.weights.check()
         self._admit()
-        remaining = max(running.end for running in self.running if running) - self.steps
-        for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
-            self._decode()
+        drafts = self.speculation.drafts(self.running, self.lanes, self.steps) if self.speculation else None
+        if drafts:
+            self._verify(drafts)
+        else:
+            remaining = max(running.end for running in self.running if running) - self.steps
+            for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
+                self._decode()
         outputs = self._collect()
         self._release()
         return outputs
@@ -205,24 +189,13 @@ class RolloutEngine(RolloutBackend):
         return len(self.running) - self.running.count(None)
 
     def _begin(self):
-        """Note the versions and addresses of the weights before requests start.
-
-        Keys and values in flight are computed with these versions, and graphs read the weights at these addresses.
-        """
-        self.gathered.close()
-        gathered = self.policy.gather(keep=self.graphs.enabled)
-        addresses = [weight.data_ptr() for weight in self.gathered.enter_context(gathered)]
-        if addresses != self.addresses:
-            self.graphs.clear()
-        self.addresses, self.parameters = addresses, self.policy.parameters()
-        self.version = self._version()
+        """Make ready for a rollout, when no request is in flight."""
+        self.weights.hold()
+        if self.speculation:
+            self.speculation.begin()
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
             self.lanes.forgive()
-
-    def _version(self):
-        """Count the writes to the policy's parameters, so that an update between two steps shows."""
-        return sum(parameter._version for parameter in self.parameters)
 
     def _admit(self):
         """Start waiting groups on free lanes, when enough are free."""
@@ -331,9 +304,9 @@ class RolloutEngine(RolloutBackend):
 
     def _decode(self):
         """Draw one more token on every lane."""
-        n = len(self.running)
-        if self.on_gpu:  # only few sizes are used: each is a graph of its own, and kernels are compiled for it
-            n = bucket(n, self.geometry.lanes)
+        n, most = len(self.running), self.geometry.lanes
+        # Only few sizes are used on a GPU: each is a graph of its own, and kernels are compiled for it.
+        n = bucket(n, most) if self.on_gpu else min(rows_of_step(n), most)
         key = n, self.slots.members.shape, self.sampling.stop_token_ids, *self.sampling.distribution.values()
         self.graphs.run(key, lambda: self._step(n))
         self.steps += 1
@@ -347,14 +320,32 @@ class RolloutEngine(RolloutBackend):
         states = self.policy.states(lanes.token[:n], lanes.position[:n], context)
         self._draw(slice(n), self.policy.logits(states))
 
+    @torch.inference_mode()
+    def _verify(self, drafts):
+        """Draw on each lane the tokens that were drafted for it and one more, or up to the first that was not."""
+        lanes, rows = self.lanes, Verification(drafts, self.lanes)
+        token_index = (lanes.position if self.geometry.flat else lanes.length - 1)[: len(drafts)]
+        context = VerifyAttention(self.slots, self.provider, token_index, rows.owners, rows.offsets)
+        logits = self.policy.logits(self.policy.states(rows.ids, rows.positions, context))
+        drawn = self._sample(logits, rows.uniforms, rows.seen(lanes) if self.sampling.penalizes else None)
+        lanes.spoilt |= not drawn[1].isfinite().all().item()  # also of a draft that is not kept
+        counts, kept, accepted = rows.accepted(drawn[0].tolist(), self.sampling.stop_token_ids)
+        lanes.extend(rows.lanes, self._tensor(counts), *(values[kept] for values in drawn), self.stop_ids)
+        self.steps += 1
+        for lane, count in zip(rows.live, counts, strict=True):
+            self.running[lane].end -= count - 1
+        self.speculation.count(len(rows.ids) - len(counts), accepted, sum(counts) - len(counts))
+
     def _draw(self, lanes, logits):
         """Draw a token on each of these lanes, a slice or [S], from its logits [S, V]."""
-        numbers, how = self.lanes.draws(lanes), self.sampling.distribution
-        if self.sampling.penalizes:
-            drawn = sample_penalized(logits, self.lanes.seen[lanes], numbers, **how)
-        else:
-            drawn = sample(logits, numbers, **how)
-        self.lanes.record(lanes, *drawn, self.stop_ids)
+        seen = self.lanes.seen[lanes] if self.sampling.penalizes else None
+        self.lanes.record(lanes, *self._sample(logits, self.lanes.draws(lanes), seen), self.stop_ids)
+
+    def _sample(self, logits, numbers, seen):
+        """Draw tokens from logits [S, V], with random numbers [S] and the tokens [S, V] that a penalty counts."""
+        if seen is None:
+            return sample(logits, numbers, **self.sampling.distribution)
+        return sample_penalized(logits, seen, numbers, **self.sampling.distribution)
 
     def _collect(self):
         """Look at the finished flags, and take the completions that finished off their lanes."""

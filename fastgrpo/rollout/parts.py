@@ -18,7 +18,7 @@ def products(
         query: [S, Q, H, d].
         keys: [S, K, L, d].
         values: [S, K, L, d].
-        lengths: [S] int32. How many keys of each slot count, at least one.
+        lengths: [S] int32. How many keys of each slot count, at least one. Or [S, Q], how many count for each query.
         scale: Factor on the scores before the softmax.
 
     Returns:
@@ -32,8 +32,8 @@ def products(
     grouped = query.transpose(1, 2).reshape(slots, kv_heads, -1, width)  # the query heads that share a key head
     scores = (grouped * scale) @ keys.transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths[:, None]
-    scores = scores.masked_fill_(beyond[:, None, None], -torch.inf)
+    beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths.view(slots, 1, -1, 1)
+    scores.view(slots, heads, queries, -1).masked_fill_(beyond, -torch.inf)
     lse = scores.logsumexp(-1)
     out = (scores - lse[..., None]).exp_().to(values.dtype) @ values
     out = out.view(slots, heads, queries, -1).transpose(1, 2)

@@ -45,7 +45,7 @@ class Provider(ABC):
 
         Args:
             slots: The slots.
-            token_index: [n] int64 index of the newest token in the slot of each lane.
+            token_index: [n] int64 index of the newest token in the slot of each lane; [n, Q] before `verify`.
             bounds: The smallest and the largest of these, on the host. None on a GPU, where reading them would wait.
         """
 
@@ -61,6 +61,19 @@ class Provider(ABC):
         Returns:
             [n, H, d], in the dtype of the query.
         """
+
+    def verify(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+        """Attend in one layer with several new tokens of each lane, which do not see the ones after them.
+
+        Args:
+            query: [n, Q, H, d].
+            cache: The slots of the layer.
+            scale: Factor on the scores before the softmax.
+
+        Returns:
+            [n, Q, H, d], in the dtype of the query.
+        """
+        raise AssertionError(f"{type(self).__name__} attends with one new token of each lane")
 
 
 class SharedPrefix(Provider):
@@ -97,15 +110,19 @@ class SharedPrefix(Provider):
         self.lengths = (token_index + 1).to(torch.int32)
 
     def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        n, prompts = len(query), len(self.lanes)
+        return self.verify(query[:, None], cache, scale)[:, 0]
+
+    def verify(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+        n, prompts, new = len(query), len(self.lanes), (-1, query.shape[1])
         on_prompt, prompt_lse = self.part(
-            query[self.lanes], cache.prompt_keys[:prompts], cache.prompt_values[:prompts], self.prompt_lengths, scale
-        )
-        on_prompt = on_prompt.flatten(0, 1)[self.entry]  # [n, H, d]
-        prompt_lse = prompt_lse.transpose(1, 2).flatten(0, 1)[self.entry]  # [n, H]
-        on_suffix, suffix_lse = self.part(query[:, None], cache.keys[:n], cache.values[:n], self.lengths, scale)
-        share = torch.sigmoid(prompt_lse - suffix_lse[..., 0])[..., None]  # exp(l_1 - l)
-        return torch.lerp(on_suffix[:, 0].to(share.dtype), on_prompt.to(share.dtype), share).to(query.dtype)
+            query[self.lanes].flatten(1, 2), cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
+            self.prompt_lengths, scale,
+        )  # fmt: skip
+        on_prompt = on_prompt.unflatten(1, new).flatten(0, 1)[self.entry]  # [n, Q, H, d]
+        prompt_lse = prompt_lse.transpose(1, 2).unflatten(1, new).flatten(0, 1)[self.entry]  # [n, Q, H]
+        on_suffix, suffix_lse = self.part(query, cache.keys[:n], cache.values[:n], self.lengths, scale)
+        share = torch.sigmoid(prompt_lse - suffix_lse.transpose(1, 2))[..., None]  # exp(l_1 - l)
+        return torch.lerp(on_suffix.to(share.dtype), on_prompt.to(share.dtype), share).to(query.dtype)
 
 
 class GroupDecode(Provider):
@@ -190,22 +207,34 @@ class Flat(Provider):
             self.longest = min(max(bounds[1] + 1, LEAST_KEYS), self.longest)
             if bounds[0] + 1 == self.longest:
                 return
-        beyond = torch.arange(self.longest, device=token_index.device) > token_index[:, None]
-        self.bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)[:, None, None]
+        beyond = torch.arange(self.longest, device=token_index.device) > token_index.view(len(token_index), -1, 1)
+        self.bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)[:, None]
 
     def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         n, heads, width = query.shape
+        grouped = query.reshape(n, cache.keys.shape[1], -1, width)  # query heads that share a key head are its queries
+        return self._attend(grouped, cache, scale).reshape(n, heads, -1)
+
+    def verify(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+        n, new, heads, width = query.shape
+        kv_heads = cache.keys.shape[1]
+        grouped = query.transpose(1, 2).reshape(n, kv_heads, -1, width)
+        if self.bias.shape[2] == new:  # in the first layer: repeat it for the query heads that share a key head
+            self.bias = self.bias.repeat(1, 1, heads // kv_heads, 1)
+        return self._attend(grouped, cache, scale).reshape(n, heads, new, -1).transpose(1, 2)
+
+    def _attend(self, grouped, cache, scale):
+        """Attend with [n, K, queries of a key head, d]."""
+        n = len(grouped)
         keys, values = cache.keys[:n, :, : self.longest], cache.values[:n, :, : self.longest]
-        grouped = query.reshape(n, keys.shape[1], -1, width)  # query heads that share a key head are its queries
         if not self.on_cpu or n * keys.shape[1] < MANY:
-            bias = None if self.bias is None else self.bias.to(query.dtype)
-            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
-            return out.reshape(n, heads, -1)  # reshape, because SDPA's kernels differ in their strides
+            bias = None if self.bias is None else self.bias.to(grouped.dtype)
+            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
         scores = (grouped * scale) @ keys.transpose(-1, -2)
         if self.bias is not None:
             scores = scores + self.bias  # the bias is fp32, and so is the softmax of a 16-bit model
         probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-        return (probs @ values).reshape(n, heads, -1)
+        return probs @ values
 
 
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, longest_prompt: int) -> str:

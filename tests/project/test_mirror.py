@@ -107,7 +107,7 @@ TOGETHER = {
     "tests/rollout/test_launches.py": ("counts what a decode step launches", []),
     "tests/rollout/test_engine*.py": (
         "what the engine is made of shows in what it draws alone",
-        [f"fastgrpo/rollout/{name}.py" for name in ("graph", "hf", "lanes", "slots")],
+        [f"fastgrpo/rollout/{name}.py" for name in ("graph", "hf", "lanes", "running", "slots", "weights")],
     ),
     "tests/tasks/test_tasks.py": (
         "one list of checks that every task passes",
