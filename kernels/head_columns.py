@@ -95,6 +95,7 @@ def choose_columns(exps: Tensor, targets: Tensor, rows: Rows, g: Tensor, toleran
     n, vocab = exps.shape
     if n == 0:
         return Choice(targets.new_zeros(vocab), vocab, *g.new_zeros(2, 0))
+    exps = exps.data  # without the count of changes by which autograd would take a saved E for another one
     mine = (targets >= 0) & (targets < vocab)
     place = torch.where(mine, targets, 0)[:, None]
     own = exps.gather(1, place)

@@ -115,7 +115,8 @@ def linear_grpo_loss(
             at most tau |g_n| (1 - p_target) / temperature times the largest norm of a row of the weight
             (kernels/bounded.py). Loss, log-probs and metrics stay exact. 0 is the exact gradient. The metrics
             `head/kept_columns` (share of the vocabulary) and `head/dropped_mass` (the largest of a row, relative to its
-            1 - p_target; at most tau) say what was done. On a GPU the host waits for the number of columns, once a chunk.
+            1 - p_target; at most tau) say what was done. On a GPU the host waits for the number of columns, once a
+            chunk.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
     Returns:

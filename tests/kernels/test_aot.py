@@ -4,8 +4,8 @@ A kernel that spills is a kernel that is slow; one without matrix instructions c
 shared memory than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads
 0 for kernels that spill: the stack and the machine code's own STL and LDL are what tells.
 
-This file mirrors every kernel module that launches something: head_columns, head_rows, linear_exp, online, policy_loss, logits_rows,
-sampling, sampling_floor, group_decode, with the block sizes of launch and the pieces of tiles.
+This file mirrors every kernel module that launches something: head_columns, head_rows, linear_exp, online, policy_loss,
+logits_rows, sampling, sampling_floor, group_decode, with the block sizes of launch and the pieces of tiles.
 
 The compilations of the selected tests run in threads, as many as there are cores. Every launch is compiled at sm_80,
 sm_90 and sm_100 in its base form and in the one with every option. Marked slow are sm_89 and sm_120, depths that are no
