@@ -19,6 +19,8 @@ import triton.language as tl
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.tiles import GUARD, LN2, ROWS_VARY, Head, row_scale
 
+SHARE = 2.0**15  # the largest power of two in fp16
+
 
 class Rows(NamedTuple):
     """What the forward computes for each token. Each field is one row of a [7, N] fp32 tensor.
@@ -47,6 +49,17 @@ class Rows(NamedTuple):
         t = -1 / (self.slope * self.norm)
         return Rows(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
                     self.patch / self.norm, self.mass / self.norm, torch.ones_like(self.norm))  # fmt: skip
+
+    def shares(self) -> "Rows":
+        """Return the same with an anchor that makes E the share p / (1 - p_target) of each other token, times 2^15.
+
+        fp16 then holds the shares of a confident row as well as those of another one.
+        """
+        rows = self.normalized()
+        unit = SHARE / (-torch.expm1(self.logp)).clamp(min=1e-30)
+        t = -1 / rows.slope
+        return Rows(rows.logp, rows.entropy, rows.anchor - unit.log() * t, rows.slope / unit, rows.patch * unit,
+                    rows.mass * unit, unit)  # fmt: skip
 
 
 @triton.jit

@@ -27,6 +27,9 @@ from fastgrpo.kernels.tiles import ROWS_VARY, Head, blocks_of, dot_rows, flagged
 # Row blocks whose tiles run side by side. One wave of programs then computes about 16 x 128 rows by 8 x 256 columns,
 # which reads the fewest bytes of both operands.
 GROUP_M = 16
+# E's rows are allocated by this many on a GPU: M differs from step to step, and memory that torch's allocator has kept
+# of one step fits the next one where their sizes are the same. A chunk of 8,192 rows has 8 sizes.
+ROWS_HELD = 1024
 
 
 @triton.jit
@@ -40,7 +43,8 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
-                  inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+                  inv_t_ptr, cap, BEND: tl.constexpr, SUM: tl.constexpr, ENTROPY: tl.constexpr,
+                  BLOCK_N: tl.constexpr):  # fmt: skip
     """Turn a tile of products into (what is stored, sum_v E, sum_v E x2); the sums leave the target's column out."""
     first = block_n * BLOCK_N
     row_ok = rows < n_rows
@@ -62,7 +66,7 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         constant = tl.load(mix_ptr + rows, mask=row_ok, other=0.0)
         slope = tl.load(mix_ptr + n_rows + rows, mask=row_ok, other=0.0)
         stored = e * (constant[:, None] + slope[:, None] * tl.maximum(x2, -1e30))
-    if cap is not None:
+    if cap is not None and BEND:
         stored *= 1.0 - bent * bent  # the cap's slope: dy/dx = 1 - tanh^2
     total = tl.zeros_like(anchor)
     entropy = tl.zeros_like(anchor)
@@ -93,8 +97,8 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
 @triton.jit(**ROWS_VARY)
 def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
-                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                           BLOCK_K: tl.constexpr):  # fmt: skip
+                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BEND: tl.constexpr, BLOCK_M: tl.constexpr,
+                           BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute every PROGRAMS-th tile; loads and stores go through tensor descriptors."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
     num_n = tl.cdiv(vocab, BLOCK_N)
@@ -107,7 +111,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
             acc = tl.dot(h, w.T, acc)
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
-                                          bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
+                                          bias_ptr, inv_t, inv_t_ptr, cap, BEND, total_ptr is not None,
                                           entropy_ptr is not None, BLOCK_N)  # fmt: skip
         if e_desc is not None:
             e_desc.store([block_m * BLOCK_M, block_n * BLOCK_N], e.to(e_desc.dtype))
@@ -126,15 +130,15 @@ def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
 @triton.jit
 def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr,
               inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-              PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-              BLOCK_K: tl.constexpr):  # fmt: skip
+              BEND: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute and store one tile of the kernel with pointer loads."""
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
                    depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
-                                      bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None, entropy_ptr is not None,
-                                      BLOCK_N)  # fmt: skip
+                                      bias_ptr, inv_t, inv_t_ptr, cap, BEND, total_ptr is not None,
+                                      entropy_ptr is not None, BLOCK_N)  # fmt: skip
     if e_ptr is not None:
         e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride + cols[None, :]
         tl.store(e_ptrs, e.to(e_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & (cols < vocab)[None, :])
@@ -144,7 +148,7 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
 @triton.jit(**ROWS_VARY)
 def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr,
                                mix_ptr, bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, flag_ptr, n_rows,
-                               vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
+                               vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr, BEND: tl.constexpr,
                                PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
@@ -157,11 +161,11 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
         for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
             _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-                      PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                      BEND, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     else:  # the loop costs 40 registers, and at 256 columns it would spill
         _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                   bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
-                  PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                  BEND, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
 
 
 @triton.jit(**ROWS_VARY)
@@ -184,6 +188,18 @@ def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, c
     if cap is not None:
         y = tanh(y * (1.0 / cap)) * cap
     tl.store(out_ptr + rows, tl.where(legal, y, float("nan")), mask=rows < n_rows)
+
+
+def empty_exps(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes.
+
+    Args:
+        rows: Number of rows.
+        vocab: V.
+        like: Tensor whose dtype and device the result has.
+    """
+    held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
+    return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
 
 
 def anchor_fwd(head: Head) -> torch.Tensor:
@@ -225,6 +241,7 @@ def linear_exp_fwd(
     sums: bool = True,
     entropy: bool = False,
     flags: torch.Tensor | None = None,
+    bend: bool = True,
 ) -> list[torch.Tensor | None]:
     """Write E of the module docstring into `exps`, and return its sums over each vocabulary tile.
 
@@ -239,6 +256,7 @@ def linear_exp_fwd(
         entropy: Whether sum_v E x2 is returned, the target's column left out.
         flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed. None computes
             all.
+        bend: Whether E carries the slope of the soft-cap, as the gradient wants it. The sums never do.
 
     Returns:
         The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None where not asked for.
@@ -258,7 +276,7 @@ def linear_exp_fwd(
         for wanted in (sums, entropy)
     ]
     row_blocks = triton.cdiv(n, blocks.rows)
-    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M}
+    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M, "BEND": bend}
     common = (anchor, head.targets, patch, mix, head.bias, head.temperature, head.temperatures, head.softcap, *outputs)
     if by_descriptor:
         del options["PRECISION"], options["EVEN_K"]

@@ -13,6 +13,9 @@ therefore the backward's operands, and the whole is three products. It takes one
   longer than a chunk costs a forward-only pass over all tokens.
 - fp16 and fp32, and an entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products.
 
+With a tolerance (head_columns.py), the last two products run over fewer columns of the vocabulary. fp16 and fp32 then
+recompute E in the forward already, chunk by chunk, because the metrics say what was left out.
+
 Shapes: N rows of hidden states (tokens), M <= N kept ones, V vocabulary, D hidden size, S sequences.
 """
 
@@ -22,6 +25,7 @@ import torch
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.first_order import first_order
+from fastgrpo.kernels.head_columns import head_columns_, head_shares
 from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, wanted
 from fastgrpo.kernels.linear_logprob import (
     PATHS,
@@ -44,7 +48,7 @@ class LinearGRPO(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows,
-                group):  # fmt: skip
+                group, tolerance):  # fmt: skip
         ctx.set_materialize_grads(False)
         bonus = rows.entropy_weights
         with_entropy = return_entropy or bonus is not None
@@ -54,7 +58,7 @@ class LinearGRPO(torch.autograd.Function):
         def head_fwd(part, keep):
             h = _gather(hidden, rows.index, rows.active, part)
             stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
-                                             keep, with_entropy, chunk_rows, group)  # fmt: skip
+                                             keep, with_entropy, chunk_rows, group, not tolerance)  # fmt: skip
             return h, stats, exps
 
         m = len(rows.targets)
@@ -62,7 +66,8 @@ class LinearGRPO(torch.autograd.Function):
         everything = slice(0, m)
         ctx.form, known = "one", None
         parts = [(everything, slice(None))]
-        if keeps and m > chunk_rows:
+        within = tolerance > 0 and any(needs)
+        if (keeps and m > chunk_rows) or (within and not keeps):
             ctx.form = "many"
             slices = chunk_slices(m, chunk_rows)
             parts, known = policy_parts(
@@ -74,6 +79,7 @@ class LinearGRPO(torch.autograd.Function):
         outputs = []
         for part, sequences in parts:
             h, stats, exps = head_fwd(part, keeps)
+            columns = count = None
             if known is None:
                 loss, g, metrics = policy_loss_fwd(stats[0], rows.cut(part, sequences), objective)
             else:
@@ -82,20 +88,29 @@ class LinearGRPO(torch.autograd.Function):
             part_bonus = cut(bonus, part)
             if part_bonus is not None:
                 loss = loss - part_bonus * stats[1]  # - sum_n e_n H_n
-            v = g
-            if keeps:
+            v, left_out = g, {}
+            if within:
+                located, part_ts = rows.targets[part], cut(ts, part)
+                if not keeps:
+                    exps, stats = head_shares(h, weight, bias, located, t, part_ts, softcap, stats)
+                columns, count, kept, dropped = head_columns_(exps, located, stats, g, t, part_ts, softcap, tolerance,
+                                                              group)  # fmt: skip
+                left_out = {"kept_columns": kept.expand(len(g)), "dropped_mass": dropped}
+                v = g * stats[3]
+            elif keeps:
                 v = g * stats[3]
                 if part_bonus is not None:
                     head_entropy_bwd_(exps, rows.targets[part], stats, g, -part_bonus)
                     v = stats[3]
             if grads is not None:
-                grads.add(exps, v, h)
+                grads.add(exps, v, h, columns, count)
                 exps = None  # freed before the next chunk allocates its own: one chunk of exponentials at a time
             outputs.append(
-                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
-            )
+                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics,
+                 **left_out}
+            )  # fmt: skip
         if ctx.form == "one":
-            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v, columns, count)
         elif ctx.form == "many":
             ctx.save_for_backward(rows.index, *grads.sums())
             ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
@@ -109,7 +124,7 @@ class LinearGRPO(torch.autograd.Function):
     @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 11
+            return (None,) * 12
         needs, t, softcap, chunk_rows, weight_dtype, group, shape = ctx.options
         saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
         if ctx.form == "many":
@@ -119,19 +134,19 @@ class LinearGRPO(torch.autograd.Function):
                 None if x is None else torch.mul(x, grad_loss, out=torch.empty_like(x, dtype=dtype))
                 for x, dtype in zip(sums, ctx.dtypes, strict=True)
             )
-            return _scatter(dh, index, shape), dw, db, *(None,) * 8
+            return _scatter(dh, index, shape), dw, db, *(None,) * 9
         hidden, weight, bias, index, active = saved[:5]
         h = _gather(hidden, index, active, slice(None))
         if ctx.form == "one":
-            exps, v = saved[5:]
-            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group)
+            exps, v, columns, count = saved[5:]
+            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group, columns, count)
         else:
             targets, ts, stats, g, bonus = saved[5:]
             entropy_grad = None if bonus is None else -bonus * grad_loss
             gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
                                            list(needs), weight_dtype, chunk_rows, group)  # fmt: skip
         dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
-        return _scatter(dh, index, shape), dw, db, *(None,) * 8
+        return _scatter(dh, index, shape), dw, db, *(None,) * 9
 
 
 def _gather(hidden, index, active, part):
@@ -157,6 +172,7 @@ def linear_grpo_loss(
     group: str | None = None,
     path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
+    tolerance: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the loss from hidden states, differentiably.
 
@@ -173,12 +189,15 @@ def linear_grpo_loss(
         group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
         path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most tokens whose exponentials are held at once.
+        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 with entropy weights.
 
     Returns:
-        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
+        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request. With a tolerance,
+        and where there is a gradient, also `kept_columns`, the share of its chunk, and `dropped_mass`.
     """
     needs = needed(hidden, weight, bias)
     anchored = (path or PATHS[hidden.dtype]) == "anchored"
     return LinearGRPO.apply(
-        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group
-    )
+        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group,
+        tolerance,
+    )  # fmt: skip

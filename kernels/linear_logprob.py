@@ -27,18 +27,17 @@ import torch
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.first_order import first_order
+from fastgrpo.kernels.head_columns import head_columns_, head_products_within, head_shares
 from fastgrpo.kernels.head_gradients import HeadGradients, grad_dtype, head_products, wanted
 from fastgrpo.kernels.head_rows import Rows, entropy_bwd, finish_fwd, reduce_fwd
-from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
+from fastgrpo.kernels.linear_exp import anchor_fwd, empty_exps, linear_exp_fwd
 from fastgrpo.kernels.online import online_fwd
+from fastgrpo.kernels.policy_rows import cut
 from fastgrpo.kernels.products import needed, no_autocast
 from fastgrpo.kernels.softmax import ELSEWHERE, all_reduce_
 from fastgrpo.kernels.tiles import LN2, Head
 
 Tensor = torch.Tensor
-# E's rows are allocated by this many on a GPU: M differs from step to step, and memory that torch's allocator has kept
-# of one step fits the next one where their sizes are the same. A chunk of 8,192 rows has 8 sizes.
-ROWS_HELD = 1024
 PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}
 
 
@@ -57,21 +56,10 @@ def chunk_slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, max(total, 1), step)]
 
 
-def empty_exps(rows: int, vocab: int, like: Tensor) -> Tensor:
-    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes.
-
-    Args:
-        rows: Number of rows.
-        vocab: V.
-        like: Tensor whose dtype and device the result has.
-    """
-    held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
-    return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
-
-
 def rows_fwd(
-    head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None
-) -> Tensor:
+    head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None,
+    bend: bool = True,
+) -> Tensor:  # fmt: skip
     """Compute what the loss and the backward need for each row, and fill E.
 
     Args:
@@ -80,6 +68,7 @@ def rows_fwd(
         exps: [N, V], which the anchored path fills with E, or None.
         entropy: Whether the entropy is computed.
         group: Name of the process group of a sharded weight, or None.
+        bend: Whether E carries the slope of the soft-cap.
 
     Returns:
         [7, N] fp32, see `head_rows.Rows`.
@@ -89,7 +78,7 @@ def rows_fwd(
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
     total = entropy_sum = None
     if anchored:
-        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
+        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy, bend=bend)
         total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
     # Both guarded passes are always launched, so that nothing waits for the flags; a program without a flag returns.
     splits = online_fwd(head, entropy, flags=total)
@@ -98,7 +87,7 @@ def rows_fwd(
     rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps, entropy)
     if anchored and exps is not None:
         stats = Rows(*rows.unbind(0))
-        linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total)
+        linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total, bend=bend)
     return rows
 
 
@@ -154,7 +143,8 @@ def recompute_exps(head: Head, rows: Rows, g: Tensor, h: Tensor | None, exps: Te
 @launch.operator("fastgrpo::linear_logprob_fwd")
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, anchored: bool, keep: bool, entropy: bool,
-                       chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                       chunk_rows: int, group: str | None,
+                       bend: bool = True) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute log-probs, entropy and what the backward needs; without `keep` by chunks, at the cost of one product.
 
     Args:
@@ -170,6 +160,7 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         entropy: Whether the entropy is computed.
         chunk_rows: The most rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
+        bend: Whether a kept E carries the slope of the soft-cap.
 
     Returns:
         `head_rows.Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
@@ -181,13 +172,14 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         if n == 0:
             return hidden.new_zeros(7, 0, dtype=torch.float32), exps
         if keep:
-            return rows_fwd(head, anchored, exps, entropy, group), exps
+            return rows_fwd(head, anchored, exps, entropy, group, bend), exps
         parts = [rows_fwd(head.cut(part), anchored, None, entropy, group) for part in chunk_slices(n, chunk_rows)]
         return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), exps
 
 
 @linear_logprob_fwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group):
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group,
+      bend=True):  # fmt: skip
     n, vocab = len(hidden), weight.shape[0]
     return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
 
@@ -232,7 +224,7 @@ def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h:
 def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
                        h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype, chunk_rows: int,
-                       group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                       group: str | None, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Recompute E by chunks and compute the gradients from it.
 
     Args:
@@ -250,11 +242,19 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         weight_dtype: Dtype of dW.
         chunk_rows: The most rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
+        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 where `h` is given.
 
     Returns:
         dH [N, D], dW [V, D] and dbias [V], as `head_products` returns them.
     """
     grads = HeadGradients(len(hidden), weight, needs, group)
+    if tolerance:
+        for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
+            states, located, ts = hidden[part], targets[part], cut(temperatures, part)
+            exps, stats = head_shares(states, weight, bias, located, temperature, ts, softcap, rows[:, part])
+            columns, count, *_ = head_columns_(exps, located, stats, g[part], temperature, ts, softcap, tolerance, None)
+            grads.add(exps, g[part] * stats[3], states, columns, count)
+        return grads.result(weight_dtype)
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
         for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
@@ -267,7 +267,7 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
 
 @linear_logprob_bwd.register_fake
 def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h, needs, weight_dtype, chunk_rows,
-      group):  # fmt: skip
+      group, tolerance=0.0):  # fmt: skip
     return (
         hidden.new_empty(hidden.shape if needs[0] else 0),
         weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
@@ -283,32 +283,36 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
-                chunk_rows, group, sum_hidden_grad):  # fmt: skip
+                chunk_rows, group, sum_hidden_grad, tolerance):  # fmt: skip
         ctx.set_materialize_grads(False)
         # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
         keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
         rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored,
-                                        keep, return_entropy, chunk_rows, group)  # fmt: skip
+                                        keep, return_entropy, chunk_rows, group, not tolerance)  # fmt: skip
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
-        ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep)
+        ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep, tolerance)
         return rows[0].clone(), rows[1].clone()
 
     @staticmethod
     @first_order("linear_logprob")
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, bias, targets, temperatures, rows, exps = ctx.saved_tensors
-        temperature, softcap, needs, chunk_rows, group, keep = ctx.options
+        temperature, softcap, needs, chunk_rows, group, keep, tolerance = ctx.options
         g = torch.zeros_like(rows[0]) if grad_logps is None else grad_logps.contiguous()
         h = None if grad_entropy is None else grad_entropy.contiguous()
-        if keep:
+        if keep and tolerance:
+            gradients = head_products_within(exps, targets, rows, g, hidden, weight, temperature, temperatures, softcap,
+                                             tolerance, list(needs), grad_dtype(weight), group)  # fmt: skip
+        elif keep:
             if h is not None:
                 exps, g = head_entropy_bwd(exps, targets, rows, g, h), 1.0
             gradients = head_products(exps, g * rows[3], hidden, weight, list(needs), grad_dtype(weight), group)
         else:
             gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
-                                           h, list(needs), grad_dtype(weight), chunk_rows, group)  # fmt: skip
-        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 10
+                                           h, list(needs), grad_dtype(weight), chunk_rows, group,
+                                           tolerance)  # fmt: skip
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 11
 
 
 def linear_logprob(
@@ -324,6 +328,7 @@ def linear_logprob(
     sum_hidden_grad: bool = True,
     path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
+    tolerance: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of targets under softmax(softcap(hidden @ weight.T + bias) / temperature), differentiably.
 
@@ -341,6 +346,7 @@ def linear_logprob(
             part.
         path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most rows of hidden whose exponentials are held at once.
+        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 with `return_entropy`.
 
     Returns:
         logps [N] fp32, and the entropy [N] fp32 in nats, or None.
@@ -350,6 +356,6 @@ def linear_logprob(
     logps, entropy = LinearLogprob.apply(
         hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
         softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows, group,
-        sum_hidden_grad,
+        sum_hidden_grad, tolerance,
     )  # fmt: skip
     return logps, entropy if return_entropy else None

@@ -6,6 +6,7 @@ has the plain function that both are held to.
 Shapes: V vocabulary, D hidden; [...] is any shape of tokens.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,7 +59,7 @@ def linear_logprob(
             rank the part that comes from its shard, for callers that sum the parts themselves, as
             integrations/verl.py does. Without process_group there is one part.
         backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
-        backward_tolerance: As in `linear_grpo_loss`; the chunked path computes it, and not with return_entropy.
+        backward_tolerance: As in `linear_grpo_loss`; not with return_entropy.
 
     Returns:
         logps [...] fp32 (fp64 for fp64 inputs), differentiable by hidden, weight and bias. With `return_entropy` the
@@ -67,7 +68,7 @@ def linear_logprob(
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; a target lies outside [0, V) or a
             temperature outside of its range; a rank holds no rows of the weight; the backend is unknown; or
-            backward_tolerance is out of range, or given with return_entropy or backend "triton".
+            backward_tolerance is out of range, or given with return_entropy.
     """
     check_backward_tolerance(backward_tolerance)
     if backward_tolerance and return_entropy:
@@ -77,9 +78,8 @@ def linear_logprob(
         )
     check_head(hidden, weight, bias, logit_softcap, targets)
     check_temperature(temperature, targets)
-    alone = ["a backward_tolerance"] if backward_tolerance else []
-    hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
-    asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
+    hidden, weight = cast_for_autocast(backend, hidden, weight)
+    asked, backend = backend, choose_backend(backend, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     flat = targets.reshape(-1).long()
     check_targets(flat, vocabulary.total)
@@ -93,12 +93,13 @@ def linear_logprob(
         return triton_logprob.linear_logprob(
             states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
             return_entropy=return_entropy, group=group, sum_hidden_grad=sum_hidden_grad,
+            tolerance=backward_tolerance,
         )  # fmt: skip
 
-    def plain(states, weight, bias, part=slice(None)):
+    def plain(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
         return chunked.LinearLogprob.apply(
             states, weight, bias, flat[part], cut(temperature, part), chunked.chunk_rows(vocabulary.largest),
-            return_entropy, vocabulary, logit_softcap, sum_hidden_grad, backward_tolerance,
+            return_entropy, vocabulary, logit_softcap, sum_hidden_grad, tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
@@ -107,12 +108,13 @@ def linear_logprob(
             "dtype": hidden.dtype, "aligned": hidden.data_ptr() % 16 == 0, "entropy": return_entropy,
             "head": tuple(weight.shape), "bias": bias is not None, "soft-cap": logit_softcap is not None,
             "gradient": any(needed(hidden, weight, bias)), "temperatures": isinstance(temperature, torch.Tensor),
+            "tolerance": backward_tolerance > 0,
         }  # fmt: skip
 
         def compare():
             part, sample = slice(0, self_check.ROWS), hidden[: self_check.ROWS].detach()
-            ways = (_summed(way, weight, bias, part) for way in (fused, plain))
-            return self_check.difference(*ways, sample, variant["gradient"])
+            ways = (_summed(way, weight, bias, part) for way in (fused, partial(plain, tolerance=0.0)))
+            return self_check.difference(*ways, sample, variant["gradient"], backward_tolerance)
 
         remedy = self_check.ANY_BACKEND if asked == "triton" else None
         if not self_check.trusted("linear_logprob", hidden.device, variant, compare, remedy):

@@ -115,8 +115,8 @@ def linear_grpo_loss(
             at most tau |g_n| (1 - p_target) / temperature times the largest norm of a row of the weight
             (kernels/bounded.py). Loss, log-probs and metrics stay exact. 0 is the exact gradient. The metrics
             `head/kept_columns` (share of the vocabulary) and `head/dropped_mass` (the largest of a row, relative to its
-            1 - p_target; at most tau) say what was done. The chunked path computes it; on a GPU the host waits for the
-            number of columns, once a chunk.
+            1 - p_target; at most tau) say what was done. On a GPU the host waits for the number of columns, once a
+            chunk.
         knobs: Fields of `Objective` by name: loss_type="dapo", epsilon=0.2, beta=0.0, ...
 
     Returns:
@@ -124,8 +124,8 @@ def linear_grpo_loss(
 
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; something by which the loss is not
-            differentiated requires grad; backward_tolerance is given with entropy_coef, kl="full" or backend "triton";
-            beta is not 0 and what the KL needs of the reference is missing; kl is "full"
+            differentiated requires grad; backward_tolerance is given with entropy_coef or kl="full"; beta is not 0 and
+            what the KL needs of the reference is missing; kl is "full"
             with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both objective
             and knobs are given; or `Objective` refuses a knob.
             On the CPU also: an active row has a target outside [0, V), or a number that is not finite where it must be;
@@ -137,7 +137,7 @@ def linear_grpo_loss(
     reference = reference_head(
         objective, hidden, weight, ref_logps, ref_hidden, ref_weight, ref_bias, process_group
     )  # fmt: skip
-    alone = ["kl='full'"] if objective.full_kl else ["a backward_tolerance"] if backward_tolerance else []
+    alone = ["kl='full'"] if objective.full_kl else []
     hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
     asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
@@ -151,28 +151,29 @@ def linear_grpo_loss(
         located, group = vocabulary.located(kept.targets, len(weight))
         return linear_grpo.linear_grpo_loss(
             states, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
-            softcap=logit_softcap, group=group,
+            softcap=logit_softcap, group=group, tolerance=backward_tolerance,
         )  # fmt: skip
 
-    def plain(states, kept, weight, bias):
+    def plain(states, kept, weight, bias, tolerance=backward_tolerance):
         return chunked.LinearGRPO.apply(
             states, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needed(states, weight, bias),
-            return_entropy, vocabulary, logit_softcap, reference, backward_tolerance,
+            return_entropy, vocabulary, logit_softcap, reference, tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
     if backend == "triton" and process_group is None:
         head = {"weight": weight.detach(), "bias": None if bias is None else bias.detach()}
-        ways = partial(fused, **head), partial(plain, **head)
+        ways = partial(fused, **head), partial(plain, **head, tolerance=0.0)
         options = {"entropy": return_entropy, "head": tuple(weight.shape), "bias": bias is not None,
-                   "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias))}  # fmt: skip
-        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options):
+                   "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias)),
+                   "tolerance": backward_tolerance > 0}  # fmt: skip
+        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options, backward_tolerance):
             backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(hidden))
     loss, outputs = (fused if backend == "triton" else plain)(flat, kept, weight, bias)
     return loss_output(loss, outputs, kept, targets)
 
 
-def _trusts(name, ways, states, kept, objective, asked, options):
+def _trusts(name, ways, states, kept, objective, asked, options, tolerance=0.0):
     """Whether the self-check trusts the kernel of a loss; `options` tell apart what its other arguments compile to."""
     if torch.compiler.is_compiling() or not len(kept.targets):
         return True
@@ -189,7 +190,7 @@ def _trusts(name, ways, states, kept, objective, asked, options):
     }  # fmt: skip
     return self_check.trusted(
         name, states.device, variant,
-        lambda: self_check.losses_differ(*ways, states, kept, options["gradient"]),
+        lambda: self_check.losses_differ(*ways, states, kept, options["gradient"], tolerance),
         self_check.ANY_BACKEND if asked == "triton" else None,
     )  # fmt: skip
 

@@ -4,8 +4,8 @@ A kernel that spills is a kernel that is slow; one without matrix instructions c
 shared memory than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads
 0 for kernels that spill: the stack and the machine code's own STL and LDL are what tells.
 
-This file mirrors every kernel module that launches something: head_rows, linear_exp, online, policy_loss, logits_rows,
-sampling, sampling_floor, group_decode, with the block sizes of launch and the pieces of tiles.
+This file mirrors every kernel module that launches something: head_columns, head_rows, linear_exp, online, policy_loss,
+logits_rows, sampling, sampling_floor, group_decode, with the block sizes of launch and the pieces of tiles.
 
 The compilations of the selected tests run in threads, as many as there are cores. Every launch is compiled at sm_80,
 sm_90 and sm_100 in its base form and in the one with every option. Marked slow are sm_89 and sm_120, depths that are no
@@ -28,6 +28,7 @@ from machine_code import TABLE, Budget, budgets, measure, write_budgets  # noqa:
 
 from fastgrpo.kernels import (  # noqa: E402
     group_decode,
+    head_columns,
     head_rows,
     launch,
     linear_exp,
@@ -121,7 +122,14 @@ def absent(kernel, variant, *more):
 
 def sizes(blocks, dtype, **more):
     tf32 = launch.precision(dtype)
-    return {"PRECISION": tf32, "BLOCK_M": blocks.rows, "BLOCK_N": blocks.cols, "BLOCK_K": blocks.depth, **more}
+    return {
+        "PRECISION": tf32,
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.cols,
+        "BLOCK_K": blocks.depth,
+        "BEND": True,
+        **more,
+    }
 
 
 def matrix_types(dtype):
@@ -247,6 +255,8 @@ ROW_KERNELS = {
         4,
     ),
     "entropy": (head_rows._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
+    "columns": (head_columns._keep_columns_kernel, {"BLOCK": launch.columns_block(), "cap": None}, 4),
+    "columns-softcap": (head_columns._keep_columns_kernel, {"BLOCK": launch.columns_block()}, 4),
     "policy": (policy_loss._policy_loss_fwd_kernel, {**POLICY, "BLOCK": policy_loss.BLOCK}, 4),
     "logits": (
         logits_rows._logits_grpo_fwd_kernel,
@@ -266,7 +276,7 @@ ROW_KERNELS = {
 def row_kernel(capability, name):
     kernel, constants, warps = ROW_KERNELS[name]
     types = {"z_ptr": "*bf16", "d_ptr": "*bf16", "e_ptr": "*bf16", "target_ptr": "*i64", "place_ptr": "*i64"}
-    types["out_ptr"] = "*bf16" if name == "entropy" else "*fp32"
+    types |= {"column_ptr": "*i64", "out_ptr": "*bf16" if name.startswith(("entropy", "columns")) else "*fp32"}
     return Compilation(kernel, capability, constants, types, warps, matrix=False)
 
 
@@ -284,7 +294,7 @@ def test_row_kernels(case, compiled, request):
 
 KERNELS = [
     kernel
-    for module in (head_rows, linear_exp, logits_rows, online, policy_loss)
+    for module in (head_columns, head_rows, linear_exp, logits_rows, online, policy_loss)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 ]
@@ -294,7 +304,15 @@ KERNELS = [
 def test_the_number_of_rows_asks_for_no_compilation(kernel):
     """Whether it is 1 or a multiple of 16, and where a slice of a vector over rows begins: one binary serves all."""
     matrices = {"h_ptr", "w_ptr", "e_ptr", "z_ptr", "d_ptr"}
-    fresh = {"out_ptr", "stats_ptr", "factor_ptr", "tiles_ptr", "bias_ptr", "max_ptr"}  # and what V and D fix
+    fresh = {
+        "out_ptr",
+        "stats_ptr",
+        "factor_ptr",
+        "tiles_ptr",
+        "bias_ptr",
+        "max_ptr",
+        "column_ptr",
+    }  # and what V and D fix
     for parameter in kernel.params:
         if parameter.name in ("n_rows", "n_splits", "SPLITS"):
             assert parameter.do_not_specialize

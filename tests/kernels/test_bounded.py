@@ -141,7 +141,6 @@ def test_log_probs_of_a_tolerance_are_exact_and_their_gradient_nearly():
         ({"backward_tolerance": -0.1}, "backward_tolerance must be in"),
         ({"backward_tolerance": 0.1, "entropy_coef": 0.1}, "entropy_coef=0.1 has a gradient of its own"),
         ({"backward_tolerance": 0.1, "kl": "full", "beta": 0.1}, "kl='full' has a gradient of its own"),
-        ({"backward_tolerance": 0.1, "backend": "triton"}, "'triton' does not compute a backward_tolerance; use back"),
     ],
 )
 def test_what_has_no_bound_is_refused(arguments, match):

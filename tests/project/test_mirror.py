@@ -23,8 +23,8 @@ MODULES = [
 ]
 
 HEAD = (
-    "head_gradients", "head_rows", "linear_exp", "linear_grpo", "linear_logprob", "logits_grpo", "logits_rows",
-    "online", "tiles",
+    "head_columns", "head_gradients", "head_rows", "linear_exp", "linear_grpo", "linear_logprob", "logits_grpo",
+    "logits_rows", "online", "tiles",
 )  # fmt: skip
 ROLLOUT = ("group_decode", "sampling", "sampling_floor")
 
