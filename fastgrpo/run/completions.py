@@ -21,16 +21,18 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
 
     Returns:
         Values by title, one a completion: step, prompt, completion, each reward function, each column that a reward
-        function logged, and advantage, as in TRL.
+        function logged, and advantage, as in TRL. A name that stands for two of them is followed by its kind.
     """
     functions = dict.fromkeys(name for row in rows for name in row["rewards"])
     extras = dict.fromkeys(name for row in rows for name in row if name not in {*_FIRST, *_OTHERS, *_TOKENS})
-    return {
-        **{name: [row[name] for row in rows] for name in _FIRST},
-        **{name: [row["rewards"].get(name) for row in rows] for name in functions},
-        **{name: [row.get(name) for row in rows] for name in extras},
-        "advantage": [row["advantage"] for row in rows],
-    }
+    columns = {name: [row[name] for row in rows] for name in (*_FIRST, "advantage")}
+    for kind, names, values in (
+        ("reward", functions, [row["rewards"] for row in rows]),
+        ("logged", extras, rows),
+    ):
+        for name in names:
+            columns[f"{name} ({kind})" if name in columns else name] = [row.get(name) for row in values]
+    return columns | {"advantage": columns.pop("advantage")}  # it comes last
 
 
 def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
@@ -57,9 +59,21 @@ def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]])
 
 def _array(pyarrow, values):
     try:
-        return pyarrow.array(values)
+        array = pyarrow.array(values)
+        if not _has_empty_struct(pyarrow, array.type):
+            return array
     except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
-        return pyarrow.array([json.dumps(value) for value in values])  # JSON escapes what UTF-8 cannot encode
+        pass
+    return pyarrow.array([json.dumps(value) for value in values])  # JSON escapes what UTF-8 cannot encode
+
+
+def _has_empty_struct(pyarrow, kind):
+    """Whether a type holds {}, which parquet cannot."""
+    if pyarrow.types.is_list(kind):
+        return _has_empty_struct(pyarrow, kind.value_type)
+    if not pyarrow.types.is_struct(kind):
+        return False
+    return not kind.num_fields or any(_has_empty_struct(pyarrow, kind.field(i).type) for i in range(kind.num_fields))
 
 
 def forget_after(folder: Path, step: int) -> None:

@@ -5,8 +5,10 @@ A run that goes on continues the run that they know: trackers.json in its folder
 after the checkpoint they keep, and get it once more: the values of a step are the same.
 """
 
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import secrets
@@ -171,10 +173,16 @@ class Trackio(Tracker):
         known = _known(
             folder, checkpoint, "trackio", {"name": config.run_name or f"{folder.path.name}-{secrets.token_hex(2)}"}
         )
-        self.run = self.trackio.init(
-            project=config.project, name=known["name"], resume="never" if checkpoint is None else "allow",
-            config=dataclasses.asdict(config), embed=False, auto_log_gpu=False, auto_log_cpu=False,
-        )  # fmt: skip
+        self.quiet = config.quiet
+        with self._said():
+            self.run = self.trackio.init(
+                project=config.project, name=known["name"], resume="never" if checkpoint is None else "allow",
+                config=dataclasses.asdict(config), embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+
+    def _said(self):
+        """trackio prints where its pages are, and has no setting that silences it."""
+        return contextlib.redirect_stdout(io.StringIO()) if self.quiet else contextlib.nullcontext()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log({**values, STEP: step}, step=step)
@@ -185,7 +193,8 @@ class Trackio(Tracker):
         self.run.log({"completions": table}, step=step)
 
     def close(self) -> None:
-        self.trackio.finish()
+        with self._said():
+            self.trackio.finish()
 
 
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

@@ -24,6 +24,20 @@ def test_the_columns_are_those_of_trl():
     }  # fmt: skip
 
 
+def test_a_name_of_two_columns_hides_neither():
+    columns = columns_of([{**LINE, "rewards": {"right": 1.0, "step": 0.5}, "right": "logged"}])
+    assert columns["right"] == [1.0] and columns["right (logged)"] == ["logged"]
+    assert columns["step"] == [5] and columns["step (reward)"] == [0.5] and list(columns)[-1] == "advantage"
+
+
+def test_an_object_without_fields_is_json(tmp_path):
+    """Parquet has no type for it."""
+    odd = [{}, [{"a": {}}], {"b": [{}]}]
+    for value in odd:
+        read = pandas.read_parquet(write_parquet(tmp_path, 5, columns_of([{**LINE, "odd": value}])))
+        assert json.loads(read["odd"][0]) == value
+
+
 def test_a_file_is_read_by_pandas(tmp_path):
     path = write_parquet(tmp_path / "completions", 5, columns_of([LINE, LINE]))
     assert path.name == "completions_00005.parquet" and len(list(path.parent.iterdir())) == 1

@@ -44,7 +44,7 @@ def told(request, tmp_path_factory):
     command = [sys.executable, "-c", SCRIPT, str(folder / "run"), request.param]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return SimpleNamespace(name=request.param, run=folder / "run", files=folder)
+    return SimpleNamespace(name=request.param, run=folder / "run", files=folder, said=done.stdout)
 
 
 def trackio_rows(folder):
@@ -62,6 +62,10 @@ def wandb_rows(run):
         assert known[1] == "sums"
         found += [(known[0], known[2], row.get("train/global_step"), row) for row in wandb_file.history(path)]
     return found
+
+
+def test_a_quiet_run_prints_nothing(told):
+    assert told.said == ""
 
 
 def test_a_run_that_goes_on_is_one_run(told):
