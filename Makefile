@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k docs pages pictures launches report-picture comparison-picture test-slow machine-code liger-tests \
+.PHONY: train stages test real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -32,8 +32,8 @@ test: $(VENV)/.installed
 REAL := runs/smollm2-135m-sums
 REAL_RESULTS := benchmarks/results/smollm2-135m
 # glibc gives the memory of large tensors back to the system after each use. Keeping it makes steps shorter.
-real real-gsm8k: export MALLOC_MMAP_MAX_ = 0
-real real-gsm8k: export MALLOC_TRIM_THRESHOLD_ = 100000000000
+real real-gsm8k real-bounded: export MALLOC_MMAP_MAX_ = 0
+real real-gsm8k real-bounded: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 real: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
 	$(BIN)/python -m fastgrpo.train --config fastgrpo/recipes/smollm2-135m-sums.yaml \
@@ -41,6 +41,16 @@ real: $(VENV)/.installed
 	mkdir -p $(REAL_RESULTS)
 	cp $(REAL)/summary.json $(REAL)/metrics.jsonl $(REAL)/curves.png $(REAL_RESULTS)
 	$(MAKE) real-gsm8k
+
+# The same training with a bounded backward of the head, and one picture of both.
+BOUNDED_RESULTS := benchmarks/results/smollm2-135m-bounded
+real-bounded: $(VENV)/.installed
+	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
+	$(BIN)/python -m fastgrpo.train --config fastgrpo/recipes/smollm2-135m-sums.yaml --head_backward_tolerance 0.01 \
+	  --model_name_or_path models/smollm2-135m --output_dir $(REAL)-bounded --resume_from_checkpoint auto $(ARGS)
+	mkdir -p $(BOUNDED_RESULTS)
+	cp $(REAL)-bounded/summary.json $(REAL)-bounded/metrics.jsonl $(BOUNDED_RESULTS)
+	$(BIN)/python -m benchmarks.bounded_training
 
 # The same model before and after on 200 held-out problems of GSM8K; GSM8K="--dataset_name FOLDER" reads them there.
 real-gsm8k:

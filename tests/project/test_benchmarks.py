@@ -10,7 +10,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from benchmarks import report
+from benchmarks import bounded_training, report
 from benchmarks.batches import make_batch
 from benchmarks.compare import COMMIT_VARIABLE, SAME_RUN, STARTED_VARIABLE, append, compare, in_turns, rows_of
 from benchmarks.variants import bare_products
@@ -48,6 +48,15 @@ def test_the_parts_of_a_run_have_its_date_and_commit():
     assert (row["date"], row["commit"]) == ("2026-02-02T00:00:00+00:00", "abc")
     (mine,) = rows_of({}, {"a": ""})
     assert {STARTED_VARIABLE: mine["date"], COMMIT_VARIABLE: mine["commit"]} == SAME_RUN
+
+
+def test_the_page_has_the_table_of_both_trainings(tmp_path, capsys):
+    picture = tmp_path / "curves.png"
+    bounded_training.main([str(bounded_training.EXACT), str(bounded_training.BOUNDED), str(picture)])
+    table, _, kept = capsys.readouterr().out.strip().rpartition("\n\n")
+    page = (ROOT / "docs" / "recipes" / "real.md").read_text()
+    assert table in page and kept.startswith("Columns kept: 0.27 of the vocabulary, 0.17 to 0.48")
+    assert "kept 27% of the vocabulary, 17% to 48% in a step" in page and picture.stat().st_size > 10_000
 
 
 def test_a_time_budget_ends_the_rounds():
