@@ -14,9 +14,10 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -55,11 +56,15 @@ class Contestant:
         name: What its variants are called where none of them can be made.
         function: What makes the entry, as module:function.
         device: Where its calls run, "cpu" or "cuda".
+        environment: What its process has in its environment beside what this one has.
         options: Arguments of the function, as JSON has them.
     """
 
-    def __init__(self, name: str, function: str, device: str, **options: Any):
+    def __init__(
+        self, name: str, function: str, device: str, environment: Mapping[str, str] | None = None, **options: Any
+    ):
         self.name, self.values, self.process, self.made = name, {}, None, None
+        self.environment, self.resident = {**os.environ, **KERNELS_ONLY, **(environment or {})}, 0
         self.command = [sys.executable, "-m", "benchmarks.contestants", function, device, json.dumps(options)]
 
     def entry(self) -> dict[str, Any]:
@@ -70,8 +75,7 @@ class Contestant:
         """
         if self.process is None:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-                env={**os.environ, **KERNELS_ONLY},
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=self.environment
             )  # fmt: skip
         self.made = self.made or self._answer()
         return self.made
@@ -115,6 +119,7 @@ class Contestant:
         answer = self._answer()
         if answer["value"] is not None:
             self.values.setdefault(name, []).append(answer["value"])
+        self.resident = answer["resident"]
         return answer["measured"]
 
     def _answer(self):
@@ -163,7 +168,11 @@ def taking_part(contestants: list[Contestant]) -> Iterator[list[Contestant]]:
 
 
 def contest(
-    contestants: list[Contestant], rounds: int, missing: dict[str, str] | None = None, seconds: float | None = None
+    contestants: list[Contestant],
+    rounds: int,
+    missing: dict[str, str] | None = None,
+    seconds: float | None = None,
+    whole: bool = False,
 ) -> Contest:
     """Time the variants of all contestants in turns, as `compare` does.
 
@@ -172,6 +181,8 @@ def contest(
         rounds: As in `compare`.
         missing: The reason for each variant that does not take part at all.
         seconds: As in `compare`.
+        whole: Whether the peak memory of a variant is the most that its process ever had resident, with the model and
+            all that training keeps, instead of what torch allocates in a call.
 
     Raises:
         Failed: One of ours failed; another one's failure makes it missing.
@@ -187,13 +198,17 @@ def contest(
         about[contestant.name] = entry["about"]
         for name in entry["calls"]:
             try:
-                peaks[name] = contestant.peak(name)
+                first = contestant.seconds if whole else contestant.peak
+                peaks[name] = first(name)  # the warm-up
             except Failed as error:
                 _tolerate(name, error, missing)
                 continue
             clocks[name] = partial(contestant.seconds, name)
     results = in_turns({name: partial(_timed, name, clock, missing) for name, clock in clocks.items()}, peaks, rounds,
                        seconds)  # fmt: skip
+    for contestant in contestants if whole else ():
+        for name in results.keys() & (contestant.made or {}).get("calls", ()):
+            results[name]["peak_bytes"] = contestant.resident
     values = {name: found for contestant in contestants for name, found in contestant.values.items()}
     return Contest(results, missing, about, values, lambda name: clocks[name]())
 
@@ -254,7 +269,8 @@ def serve(function: str, device: str, options: dict[str, Any]) -> None:
         except Exception as error:
             answer(error=_line_of(error))
             continue
-        answer(measured=measured, value=value if isinstance(value, dict) else None)
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes
+        answer(measured=measured, value=value if isinstance(value, dict) else None, resident=resident)
 
 
 if __name__ == "__main__":

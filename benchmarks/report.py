@@ -3,9 +3,9 @@
     python -m benchmarks.report [folder of results] [page.md ...]
 
 prints a table for every benchmark and device, and puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` on every
-page that has these markers. Without arguments the pages are README.md and docs/benchmarks.md, which has the markers of
-all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures, time and memory against N and a step by
-its stages, are written to <folder>/NAME.png.
+page that has these markers. Without arguments the pages are README.md and docs/measurements.md, which has the markers
+of all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures, time and memory against N and a step
+by its stages, are written to <folder>/NAME.png.
 """
 
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.compare import RESULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
 MINE = "fastgrpo"
 
 
@@ -215,7 +215,7 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
 
     Args:
         folder: The folder of the results files; the pictures go there too.
-        pages: Markdown files. Without any, they are docs/benchmarks.md and README.md.
+        pages: Markdown files. Without any, they are docs/measurements.md and README.md.
     """
     folder, pages = Path(folder), [Path(page) for page in pages or PAGES]
     for path in sorted(folder.glob("*.jsonl")):

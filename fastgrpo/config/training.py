@@ -144,7 +144,7 @@ class UpdatesConfig:
         0.0,
         "Largest share of a token's gradient by its logits that the head's backward pass may leave out, by leaving out "
         "entries of the vocabulary that hold at most this share of the probability beside the token drawn. 0 is exact; "
-        "with 0.01 a model of 49,152 tokens kept about a quarter of them (docs/benchmarks.md).",
+        "with 0.01 a model of 49,152 tokens kept about a quarter of them (docs/measurements.md).",
         within=BACKWARD_TOLERANCE,
     )
 

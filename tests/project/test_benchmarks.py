@@ -54,7 +54,7 @@ def test_the_page_has_the_table_of_both_trainings(tmp_path, capsys):
     picture = tmp_path / "curves.png"
     bounded_training.main([str(bounded_training.EXACT), str(bounded_training.BOUNDED), str(picture)])
     table, _, kept = capsys.readouterr().out.strip().rpartition("\n\n")
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "measurements.md").read_text()
     assert table in page and kept.startswith("Columns kept: 0.27 of the vocabulary, 0.17 to 0.48")
     assert "kept 27% of the vocabulary, 17% to 48% in a step" in page and picture.stat().st_size > 10_000
 

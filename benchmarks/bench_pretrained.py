@@ -1,0 +1,148 @@
+"""Whole training steps of a pretrained model on a CPU: fastgrpo's GRPOTrainer against TRL's.
+
+SmolLM2-135M-Instruct in fp32 answers 4 questions with 8 completions each of at most 64 tokens, without a reference
+(beta = 0) and with one (beta = 0.04). Each trainer is in a process of its own, and its memory is the most that its
+process ever had resident: weights, optimizer, reference, and what a step needs on top. Both have all 32 completions in
+one batch, as far as they choose not to split it.
+
+    FASTGRPO_SMOLLM2=models/smollm2-135m pytest benchmarks/bench_pretrained.py --benchmark-only
+
+The variable names a folder that `python -m fastgrpo.recipes.smollm2 FOLDER` has made. Results are added to
+results/cpu.jsonl. With FASTGRPO_BENCH_SMALL=1 a random model of a few weights runs, and nothing is written.
+"""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks.bench_step import make_rows, parity, save_model
+from benchmarks.compare import rows_of
+from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
+from benchmarks.harness import CUDA, SMALL, Bar, at_least, at_most, finish
+from benchmarks.stepwise import Stepwise
+from fastgrpo import GRPOConfig, GRPOTrainer
+
+MODEL = os.environ.get("FASTGRPO_SMOLLM2")
+ROUNDS = 2 if SMALL else 3
+PROMPTS, GROUP, MAX_TOKENS = (2, 4, 8) if SMALL else (4, 8, 64)
+BETAS = (0.04,) if SMALL else (0.0, 0.04)
+SPEED_BAR, MEMORY_BAR = 3.0, 0.45  # times TRL's samples a second, and the share of its memory
+KINDS = ("fastgrpo", "trl")
+
+
+def questions() -> list[dict[str, Any]]:
+    """Return prompts: sums, as messages for the model's own chat template."""
+    if SMALL:
+        return make_rows("0.8m")
+    pairs = [(a, a * 7 % 50) for a in range(10, 74)]
+    texts = [f"What is {a} + {b}? Explain how you add the two numbers." for a, b in pairs]
+    return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
+
+
+def our_entry(path: str, folder: str, beta: float) -> Entry:
+    """Make fastgrpo's trainer.
+
+    Args:
+        path: Folder of the model.
+        folder: Where the run is written.
+        beta: Coefficient of the KL divergence to the reference.
+
+    Returns:
+        An entry whose variant takes one step, and returns the step's metrics.
+    """
+    config = GRPOConfig(
+        output_dir=folder, prompts_per_step=PROMPTS, num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=beta,
+        max_steps=10_000, device="cpu",
+    )  # fmt: skip
+    return Entry({"fastgrpo": GRPOTrainer(path, parity, config, questions()).step})
+
+
+def trl_entry(path: str, folder: str, beta: float) -> Entry:
+    """Make TRL's trainer.
+
+    Args:
+        path: Folder of the model.
+        folder: Where the run is written.
+        beta: Coefficient of the KL divergence to the reference.
+
+    Returns:
+        An entry whose variant takes one step.
+    """
+    import trl
+    from datasets import Dataset
+
+    config = trl.GRPOConfig(
+        output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
+        max_completion_length=MAX_TOKENS, beta=beta, max_steps=10_000, report_to="none", save_strategy="no",
+        logging_steps=10_000, use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=0,
+        model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+    stepper = Stepwise()
+    dataset = Dataset.from_list(questions())
+    stepper.start(trl.GRPOTrainer(path, parity, args=config, train_dataset=dataset, callbacks=[stepper]))
+    return Entry({"trl": stepper})
+
+
+def contestants_of(folder: Path, beta: float) -> tuple[list[Contestant], dict[str, str]]:
+    """Return the trainers, each of which will be in a process of its own, and the reason for one that is missing.
+
+    Args:
+        folder: Where they may write.
+        beta: Coefficient of the KL divergence to the reference.
+    """
+    path = MODEL
+    if SMALL:
+        path = folder / "model"
+        save_model(path, "0.8m")
+    entries = {"fastgrpo": "our_entry", "trl": "trl_entry"}
+    missing = {} if find_spec("trl") else {"trl": "not installed: No module named 'trl'"}
+    contestants = [
+        Contestant(kind, f"benchmarks.bench_pretrained:{entry}", "cpu", path=str(path), folder=str(folder / kind),
+                   beta=beta)
+        for kind, entry in entries.items() if kind not in missing
+    ]  # fmt: skip
+    return contestants, missing
+
+
+def judged(beta: float, found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
+    """Return rows and bars of a contest.
+
+    Args:
+        beta: Coefficient of the KL divergence to the reference.
+        found: What came of it.
+    """
+    results, samples = found.results, PROMPTS * GROUP
+    extras = {name: {"samples_per_s": round(samples / result["median_s"], 2)} for name, result in results.items()}
+    steps = sorted(found.values["fastgrpo"][1:], key=lambda values: values["step_time"])
+    middle = steps[len(steps) // 2]
+    stages = {key.removeprefix("time/"): value for key, value in middle.items() if key.startswith("time/")}
+    extras["fastgrpo"]["stages_ms"] = {stage: round(1e3 * seconds, 1) for stage, seconds in stages.items()}
+    rows = rows_of(
+        results, found.missing, extras, benchmark="pretrained", model="0.8m" if SMALL else "SmolLM2-135M",
+        case=f"beta {beta:g}", prompts=PROMPTS, group=GROUP, max_tokens=MAX_TOKENS, beta=beta, dtype="float32",
+    )  # fmt: skip
+    bars = {}
+    if "trl" in results:
+        mine, other = results["fastgrpo"], results["trl"]
+        bars = {
+            "samples a second, times trl": at_least(other["median_s"] / mine["median_s"], SPEED_BAR),
+            "peak memory, of trl": at_most(mine["peak_bytes"] / other["peak_bytes"], MEMORY_BAR),
+        }
+    return rows, bars
+
+
+@pytest.mark.skipif(CUDA, reason="bench_step.py measures steps on a GPU")
+@pytest.mark.skipif(not (SMALL or MODEL), reason="FASTGRPO_SMOLLM2 names no folder")
+@pytest.mark.parametrize("beta", BETAS)
+def test_pretrained(
+    benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path, beta: float
+) -> None:
+    contestants, absent = contestants_of(tmp_path, beta)
+    with taking_part(contestants):
+        found = contest(contestants, ROUNDS, absent, whole=True)
+        rows, bars = judged(beta, found)
+        finish(benchmark, capsys, rows, bars, lambda: found.again("fastgrpo"), 1, missing=found.missing)
