@@ -110,5 +110,5 @@ def test_busy(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], t
             extras = {"fastgrpo, 1 thread": {"threads": 1}}
             rows += rows_of(found, None, extras, benchmark="busy", model=model, case=case, dtype="float32")
             ratio = seconds["fastgrpo, spinning"] / seconds["fastgrpo"]
-            bars[f"times spinning threads, {case}"] = at_least(ratio, NOT_SLOWER if case == CASES[0] else 1.0)
+            bars[f"{model}: times spinning threads, {case}"] = at_least(ratio, NOT_SLOWER if case == CASES[0] else 1.0)
         finish(benchmark, capsys, rows, bars, clocks[CASES[0], "fastgrpo"], 1)

@@ -129,8 +129,8 @@ def judged(beta: float, found: Contest) -> tuple[list[dict[str, Any]], dict[str,
     if "trl" in results:
         mine, other = results["fastgrpo"], results["trl"]
         bars = {
-            "samples a second, times trl": at_least(other["median_s"] / mine["median_s"], SPEED_BAR),
-            "peak memory, of trl": at_most(mine["peak_bytes"] / other["peak_bytes"], MEMORY_BAR),
+            f"samples a second, times trl, beta {beta:g}": at_least(other["median_s"] / mine["median_s"], SPEED_BAR),
+            f"peak memory, of trl, beta {beta:g}": at_most(mine["peak_bytes"] / other["peak_bytes"], MEMORY_BAR),
         }
     return rows, bars
 

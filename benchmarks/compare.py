@@ -7,6 +7,7 @@ turns what comes back into rows with `rows_of`, and adds the rows to results/ wi
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Hashable
@@ -189,6 +190,14 @@ def _commit():
     return described.stdout.strip() or "unknown"
 
 
+def _processor():
+    """Name the CPU as Linux does, or as Python does elsewhere."""
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
+    return names[0] if names else platform.processor()
+
+
+PROCESSOR = _processor()
 # Asked for once, because the first results that a run writes make the tree differ.
 COMMIT = os.environ.get(COMMIT_VARIABLE) or _commit()
 SAME_RUN = {STARTED_VARIABLE: STARTED, COMMIT_VARIABLE: COMMIT}  # for the environment of a run's parts
@@ -217,6 +226,7 @@ def rows_of(
         "commit": COMMIT,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "processor": PROCESSOR,
         "threads": torch.get_num_threads(),
         **versions(),
         **description,

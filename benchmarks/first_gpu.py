@@ -31,7 +31,7 @@ from benchmarks.first_sizes import (
     TRL_BARS,
     size_name,
 )
-from benchmarks.harness import CUDA, SMALL, Bar, none_of
+from benchmarks.harness import CUDA, SMALL, Bar, in_words, none_of
 from benchmarks.layers import LAYERS
 from benchmarks.report import bar_table
 from fastgrpo.kernel_checks.processes import Ended, run_limited
@@ -235,7 +235,7 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
     """
     part, found, problem, _ = outcome
     why = problem or found.note or "not measured"
-    measured = {name: _judged(bar) for name, bar in found.bars.items()}
+    measured = {name: in_words(bar) for name, bar in found.bars.items()}
     absent = {name: {"missing": why} for name in part.bars if name not in measured}
     lines = [
         {"part": part.name, "bar": name, "predicted": PREDICTED.get(name), **values}
@@ -243,13 +243,6 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
     ]
     remark = "; ".join(text for text in (problem, found.note) if text)
     return lines or [{"part": part.name, "bar": "", "missing": remark or "done"}]
-
-
-def _judged(bar):
-    """Return a bar as a line of results has it."""
-    kind = "at most" if "at most" in bar else "at least"
-    unseen = "" if bar.get("complete", True) else ", and not all ran"
-    return {"measured": bar["value"], "limit": f"{kind} {bar[kind]:g}{unseen}", "met": bar["met"]}
 
 
 def main(names: Sequence[str]) -> int:

@@ -61,6 +61,17 @@ def none_of(failures: int, complete: bool) -> Bar:
     return {**at_most(failures, 0), "met": complete and failures == 0, "complete": complete}
 
 
+def in_words(bar: Bar) -> dict[str, Any]:
+    """Return a bar as tables have it: "measured", the "limit" in words, and whether it was "met".
+
+    Args:
+        bar: What `at_most`, `at_least` or `none_of` returned.
+    """
+    kind = "at most" if "at most" in bar else "at least"
+    unseen = "" if bar.get("complete", True) else ", and not all ran"
+    return {"measured": bar["value"], "limit": f"{kind} {bar[kind]:g}{unseen}", "met": bar["met"]}
+
+
 def finish(
     benchmark: BenchmarkFixture,
     capsys: pytest.CaptureFixture[str],
@@ -92,5 +103,5 @@ def finish(
             print(f"\nmissing: {name}: {reason}")
     benchmark.extra_info.update(rows=rows, missing=missing, bars=bars)
     if keep:
-        append(rows, DEVICE)
+        append([{**rows[0], "bars": bars}, *rows[1:]], DEVICE)
     benchmark.pedantic(call, rounds=rounds)

@@ -14,9 +14,11 @@ import sys
 from pathlib import Path
 
 from benchmarks.compare import RESULTS
+from benchmarks.harness import in_words
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
+README = "README.md"  # has short tables
 MINE = "fastgrpo"
 
 
@@ -36,17 +38,20 @@ def newest(path: Path) -> dict[str, list[dict]]:
     return {name: [row for row in rows if row["benchmark"] == name and row["date"] == last[name]] for name in last}
 
 
-def table(rows: list[dict], device: str) -> str:
+def table(rows: list[dict], device: str, brief: bool = False) -> str:
     """Write the results of one run as Markdown.
 
     Args:
         rows: The results of one benchmark, as `newest` returns them.
         device: The name of the results file: cpu, or the GPU's name.
+        brief: Whether to show the first case alone, and no bars.
 
     Returns:
-        A line that says what ran where and when, a table with a line for each variant and shape, and the variants that
-        could not run, with the reason.
+        A line that says what ran where and when, a table with a line for each variant and shape, the variants that
+        could not run, with the reason, and a table of the bars that the benchmark is held to.
     """
+    if brief:
+        rows = [row for row in rows if row.get("case") == rows[0].get("case")]
     if "bar" in rows[0]:
         return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
     first, measured = rows[0], [row for row in rows if "missing" not in row]
@@ -56,7 +61,8 @@ def table(rows: list[dict], device: str) -> str:
             mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
     cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
     used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # no column for what nobody measured
-    machine = f"{device} ({first['threads']} threads)" if device == "cpu" and "threads" in first else device
+    where = [first.get("processor", ""), f"{first['threads']} threads" if "threads" in first else ""]
+    machine = f"{device} ({', '.join(filter(None, where))})" if device == "cpu" and any(where) else device
     lines = [
         f"{machine}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, {first['date'][:10]}. "
         "Time: median (p20 to p80).",
@@ -67,23 +73,29 @@ def table(rows: list[dict], device: str) -> str:
     absent = dict.fromkeys((row["variant"], row["missing"]) for row in rows if "missing" in row)
     if absent:
         lines += ["", "Missing: " + "; ".join(f"{variant} ({reason})" for variant, reason in absent) + "."]
+    bars = [{"bar": name, **in_words(bar)} for row in rows for name, bar in row.get("bars", {}).items()]
+    if bars and not brief:
+        lines += ["", bar_table(bars)]
     return "\n".join(lines)
 
 
 def bar_table(rows: list[dict]) -> str:
-    """Write the bars of `make first-gpu` as Markdown: what was measured, what was predicted, what is wanted.
+    """Write bars as Markdown: what was measured, what is wanted, and for `make first-gpu` what was predicted.
 
     Args:
         rows: One a bar; one without a measurement has the reason as "missing".
     """
-    lines = [["part", "bar", "measured", "predicted", "limit", "met"], ["---"] * 6]
+    shown = ["part", "bar", "measured", "predicted", "limit", "met"]
+    if "part" not in rows[0]:
+        shown = ["bar", "measured", "limit", "met"]
+    lines = [shown, ["---"] * len(shown)]
     for row in rows:
-        measured, limit, met = "-", "", ""
+        told = {key: row.get(key) or "" for key in ("part", "bar", "predicted", "limit")} | {"measured": "-", "met": ""}
         if "measured" in row:
-            measured, limit, met = format(row["measured"], "g"), row["limit"], "yes" if row["met"] else "no"
+            told |= {"measured": format(row["measured"], "g"), "met": "yes" if row["met"] else "no"}
         elif row["missing"]:
-            measured = f"- ({row['missing']})"
-        lines.append([row["part"], row["bar"], measured, row.get("predicted") or "", limit, met])
+            told["measured"] = f"- ({row['missing']})"
+        lines.append([told[key] for key in shown])
     return "\n".join(line.replace("\n", " ") for line in _rows(lines))
 
 
@@ -221,13 +233,12 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
     for path in sorted(folder.glob("*.jsonl")):
         for benchmark, rows in newest(path).items():
             name = f"{benchmark}-{path.stem}"
-            markdown = table(rows, path.stem)
-            print(f"## {name}\n\n{markdown}\n")
+            print(f"## {name}\n\n{table(rows, path.stem)}\n")
             if any(row.get("case") == "all rows" for row in rows):
                 picture_of_sizes(rows, name, folder / f"{name}.png")
             if any("stages_ms" in row for row in rows):
                 picture_of_steps(rows, name, folder / f"{name}.png")
-            if not any([_write_table(page, name, markdown) for page in pages]):
+            if not any([_write_table(page, name, table(rows, path.stem, brief=page.name == README)) for page in pages]):
                 print(f"No page has this table: it goes between <!-- bench:{name} --> and <!-- /bench -->.\n")
 
 

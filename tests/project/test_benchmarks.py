@@ -13,6 +13,7 @@ from paths import ROOT
 from benchmarks import bounded_training, report
 from benchmarks.batches import make_batch
 from benchmarks.compare import COMMIT_VARIABLE, SAME_RUN, STARTED_VARIABLE, append, compare, in_turns, rows_of
+from benchmarks.harness import at_least, at_most
 from benchmarks.variants import bare_products
 
 
@@ -171,10 +172,12 @@ def test_every_benchmark_runs_small(small):
 def test_bench_loss(small):
     """The gradients of all variants agree, and peers that are not installed are named."""
     (info,) = infos_of(small, "bench_loss")
+    assert any("bare products" in name for name in info["bars"])
     assert any("full logits" in name for name in info["bars"])
     rows = [row for row in info["rows"] if "missing" not in row]
     variants = {row["variant"] for row in rows}
-    assert {"fastgrpo", "full logits"} <= variants and ("trl" in variants) != ("trl" in info["missing"])
+    assert {"fastgrpo", "full logits", "bare products"} <= variants
+    assert ("trl" in variants) != ("trl" in info["missing"])
     assert {row["case"] for row in rows} == {"all rows", "40% of the rows"}
     peaks = {(row["variant"], row["case"]): row["peak_mib"] for row in rows}
     logits = 256 * 2048 * 4 / 2**20
@@ -304,7 +307,8 @@ def test_report_of_steps_and_rollouts(tmp_path, capsys):
     stages = {"rollout": 1.2, "backward": 0.8}
     rows = [
         {**common, **times, "benchmark": "step", "variant": "fastgrpo", "samples_per_s": 500.0, "peak_mib": 3.0,
-         "stages_ms": stages},
+         "stages_ms": stages, "processor": "a CPU", "threads": 2,
+         "bars": {"fast": at_least(3.0, 1.5), "small": at_most(0.7, 0.5)}},
         {**common, **times, "benchmark": "step", "variant": "trl", "ms_p50": 6.0, "samples_per_s": 170.0,
          "peak_mib": None},
         {**common, **times, "benchmark": "rollout", "case": "equal", "variant": "fastgrpo, a", "tokens_per_s": 1200},
@@ -312,8 +316,13 @@ def test_report_of_steps_and_rollouts(tmp_path, capsys):
          "tokens_per_s": 2400},
     ]  # fmt: skip
     (tmp_path / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report.main(tmp_path, tmp_path / "README.md")
+    pages = tmp_path / "page.md", tmp_path / "README.md"
+    for page in pages:
+        page.write_text("<!-- bench:step-cpu -->\n<!-- /bench -->\n<!-- bench:rollout-cpu -->\n<!-- /bench -->\n")
+    report.main(tmp_path, *pages)
     out = capsys.readouterr().out
+    assert "cpu (a CPU, 2 threads), commit abc" in out and "| fast | 3 | at least 1.5 | yes |" in out
+    assert ["| small | 0.7 | at most 0.5 | no |" in page.read_text() for page in pages] == [True, False]
     assert "| model | variant | ms | x fastgrpo | samples/s | peak MiB |" in out
     assert "| tiny | trl | 6.00 (1.00 to 3.00) | 3.00 | 170 |  |" in out
     assert "| model | case | variant | ms | x fastgrpo | tokens/s |" in out
@@ -345,6 +354,24 @@ def test_bench_step(small):
     assert ours["variant"] == "fastgrpo" and trl["variant"] == "trl"
     assert {"rollout", "reward", "reference", "forward", "loss", "backward"} < set(ours["stages_ms"])
     assert ("missing" in trl) == (not info["bars"])
+
+
+def test_bench_pretrained(small):
+    """The memory is that of the whole process, for both trainers."""
+    (info,) = infos_of(small, "bench_pretrained")
+    ours, trl = info["rows"]
+    assert ours["peak_mib"] > 100 and sum(ours["stages_ms"].values()) < 1.5 * ours["ms_p80"]
+    assert ("missing" in trl) == (not info["bars"]) and all(name.endswith("beta 0.04") for name in info["bars"])
+
+
+def test_bench_busy(small):
+    """Each variant has its own threads, on quiet cores and beside another process."""
+    (info,) = infos_of(small, "bench_busy")
+    assert [(row["case"], row["variant"]) for row in info["rows"]] == [
+        (case, variant) for case in ("quiet", "beside another process")
+        for variant in ("fastgrpo", "fastgrpo, spinning", "fastgrpo, 1 thread")
+    ]  # fmt: skip
+    assert len(info["bars"]) == 2
 
 
 def test_the_page_shows_the_predictions():
