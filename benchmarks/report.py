@@ -13,6 +13,7 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks import growth
 from benchmarks.compare import RESULTS
 from benchmarks.harness import in_words
 
@@ -54,21 +55,15 @@ def table(rows: list[dict], device: str, brief: bool = False) -> str:
         rows = [row for row in rows if row.get("case") == rows[0].get("case")]
     if "bar" in rows[0]:
         return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
-    first, measured = rows[0], [row for row in rows if "missing" not in row]
-    mine = {}
-    for row in measured:
-        if row["variant"].partition(",")[0] == MINE:
-            mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
-    cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
-    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # no column for what nobody measured
+    first = rows[0]
+    cells = growth.lines_of(rows) if "axis" in first else _lines_of([row for row in rows if "missing" not in row])
     where = [first.get("processor", ""), f"{first['threads']} threads" if "threads" in first else ""]
     machine = f"{device} ({', '.join(filter(None, where))})" if device == "cpu" and any(where) else device
     lines = [
         f"{machine}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, {first['date'][:10]}. "
         "Time: median (p20 to p80).",
         "",
-        *_rows([[list(COLUMNS)[i] for i in used], ["---"] * len(used)]),
-        *_rows([[row[i] for i in used] for row in cells]),
+        *_rows([cells[0], ["---"] * len(cells[0]), *cells[1:]]),
     ]
     absent = dict.fromkeys((row["variant"], row["missing"]) for row in rows if "missing" in row)
     if absent:
@@ -97,6 +92,17 @@ def bar_table(rows: list[dict]) -> str:
             told["measured"] = f"- ({row['missing']})"
         lines.append([told[key] for key in shown])
     return "\n".join(line.replace("\n", " ") for line in _rows(lines))
+
+
+def _lines_of(measured):
+    """Return the cells of the header, and of a line for each variant and shape."""
+    mine = {}
+    for row in measured:
+        if row["variant"].partition(",")[0] == MINE:
+            mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
+    cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
+    used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # no column for what nobody measured
+    return [[line[i] for i in used] for line in (list(COLUMNS), *cells)]
 
 
 def _rows(cells):
@@ -236,6 +242,8 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
             print(f"## {name}\n\n{table(rows, path.stem)}\n")
             if any(row.get("case") == "all rows" for row in rows):
                 picture_of_sizes(rows, name, folder / f"{name}.png")
+            if "axis" in rows[0]:
+                growth.draw(rows, folder / f"{name}.png")
             if any("stages_ms" in row for row in rows):
                 picture_of_steps(rows, name, folder / f"{name}.png")
             if not any([_write_table(page, name, table(rows, path.stem, brief=page.name == README)) for page in pages]):

@@ -1,0 +1,181 @@
+"""How time and memory grow: the head over tokens and vocabulary, rollouts and whole steps over what makes them longer.
+
+Each axis grows one size and leaves the others as they are (`AXES`). Its points take turns. An exponent of 1 says that
+twice the size takes twice the time; it is measured between the two largest sizes, where fixed costs no longer hide it,
+and over all sizes. No exponent may be above what the algorithm must have:
+
+    head       time 1 in tokens N and vocabulary V, as its matrix products. Memory 0 in N, because the logits of one
+               chunk are held at a time; at most 1 in V, because a chunk has at least 128 rows, which counts above
+               131,072 entries.
+    rollout    time 1 in lanes. Up to 2 in the length of completions and prompts, whose tokens attend to all before
+               them. Memory 1, the keys and values.
+    step       time 1 in the completions of a group. Up to 2 in their length. Memory 1, until a micro-batch is full.
+
+    pytest benchmarks/bench_growth.py --benchmark-only
+
+Results are added to results/cpu.jsonl. With FASTGRPO_BENCH_SMALL=1 the sizes are tiny and nothing is written.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from benchmarks import bench_step
+from benchmarks.batches import make_batch
+from benchmarks.compare import compare, rows_of
+from benchmarks.growth import last_exponent
+from benchmarks.harness import CUDA, SMALL, Bar, at_most, finish
+from benchmarks.models import Size, random_model
+from benchmarks.variants import fastgrpo
+from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+
+ROUNDS = 2 if SMALL else 5
+SECONDS = 30  # no further round of an axis starts after them
+SLACK = 0.15  # of an exponent: two points of a busy machine make no straight line
+MODEL = Size(128, 384, 4, 4, 2, vocab=512)
+WORDS = "1.8m"  # the model of the step: one of its 8,192 tokens ends a completion, so that few end early
+GROUP = 8  # completions of a prompt, in rollouts
+
+
+class Axis(NamedTuple):
+    """What grows.
+
+    Attributes:
+        part: "head", "rollout" or "step".
+        name: What of it grows.
+        sizes: The sizes, rising.
+        fixed: The other sizes, in words.
+        time: Largest exponent that its time must have.
+        memory: The same of its peak memory.
+        make: Makes the call of one size, from the size and an empty folder.
+    """
+
+    part: str
+    name: str
+    sizes: tuple[int, ...]
+    fixed: str
+    time: float
+    memory: float
+    make: Callable[[int, Path], Callable[[], Any]]
+
+
+def head(n: int, v: int) -> Callable[[], Any]:
+    """Make the head's forward and backward pass, D = 128.
+
+    Args:
+        n: Tokens.
+        v: Entries of the vocabulary.
+    """
+    return partial(fastgrpo, make_batch(n, 128, v, length=64, dtype=torch.float32, device="cpu"))
+
+
+@cache
+def _policy():
+    model = random_model("llama", MODEL, "cpu", torch.float32, max_position_embeddings=4096, bos_token_id=None,
+                         eos_token_id=0, pad_token_id=0)  # fmt: skip
+    return Policy.of(prepare(model))
+
+
+def rollout(lanes: int, prompt: int, length: int) -> Callable[[], None]:
+    """Make a rollout in which no completion ends early.
+
+    Args:
+        lanes: Completions, all of them in flight.
+        prompt: Tokens of a prompt.
+        length: Tokens of a completion.
+    """
+    prompts = torch.randint(MODEL.vocab, (lanes // GROUP, prompt), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def draw() -> None:
+        engine = RolloutEngine(_policy(), max_num_seqs=lanes)  # with keys and values of its own, which are counted
+        for i, ids in enumerate(prompts):
+            engine.add_request(ids, GROUP, SamplingParams(max_tokens=length, seed=0), request_id=i)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert all(len(drawn.ids) == length for drawn in output.rollouts)
+
+    return draw
+
+
+def step(folder: Path, group: int, length: int) -> Callable[[], Any]:
+    """Make a step of the trainer: 4 prompts of 8 tokens, with a reference.
+
+    Args:
+        folder: An empty folder.
+        group: Completions of a prompt.
+        length: Most tokens of a completion, of which nearly all completions have as many.
+    """
+    config = GRPOConfig(
+        output_dir=str(folder / "run"), prompts_per_step=4, num_generations=group, max_completion_length=length,
+        max_steps=10_000, device="cpu", max_num_seqs=4 * group, beta=0.04,
+    )  # fmt: skip
+    bench_step.save_model(folder / "model", WORDS, [bench_step.SIZES[WORDS].vocab - 1])
+    return GRPOTrainer(str(folder / "model"), bench_step.parity, config, bench_step.make_rows(WORDS)).step
+
+
+def powers(first: int, last: int, factor: int = 4) -> tuple[int, ...]:
+    """Return first, first * factor, ... up to last; with FASTGRPO_BENCH_SMALL=1 two small ones.
+
+    Args:
+        first: The smallest size.
+        last: The largest size.
+        factor: From each to the next.
+    """
+    sizes = [first]
+    while sizes[-1] < last and not SMALL:
+        sizes.append(sizes[-1] * factor)
+    return (8, 16) if SMALL else tuple(sizes)
+
+
+AXES = (
+    Axis("head", "tokens N", powers(256, 16_384), "V = 16,384", 1, 0, lambda n, _: head(8 * n if SMALL else n, 16_384)),
+    Axis("head", "vocabulary V", powers(4096, 262_144), "N = 512", 1, 1, lambda v, _: head(512, v)),
+    Axis("rollout", "lanes", powers(8, 512), "64 + 64 tokens", 1, 1, lambda n, _: rollout(n, 64, 64)),
+    Axis("rollout", "tokens of a completion", powers(32, 1024, 2), "32 lanes, prompts of 64 tokens", 2, 1,
+         lambda n, _: rollout(32, 64, n)),
+    Axis("rollout", "tokens of a prompt", powers(32, 2048), "32 lanes, 32 tokens drawn", 2, 1,
+         lambda n, _: rollout(32, n, 32)),
+    Axis("step", "completions of a group", powers(2, 32, 2), "at most 32 tokens", 1, 1,
+         lambda n, folder: step(folder, n, 32)),
+    Axis("step", "tokens of a completion", powers(16, 256, 2), "groups of 8", 2, 1,
+         lambda n, folder: step(folder, 8, n)),
+)  # fmt: skip
+
+
+def judged(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Bar]:
+    """Compare the exponents of an axis between its two largest sizes with what they must be.
+
+    Args:
+        axis: The axis.
+        rows: A row for each of its sizes.
+    """
+    name = f"{axis.part} over {axis.name}"
+    return {
+        f"{name}: exponent of time": at_most(last_exponent(rows, "ms_p50"), axis.time + SLACK),
+        f"{name}: exponent of memory": at_most(last_exponent(rows, "peak_mib"), axis.memory + SLACK),
+    }
+
+
+@pytest.mark.skipif(CUDA, reason="growth is measured on a CPU")
+@pytest.mark.parametrize("axis", AXES, ids=lambda axis: f"{axis.part} over {axis.name}".replace(" ", "-"))
+def test_growth(benchmark: BenchmarkFixture, capsys: pytest.CaptureFixture[str], tmp_path: Path, axis: Axis) -> None:
+    calls = {}
+    for size in axis.sizes:
+        (tmp_path / str(size)).mkdir()
+        calls[size] = axis.make(size, tmp_path / str(size))
+    results = compare(calls, ROUNDS, "cpu", SECONDS)
+    rows = rows_of(
+        results, None, {size: {"variant": "fastgrpo", "size": size} for size in results},
+        benchmark="growth", part=axis.part, axis=axis.name, fixed=axis.fixed, dtype="float32",
+        expected={"time": axis.time, "memory": axis.memory},
+    )  # fmt: skip
+    finish(benchmark, capsys, rows, judged(axis, rows), calls[axis.sizes[0]], 1)

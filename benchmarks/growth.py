@@ -1,0 +1,97 @@
+"""The table and the picture of bench_growth.py: time and memory over each size, and the exponents of their growth."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+MEASURED = {"ms_p50": ("time", "ms, median"), "peak_mib": ("memory", "peak MiB")}
+
+
+def last_exponent(rows: Rows, key: str) -> float:
+    """Return by which power of the size a figure grows between the two largest sizes.
+
+    Args:
+        rows: The rows of one axis, sizes rising.
+        key: "ms_p50" or "peak_mib".
+    """
+    before, last = rows[-2:]
+    return math.log(last[key] / before[key]) / math.log(last["size"] / before["size"])
+
+
+def whole_exponent(rows: Rows, key: str) -> float:
+    """Return the power of the size that fits a figure best over all sizes: least squares of the logarithms.
+
+    Args:
+        rows: The rows of one axis.
+        key: "ms_p50" or "peak_mib".
+    """
+    points = [(math.log(row["size"]), math.log(row[key])) for row in rows]
+    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def axes_of(rows: Rows) -> list[Rows]:
+    """Part the rows of one run by axis.
+
+    Args:
+        rows: Rows of bench_growth.py.
+
+    Returns:
+        The rows of each axis, sizes rising, in the order in which the axes were measured.
+    """
+    found = {}
+    for row in rows:
+        found.setdefault((row["part"], row["axis"]), []).append(row)
+    return [sorted(of, key=lambda row: row["size"]) for of in found.values()]
+
+
+def lines_of(rows: Rows) -> list[list[str]]:
+    """Return the cells of the table, a line for each axis below the header.
+
+    Args:
+        rows: Rows of bench_growth.py.
+    """
+    lines = [["part", "grows", "fixed", "from, to"]]
+    for word, unit in (("time", "ms"), ("memory", "MiB")):
+        lines[0] += [unit, f"exponent of {word}: all, last", "must be at most"]
+    for axis in axes_of(rows):
+        first, last = axis[0], axis[-1]
+        cells = [first["part"], first["axis"], first["fixed"], f"{first['size']:,} to {last['size']:,}"]
+        for key, (word, _) in MEASURED.items():
+            cells.append(f"{first[key]:.3g} to {last[key]:.4g}")
+            cells.append(f"{whole_exponent(axis, key):.2f}, {last_exponent(axis, key):.2f}")
+            cells.append(f"{first['expected'][word]:g}")
+        lines.append(cells)
+    return lines
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """Draw time (above) and memory (below) over each size, both logarithmic, with the slope that they may have.
+
+    Args:
+        rows: Rows of bench_growth.py.
+        path: The PNG file to write.
+    """
+    from matplotlib.figure import Figure
+
+    axes = axes_of(rows)
+    figure = Figure(figsize=(3 * len(axes), 6), layout="constrained")
+    panels = figure.subplots(2, len(axes), squeeze=False)
+    for column, axis in enumerate(axes):
+        sizes = [row["size"] for row in axis]
+        for line, (key, (word, label)) in enumerate(MEASURED.items()):
+            panel, power = panels[line, column], axis[0]["expected"][word]
+            panel.plot(sizes, [row[key] for row in axis], marker="o", color=f"C{line}")
+            allowed = [axis[-1][key] * (size / sizes[-1]) ** power for size in sizes]
+            panel.plot(sizes, allowed, linestyle="--", color="gray", label=f"exponent {power:g}")
+            panel.set(xscale="log", yscale="log")
+            panel.set_xticks([sizes[0], sizes[-1]], [f"{sizes[0]:,}", f"{sizes[-1]:,}"])
+            panel.set_xticks([], minor=True)
+            panel.grid(alpha=0.3)
+            panel.legend(fontsize="small")
+            if line == 0:
+                panel.set_title(f"{axis[0]['part']}: {axis[0]['axis']}", fontsize=10)
+            if column == 0:
+                panel.set_ylabel(label)
+    figure.savefig(path, dpi=110)
