@@ -306,6 +306,12 @@ def test_the_settings_that_differ_are_found(page):
     assert [name.partition(" ")[0] for name in page.all(names)] == ["seed"]
 
 
+def test_an_element_leaves_out_what_is_not_there(page):
+    made = """return fastgrpoPage.element("p", { id: "a", title: undefined, lang: null, hidden: true, draggable: false },
+      "<b>", null, fastgrpoPage.element("i")).outerHTML"""
+    assert page.run(made) == '<p id="a" hidden="">&lt;b&gt;<i></i></p>'
+
+
 def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noqa: F811
     """What a page costs to open is what it draws, however long the run was."""
     rows = [row(step, 0, f"answer {step}", i) for step in range(1, 10_001, 100) for i in range(3)]
