@@ -234,11 +234,21 @@ def parse_flags(
         if not stop.code:
             raise
     message = _message(told.getvalue())
-    unknown = re.match(r"Unrecognized options: --(\w+)", message)
-    names = [field.name for field in dataclasses.fields(record)]
-    near = did_you_mean(unknown[1], names, "--{}".format) if unknown else ""
+    near = ""
+    if message.startswith("Unrecognized options: "):
+        near = _meant(
+            re.findall(r"(?<=[ ,])--(\w[\w-]*)", message), [field.name for field in dataclasses.fields(record)]
+        )
     message = re.sub(r"^Missing from .*: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
     raise ValueError(message + (near or f"; see {prog} --help"))
+
+
+def _meant(unknown, names):
+    """Suggest a flag for each unknown one that a flag is near to; several are told apart."""
+    near = {name: did_you_mean(name.replace("-", "_"), names, "--{}".format) for name in dict.fromkeys(unknown)}
+    if len(near) == 1:
+        return near.popitem()[1]
+    return "".join(hint.replace("?", f" for --{name}?") for name, hint in near.items())
 
 
 def _spelled_out(argv, record):

@@ -329,7 +329,7 @@ class RunConfig:
     )
     run_name: str | None = setting(
         None,
-        "Name of the run in W&B and trackio. None is the name of the run's folder, for trackio with a number.",
+        "Name of the run in W&B and trackio, which gets a number behind it. None is the name of the run's folder.",
         resume="free",
     )
     project: str = setting(

@@ -283,5 +283,8 @@ def comparison(models: Sequence[str], results: Sequence[Evaluation]) -> list[lis
     """
     names = dict.fromkeys(name for result in results for name in result.values)
     names = sorted(names, key=lambda name: not ("accuracy" in name or "@" in name))  # the most quoted ones come first
-    lines = [[name.removeprefix("eval/"), *(result.cell(name) for result in results)] for name in names]
+    units = {"eval/time": " (s)"}
+    lines = [
+        [name.removeprefix("eval/") + units.get(name, ""), *(result.cell(name) for result in results)] for name in names
+    ]
     return [["metric", *models], *lines]

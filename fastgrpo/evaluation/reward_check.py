@@ -252,6 +252,11 @@ def _tell_values(found, rewards, groups, completions):
         found.warnings.append("It gives no completion a reward, so nothing is learned from it.")
     elif rewards[given].unique().numel() == 1:
         found.warnings.append(f"It is constant ({found.mean:g}), so all advantages are 0; reward what differs.")
+    elif max(map(len, groups)) == 1:
+        found.warnings.append(
+            "Each prompt has one completion, so nothing shows whether it differs within a group; give the rows several "
+            "completions, or draw them by --model."
+        )
     elif found.spread == 0:
         found.warnings.append(
             "It never differs within a group, so all advantages are 0; take rows of other difficulty, a model that "

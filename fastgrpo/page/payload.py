@@ -14,7 +14,7 @@ from fastgrpo.page.headline import about, cumulative_seconds, headline
 from fastgrpo.page.reading import Run, finite
 from fastgrpo.page.rewards import reward_histogram
 from fastgrpo.page.samples import samples_of
-from fastgrpo.page.thinning import POINTS, kept_of, means_of
+from fastgrpo.page.thinning import POINTS, kept_of, stretches_of
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.metrics import METRICS
 
@@ -97,8 +97,8 @@ def _curves(run, points):
         }
         if len(values) > points:
             thinned += 1
-            means = means_of(values, kept[name], points)
-            series[name] |= {"of": len(values), "mean": [_short(mean) for mean in means]}
+            means, lines = stretches_of(values, kept[name])
+            series[name] |= {"mean": [_short(mean) for mean in means], "lines": lines}
     note = (
         f"{run.name}: {thinned} curves are drawn with at most {points:,} points. The smallest and the largest value of "
         "each stretch are kept, and the moving average is over all values."

@@ -1,11 +1,12 @@
 """Thins long curves for the page, so that a browser opens a run of 10,000 steps at once and no spike is lost.
 
 A curve of more points than the page takes is cut into buckets of equal length, and the smallest and the largest value
-of each bucket stay. A moving average over such extremes would not be that of the curve, so the mean of the bucket goes
-along with both.
+of each bucket stay. A moving average over such extremes would not be that of the curve, so the mean of all values since
+the kept point before goes along with each.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 POINTS = 2000  # a curve at most; a chart on a page is narrower
 
@@ -30,24 +31,18 @@ def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
     return sorted(kept)
 
 
-def means_of(values: Sequence[float], kept: Sequence[int], points: int = POINTS) -> list[float]:
-    """Average the bucket that each kept point stands for.
+def stretches_of(values: Sequence[float], kept: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Average the stretch that each kept point stands for: the values behind the kept point before it, up to itself.
 
     Args:
         values: The values in their order.
         kept: What `kept_of` chose, from these values or from those of a curve as long.
-        points: As for `kept_of`.
 
     Returns:
-        A mean for each kept point.
+        (a mean for each kept point, how many values it is over).
     """
-    means, buckets, bound, mean = [], iter(_buckets(len(values), points)), 0, 0.0
-    for place in kept:
-        while place >= bound:
-            low, bound = next(buckets)
-            mean = sum(values[low:bound]) / (bound - low)
-        means.append(mean)
-    return means
+    spans = [(before + 1, place + 1) for before, place in pairwise([-1, *kept])]
+    return [sum(values[low:high]) / (high - low) for low, high in spans], [high - low for low, high in spans]
 
 
 def _buckets(count, points):

@@ -12,6 +12,8 @@ from fastgrpo.data.records import Prompt
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
 
+BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # how the progress of long checks is shown
+
 
 def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) -> None:
     """Refuse prompts that the policy cannot hold.
@@ -97,7 +99,7 @@ def check_rows(
         ValueError: For the reasons of `prompts_of`.
     """
     prompts = prompts_of(rows, tokenizer, policy, max_tokens, template_kwargs)
-    for _ in tqdm(prompts, desc="check prompts", total=len(rows), delay=2, leave=False, disable=not shown):
+    for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass
 
 
@@ -136,5 +138,5 @@ def examples_of(
         return examples
 
     checked = as_rows(rows, "data").each(fitting)
-    for examples in tqdm(checked, "tokenize", len(rows), delay=2, leave=False, disable=not shown):
+    for examples in tqdm(checked, "tokenize", len(rows), disable=not shown, **BAR):
         yield from examples

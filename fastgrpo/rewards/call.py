@@ -320,13 +320,14 @@ class Rewards:
         return rewards
 
     def _fail(self, name, problem, errors, count, completion, cause=None):
-        """Count an error, or raise it and name its completion (the first one where the whole call failed)."""
+        """Count `count` errors, or raise one and name its completion: the first one where a call failed as a whole."""
         if self.on_error == "skip":
             errors[name] += count
             return
+        where = "" if count == 1 else f"in a call of {count} completions, the first of them "
         raise ValueError(
             f"reward function {name!r} {problem}; --reward_errors skip leaves such rewards out\n"
-            f"  on the prompt {shortened(completion.prompt.prompt)}, completion {shortened(completion.content)}"
+            f"  {where}on the prompt {shortened(completion.prompt.prompt)}, completion {shortened(completion.content)}"
         ) from cause
 
     def total(self, per_function: torch.Tensor) -> torch.Tensor:

@@ -152,7 +152,7 @@ class HttpScorer:
                 if answer.status_code not in _RETRIED:
                     self.failures, self.closed_until = 0, 0.0
                     return answer
-                self.last = f"it answered {answer.status_code}: {_start(answer)}"
+                self.last = f"it answered {answer.status_code}: {self._start(answer)}"
                 wait = _retry_after(answer)
             if attempt < retries:
                 bound = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
@@ -161,7 +161,9 @@ class HttpScorer:
         if self.failures >= FAILURES:
             self.closed_until = self.clock() + PAUSE
             raise ScorerDown(self._down())
-        raise ScorerDown(f"the reward server {self.shown} failed {retries + 1} times: {self.last}")
+        raise ScorerDown(
+            f"the reward server {self.shown} failed {retries + 1} times: {self.last}; start it, or look into its log"
+        )
 
     def _down(self):
         return (
@@ -173,22 +175,28 @@ class HttpScorer:
         """Read the rewards out of an answer."""
         said = f"the reward server {self.shown} answered"
         if answer.is_redirect:
-            raise ValueError(
-                f"{said} with a redirect to {answer.headers.get('location')!r}; name that URL if it is right"
-            )
+            to = answer.headers.get("location", "").partition("?")[0]
+            raise ValueError(f"{said} with a redirect to {to!r}; name that URL if it is right")
         if answer.status_code != 200:
-            raise ValueError(f"{said} {answer.status_code}: {_start(answer)}")
+            raise ValueError(f"{said} {answer.status_code}: {self._start(answer)}")
         try:
             rewards = json.loads(answer.content)
         except ValueError:
-            raise ValueError(f"{said} with what is no JSON: {_start(answer)}") from None
+            raise ValueError(f"{said} with what is no JSON: {self._start(answer)}") from None
         if isinstance(rewards, dict):
             rewards = rewards.get("rewards")
         verdicts = read_verdicts(rewards, count) if isinstance(rewards, list) else "has no list of rewards"
         problem = next((v for v in verdicts if isinstance(v, str)), None) if isinstance(verdicts, list) else verdicts
         if problem is not None:
-            raise ValueError(f"{said} with JSON that {problem}: {_start(answer)}")
+            raise ValueError(f"{said} with JSON that {problem}: {self._start(answer)}")
         return verdicts
+
+    def _start(self, answer):
+        """Return the start of an answer on one line. A server may repeat what it was sent, so secrets are taken out."""
+        text = answer.text
+        for secret in (os.environ.get(API_KEY), httpx.URL(self.url).query.decode()):
+            text = text.replace(secret, "***") if secret else text
+        return repr(" ".join(text[:400].split())[:200])
 
 
 _JITTER = random.Random()  # not the global generator, which follows the seed of the run
@@ -236,12 +244,6 @@ def _body(columns):
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the column {name!r} cannot be sent to a reward server as JSON: {error}") from None
     return f"{{{', '.join(written)}}}".encode()
-
-
-def _start(answer):
-    """Return the start of an answer on one line. A server may repeat what it was sent, so the key is taken out."""
-    text, key = answer.text, os.environ.get(API_KEY)
-    return repr(" ".join((text.replace(key, "***") if key else text)[:400].split())[:200])
 
 
 def _retry_after(answer):

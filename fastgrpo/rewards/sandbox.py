@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from fastgrpo.data.prompts import shortened
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.jail import Limits, Violation
 from fastgrpo.rewards.pooled import cores
@@ -60,7 +61,12 @@ class Sandbox:
         self.limits = dataclasses.replace(self.limits, seconds=min(seconds, self.limits.seconds))
 
     def __call__(
-        self, completions: Sequence, tests: Sequence | None = None, log_extra: Any = None, **columns: Any
+        self,
+        completions: Sequence,
+        tests: Sequence | None = None,
+        log_extra: Any = None,
+        prompts: Sequence | None = None,
+        **columns: Any,
     ) -> list[float | None]:
         """Judge completions.
 
@@ -68,16 +74,17 @@ class Sandbox:
             completions: What the model wrote, one item a completion.
             tests: The tests of each one's row; None where a row has none.
             log_extra: Gets the verdict of each test: passed, wrong, failed, timeout, output or killed.
+            prompts: The prompts, by which a row is named whose tests cannot be read.
             columns: Not read.
 
         Returns:
             The rewards: 0 where there is no program, None where the row has no tests.
 
         Raises:
-            ValueError: The tests of a row cannot be read.
+            ValueError: The tests of a row cannot be read. The error names the row.
         """
         self._open()
-        rows = [None if listed is None else read_tests(listed) for listed in tests or [None] * len(completions)]
+        rows = [None] * len(completions) if tests is None else _read(tests, prompts)
         programs = [program_of(completion_text(completion)) for completion in completions]
         verdicts = list(self._threads.map(self._verdicts, programs, rows))
         if log_extra is not None:
@@ -121,6 +128,18 @@ class Sandbox:
                 if self.all_or_nothing and verdicts[-1] != "passed":
                     break
         return verdicts
+
+
+def _read(tests, prompts):
+    """Read the tests of each completion's row. Raises ValueError, which names the row by its prompt."""
+    rows = []
+    for i, listed in enumerate(tests):
+        try:
+            rows.append(None if listed is None else read_tests(listed))
+        except ValueError as error:
+            row = f"of completion {i}" if prompts is None else f"of the prompt {shortened(prompts[i])}"
+            raise ValueError(f"the row {row}: {error}") from None
+    return rows
 
 
 def make_sandbox(name: str) -> Sandbox:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "completions"
-_NAME = re.compile(r"completions_(\d+)\.parquet")
+_NAME = re.compile(r"completions_(\d+)\.(parquet|part)")
 _TOKENS = {"token_ends", "logps", "ratios", "clipped_tokens"}  # numbers of tokens, which a table of texts leaves out
 _FIRST = ("step", "prompt", "completion")
 _OTHERS = {"group", "finish_reason", "tokens", "clipped", "rewards", "advantage"}
@@ -77,15 +77,15 @@ def _has_empty_struct(pyarrow, kind):
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Delete the files of steps that a resumed run makes again.
+    """Delete the files of steps that a resumed run makes again, and those that a crash left unfinished.
 
     Args:
         folder: The folder of the completions, which need not be there.
         step: The step of the checkpoint.
     """
-    for path in folder.glob("completions_*.parquet"):
+    for path in folder.glob("completions_*"):
         match = _NAME.fullmatch(path.name)
-        if match and int(match[1]) > step:
+        if match and (match[2] == "part" or int(match[1]) > step):
             path.unlink()
 
 

@@ -50,17 +50,19 @@ class RunLog:
         check_metric(config.metric_for_best_model)
         self.folder, self.checkpoint = open_run(config, self.say, inputs)
         self.dir = self.folder.path
-        try:
+        self._files, self._trackers = {}, []
+        with contextlib.ExitStack() as opened:  # where something cannot be opened, what was opened before it is closed
+            opened.callback(self.folder.close)
             if self.checkpoint is None:
+                opened.callback(self.folder.empty)  # so that the same command finds no run in its way
                 self._write_config()
-            self._files = {name: _appending(self.folder.claim(f"{name}.jsonl")) for name in _LINES}
-            begin = (TRACKERS[name] for name in config.report_to if name != "none")
-            self._trackers = [tracker(config, self.folder, self.checkpoint) for tracker in begin]
-        except BaseException:
-            if self.checkpoint is None:
-                self.folder.empty()  # so that the same command finds no run in its way
-            self.folder.close()
-            raise
+            for name in _LINES:
+                self._files[name] = opened.enter_context(_appending(self.folder.claim(f"{name}.jsonl")))
+            for name in config.report_to:
+                if name != "none":
+                    self._trackers.append(TRACKERS[name](config, self.folder, self.checkpoint))
+                    opened.callback(self._trackers[-1].close)
+            opened.pop_all()
         self._pending = []  # (step, metrics) of the steps that no line of metrics.jsonl covers yet
         self.latest, self.history = {}, []
         self._completions_step = 0  # the last step whose completions were written

@@ -58,12 +58,16 @@ class Remaining:
         Returns:
             The seconds; None where no step has been seen.
         """
-        seen = [*(self.before if len(self.steps) < ENOUGH else ()), *self.steps] or self.first[-1:]
+        seen = self._seen() or self.first[-1:]
         if not seen:
             return None
         left = self.total - self.done
         others = sum(cost * self._to_come(kind) for kind, cost in self.costs.items())
         return left * _of_a_step(seen) + others
+
+    def _seen(self):
+        """Return the seconds of the recent steps, those of the process before among them while there are few others."""
+        return [*(self.before if len(self.steps) < ENOUGH else ()), *self.steps]
 
     def _to_come(self, kind):
         """Count the interruptions to come of a kind: at the multiples of `every`, and after the last step."""
@@ -74,7 +78,7 @@ class Remaining:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run should know, as JSON can hold it: the seconds of recent steps and interruptions."""
-        return {"steps": [round(seconds, 4) for seconds in self.steps], "costs": dict(self.costs)}
+        return {"steps": [round(seconds, 4) for seconds in self._seen()[-RECENT:]], "costs": dict(self.costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin with what another process measured, which counts until there are enough steps of this one.

@@ -207,7 +207,9 @@ class Terminal:
         hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None
         # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
         total, shape = 1.0 + 1e-6, SHARE_BAR
-        with tqdm(total=total, desc=name, leave=False, smoothing=0, bar_format=shape, disable=hidden) as bar:
+        with tqdm(
+            total=total, desc=name, leave=False, smoothing=0, bar_format=shape, disable=hidden, dynamic_ncols=True
+        ) as bar:  # fmt: skip
             yield bar.update
 
     def _behind_the_bar(self, name):

@@ -124,7 +124,7 @@ class WandB(Tracker):
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.wandb = _module("wandb")
         folder.claim("wandb")  # it makes this folder inside of the run's
-        known = _known(folder, checkpoint, "wandb", {"id": secrets.token_hex(4)})
+        known = _known(folder, "wandb", {"id": secrets.token_hex(4)})
         try:
             self.run = self.wandb.init(
                 project=os.environ.get("WANDB_PROJECT", config.project),
@@ -169,10 +169,9 @@ class Trackio(Tracker):
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.trackio = _module("trackio")
-        # Runs are found by their names again, so a folder's name alone would take up the run of another folder.
-        known = _known(
-            folder, checkpoint, "trackio", {"name": config.run_name or f"{folder.path.name}-{secrets.token_hex(2)}"}
-        )
+        # Runs are found by their names alone, and a run that goes on gets the newest of its name. Without a number of
+        # its own, that could be another run: of another folder, or of the same --run_name.
+        known = _known(folder, "trackio", {"name": f"{config.run_name or folder.path.name}-{secrets.token_hex(4)}"})
         self.quiet = config.quiet
         with self._said():
             self.run = self.trackio.init(
@@ -212,14 +211,28 @@ def _module(name) -> ModuleType:
         raise ValueError(_missing(name)) from None
 
 
-def _known(folder, checkpoint, name, new):
-    """Return what a tracker knows the run by: what was noted where the run goes on, else `new`, which is noted."""
+def _known(folder, name, new):
+    """Return what a tracker knows the run by: what was noted where the run goes on, else `new`, which is noted.
+
+    The folder of a new run is empty, so a note that is there is of this run.
+    """
     path = folder.path / KNOWN
     try:
-        known = json.loads(path.read_text()) if checkpoint is not None else {}
-    except (OSError, ValueError):
+        known = json.loads(path.read_text())
+    except FileNotFoundError:
         known = {}
-    if not isinstance(known.get(name), dict) or set(known[name]) != set(new):
-        known = {**known, name: new}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(_damaged(path, name, f"cannot be read: {type(error).__name__}: {error!s:.100}")) from None
+    if not isinstance(known, dict):
+        raise ValueError(_damaged(path, name, "does not hold what trackers know the run by"))
+    if name not in known:
+        known[name] = new
         folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
-    return known[name]
+    noted = known[name]
+    if not isinstance(noted, dict) or noted.keys() != new.keys() or not all(isinstance(v, str) for v in noted.values()):
+        raise ValueError(_damaged(path, name, f"does not hold what {name} knows the run by"))
+    return noted
+
+
+def _damaged(path, name, what):
+    return f"{path} {what}; delete it, and this run begins anew in its trackers, or leave {name} out of report_to"

@@ -34,6 +34,12 @@ def raising(error):
     "argv, match",
     [
         (["--learning_rat", "1"], "learning_rate"),
+        (["--learning-rat=1"], r"--learning-rat=1; did you mean --learning_rate\?$"),
+        (
+            ["--learning_rat", "1", "--qqq", "--bta", "2", "--learning_rat", "3"],
+            r"; did you mean --learning_rate for --learning_rat\?; did you mean --beta for --bta\?$",
+        ),
+        (["--qqq", "1", "--www", "2"], "; see python -m fastgrpo.train --help$"),
         (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
         (["--beta", "much"], "beta"),
     ],

@@ -38,7 +38,7 @@ def test_intervals_are_metrics_too():
 
 def test_a_comparison_begins_with_what_people_quote():
     lines = comparison(["a", "b"], [evaluation(), Evaluation({"eval/mean_length": 3.0}, {}, [], [])])
-    assert [line[0] for line in lines] == ["metric", "accuracy", "pass@1", "pass@4", "mean_length", "time"]
+    assert [line[0] for line in lines] == ["metric", "accuracy", "pass@1", "pass@4", "mean_length", "time (s)"]
     assert lines[1][1:] == ["0.500 [0.100, 0.900]", ""]
 
 

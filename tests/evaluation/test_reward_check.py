@@ -115,6 +115,13 @@ def test_a_good_reward_has_no_warning(function):
     assert found.warnings == [] and found.errors == found.none == found.timeouts == 0 and found.spread == 1
 
 
+def test_groups_of_one_completion_say_nothing_of_the_reward():
+    (warning,) = check_reward(good, [one[:1] for one in GROUPS], clock=lambda: 0.0).warnings
+    assert warning.startswith(
+        "Each prompt has one completion, so nothing shows whether it differs within a group; give"
+    )
+
+
 def test_the_figures():
     found = check(good)
     flat = torch.tensor(NUMBERS, dtype=torch.float64).flatten()

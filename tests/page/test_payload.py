@@ -39,7 +39,8 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path):
     stages = {f"time/{name}": lambda step: 0.25 for name in ("rollout", "loss")}
     (run,) = shown(write_run(tmp_path / "a", 10_000, **spike, **stages))["runs"]
     curve = run["series"]["grad_norm"]
-    assert len(curve["at"]) <= POINTS and curve["of"] == 10_000 and len(curve["mean"]) == len(curve["at"])
+    assert len(curve["at"]) <= POINTS and len(curve["mean"]) == len(curve["lines"]) == len(curve["at"])
+    assert sum(curve["lines"]) == 10_000
     assert run["axes"]["step"][curve["at"][curve["value"].index(1000.0)]] == 6_543
     assert run["series"]["time/rollout"]["at"] == run["series"]["time/loss"]["at"]  # else they cannot be stacked
     assert run["axes"]["step"][-1] == 10_000 and run["axes"]["seconds"][-1] == 5_000

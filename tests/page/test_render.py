@@ -27,6 +27,12 @@ def test_text_stays_text(text):
     assert page.count("alert(1)</script>") == 0
 
 
+def test_elements_are_made_in_one_place():
+    """Two functions of one name would differ sooner or later."""
+    made = [name for name in SCRIPTS if "document.createElement(" in asset(name)]
+    assert made == ["page.js"] == list(SCRIPTS[:1])
+
+
 def test_numbers_that_json_has_not_are_refused():
     with pytest.raises(ValueError, match="not JSON compliant"):
         render({"title": float("nan")})

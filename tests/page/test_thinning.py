@@ -2,7 +2,9 @@
 
 import random
 
-from fastgrpo.page.thinning import POINTS, kept_of, means_of
+import pytest
+
+from fastgrpo.page.thinning import POINTS, kept_of, stretches_of
 
 
 def test_a_short_curve_stays_whole():
@@ -21,11 +23,11 @@ def test_the_mean_of_a_stretch_goes_along_with_its_points():
     """Most values are 0 and every tenth is 1: the kept points alone would average to a half."""
     values = [float(step % 10 == 0) for step in range(10_000)]
     kept = kept_of(values, 402)
-    means = means_of(values, kept, 402)
-    assert len(means) == len(kept) and len(kept) <= 402
+    means, lines = stretches_of(values, kept)
+    assert len(means) == len(lines) == len(kept) <= 402 and sum(lines) == 10_000
     assert sum(values[place] for place in kept) / len(kept) > 0.45
-    assert abs(sum(means) / len(means) - 0.1) < 0.01
+    assert sum(mean * count for mean, count in zip(means, lines, strict=True)) == pytest.approx(1_000)
 
 
-def test_means_of_points_that_another_curve_chose():
-    assert means_of([1.0, 3.0, 10.0, 30.0], [0, 1, 3], points=6) == [2.0, 2.0, 20.0]
+def test_stretches_of_points_that_another_curve_chose():
+    assert stretches_of([1.0, 3.0, 10.0, 30.0], [0, 1, 3]) == ([1.0, 3.0, 20.0], [1, 1, 2])

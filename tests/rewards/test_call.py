@@ -234,7 +234,7 @@ def test_an_exception_is_named_with_its_place_and_sample():
         call(Rewards([reward]))
     told, sample = str(error.value).splitlines()
     assert "the row has the columns answer" in told and "--reward_errors skip" in told
-    assert sample == "  on the prompt 'p0', completion 'c0'"
+    assert sample == "  in a call of 2 completions, the first of them on the prompt 'p0', completion 'c0'"
     assert isinstance(error.value.__cause__, KeyError)
 
 

@@ -28,6 +28,20 @@ def test_names():
 
 
 @needs_namespaces
+def test_a_row_whose_tests_cannot_be_read_is_named(sandbox):
+    good, bad = [{"output": "1"}], [{"input": "1", "expected": "2"}]
+    rows = [Prompt([], f"row {i}", {"tests": tests}) for i, tests in enumerate((good, good, bad))]
+    given = [Completion(row, Rollout([1], torch.zeros(1), "stop"), fenced("print(1)")) for row in rows]
+    with pytest.raises(
+        ValueError, match="the row of the prompt 'row 2': a test in the column tests must have"
+    ) as error:
+        Rewards(sandbox)(given)
+    assert "in a call of 3 completions, the first of them on the prompt 'row 0'" in str(error.value)
+    with pytest.raises(ValueError, match="the row of completion 1: the column tests must be a list"):
+        sandbox([fenced("print(1)")] * 2, tests=[good, "print(1)"])
+
+
+@needs_namespaces
 def test_it_opens_again_after_it_was_closed():
     sandbox = Sandbox(limits=PATIENT)
     for _ in range(2):

@@ -61,9 +61,11 @@ def test_steps_after_a_checkpoint_are_forgotten(tmp_path):
     folder = tmp_path / "completions"
     for step in (2, 4, 100000):
         write_parquet(folder, step, columns_of([LINE]))
-    (folder / "completions_mine.parquet").touch()
+    kept = ["completions_00002.parquet", "completions_mine.parquet", "completions_mine.part"]
+    for name in (*kept[1:], "completions_00001.part", "completions_00004.part"):  # the last two are of a crash
+        (folder / name).touch()
     forget_after(folder, 2)
-    assert sorted(path.name for path in folder.iterdir()) == ["completions_00002.parquet", "completions_mine.parquet"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
     forget_after(tmp_path / "none", 2)
 
 

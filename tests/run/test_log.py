@@ -109,6 +109,34 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package
     make_log(tmp_path).close()  # the run that did not begin left nothing in the way of the next one
 
 
+def test_what_was_opened_before_a_tracker_failed_is_closed(tmp_path, monkeypatch):
+    opened, ended = [], []
+
+    class First:
+        def __init__(self, config, folder, checkpoint):
+            folder.claim("tensorboard").mkdir()
+
+        def close(self):
+            ended.append((tmp_path / "run" / "tensorboard").is_dir())  # what it made is there until it has ended
+            raise RuntimeError("it cannot end")
+
+    def second(config, folder, checkpoint):
+        raise ValueError("no second tracker")
+
+    def appending(path):
+        opened.append(open(path, "a"))  # noqa: SIM115
+        return opened[-1]
+
+    monkeypatch.setitem(module.TRACKERS, "tensorboard", First)
+    monkeypatch.setitem(module.TRACKERS, "wandb", second)
+    monkeypatch.setattr(module, "_appending", appending)
+    with pytest.raises(RuntimeError, match="it cannot end") as error:
+        make_log(tmp_path, report_to=("tensorboard", "wandb"))
+    assert str(error.value.__context__) == "no second tracker"
+    assert ended == [True] and len(opened) == 3 and all(file.closed for file in opened)
+    make_log(tmp_path).close()  # the folder is free and empty
+
+
 def test_steps_before_an_error_are_logged(tmp_path):
     with pytest.raises(RuntimeError), make_log(tmp_path, logging_steps=10) as log:
         log.step(1, {"reward": 1.0})

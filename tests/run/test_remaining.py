@@ -6,7 +6,7 @@ import random
 import paces
 import pytest
 
-from fastgrpo.run.remaining import Remaining, duration
+from fastgrpo.run.remaining import RECENT, Remaining, duration
 
 
 def slow_beginning():
@@ -84,6 +84,13 @@ def test_a_resumed_run_knows_how_long_steps_took_until_it_has_its_own():
     assert after.seconds() == 20 * 2 + 2 * 8  # after 30 and 40
     after.step(60.0)  # it compiles again
     assert after.seconds() == 19 * 2 + 16
+    once_more = Remaining(40, 21, {"evaluation": 10})  # it is resumed before it has steps of its own
+    once_more.load_state_dict(json.loads(json.dumps(after.state_dict())))
+    assert once_more.seconds() == 19 * 2 + 16
+    once_more.step(60.0)
+    once_more.step(60.0)
+    once_more.step(2.0)
+    assert len(once_more.state_dict()["steps"]) == RECENT - 1 and once_more.seconds() == 16 * 2 + 16
     for seconds in (30.0, *[1.0] * 4):
         after.step(seconds)
     assert 14 * 1 + 16 < after.seconds() < 14 * 2 + 16

@@ -156,6 +156,7 @@ def test_the_bar_of_an_evaluation_alone_shows_the_time_that_is_left(show):
     terminal = Terminal()
     with terminal.share("evaluate") as progress:
         bar = progress.__self__
+        assert bar.dynamic_ncols  # it follows a window that changes its width
         bar.start_t -= 60  # as if a minute had passed
         progress(0.25)
         bar.refresh()

@@ -11,9 +11,12 @@ import pytest
 import wandb_file
 from paths import ROOT
 
-from fastgrpo.run.trackers import KNOWN, named
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.trackers import KNOWN, Trackio, named
 
-# A run of two logged steps, and the same run once more from its checkpoint of step 2.
+# A run of two logged steps, another one of the same name, and the first one once more from its checkpoint of step 2.
+# Each reports to both trackers.
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -21,30 +24,33 @@ from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.run.folder import RunFolder
 from fastgrpo.run.trackers import TRACKERS
 
-path, name = Path(sys.argv[1]), sys.argv[2]
-path.mkdir()
-for checkpoint, steps in ((None, (2, 4)), (path / "checkpoint-2", (4, 6))):
+for name, checkpoint, steps in (("run", None, (2, 4)), ("other", None, (1,)), ("run", 2, (4, 6))):
+    path = Path(name)
+    path.mkdir(exist_ok=True)
     folder = RunFolder(path)
-    tracker = TRACKERS[name](GRPOConfig(report_to=name, project="sums", quiet=True), folder, checkpoint)
-    for step in steps:
-        tracker.log(step, {"train/reward": step / 10, "eval/accuracy": 0.5})
-        tracker.completions(step, {"step": [step] * 2, "prompt": ["1+1=", "2+2="], "right": [1.0, None]})
-    tracker.close()
+    config = GRPOConfig(report_to=("wandb", "trackio"), project="sums", run_name="mine", quiet=True)
+    from_step = None if checkpoint is None else path / f"checkpoint-{checkpoint}"
+    trackers = [TRACKERS[name](config, folder, from_step) for name in config.report_to]
+    for tracker in trackers:
+        for step in steps:
+            tracker.log(step, {"train/reward": step / 10, "eval/accuracy": 0.5})
+            tracker.completions(step, {"step": [step] * 2, "prompt": ["1+1=", "2+2="], "right": [1.0, None]})
+        tracker.close()
     folder.close()
 """
 
 
-@pytest.fixture(scope="module", params=["trackio", "wandb"])
-def told(request, tmp_path_factory):
-    """The folder of the run, and where the tracker's files are."""
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """The folder of the run, where the trackers' files are, and what was printed."""
+    folder = tmp_path_factory.mktemp("told")
     env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio"), "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1",
            "PYTHONPATH": str(ROOT), "WANDB_CACHE_DIR": str(folder), "WANDB_CONFIG_DIR": str(folder),
            "WANDB_DATA_DIR": str(folder)}  # fmt: skip
-    command = [sys.executable, "-c", SCRIPT, str(folder / "run"), request.param]
+    command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return SimpleNamespace(name=request.param, run=folder / "run", files=folder, said=done.stdout)
+    return SimpleNamespace(run=folder / "run", other=folder / "other", files=folder, said=done.stdout)
 
 
 def trackio_rows(folder):
@@ -68,26 +74,55 @@ def test_a_quiet_run_prints_nothing(told):
     assert told.said == ""
 
 
-def test_a_run_that_goes_on_is_one_run(told):
-    rows = trackio_rows(told.files) if told.name == "trackio" else wandb_rows(told.run)
-    assert len({row[0] for row in rows}) == 1
-    (name,) = {row[1] for row in rows}
-    assert name.startswith("run")
-    rewards = [(step, row["train/reward"]) for *_, step, row in rows if "train/reward" in row]
-    assert rewards == [(2, 0.2), (4, 0.4), (4, 0.4), (6, 0.6)]
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_a_run_that_goes_on_is_one_run_and_a_new_one_of_its_name_is_another(told, name):
+    if name == "trackio":
+        rows = trackio_rows(told.files)
+        known, other = (json.loads((path / KNOWN).read_text())["trackio"]["name"] for path in (told.run, told.other))
+        assert known.startswith("mine-") and other.startswith("mine-") and {row[1] for row in rows} == {known, other}
+        others, rows = ([row for row in rows if row[1] == which] for which in (other, known))
+    else:
+        rows, others = wandb_rows(told.run), wandb_rows(told.other)
+        assert {row[1] for row in rows + others} == {"mine"}
+        assert {row[0] for row in rows} == {json.loads((told.run / KNOWN).read_text())["wandb"]["id"]}
+    assert len({row[0] for row in rows}) == 1 == len({row[0] for row in others}) and rows[0][0] != others[0][0]
+    rewards, others = (
+        [(step, row["train/reward"]) for *_, step, row in which if "train/reward" in row] for which in (rows, others)
+    )
+    assert rewards == [(2, 0.2), (4, 0.4), (4, 0.4), (6, 0.6)] and others == [(1, 0.1)]
     assert all(row["eval/accuracy"] == 0.5 for *_, row in rows if "train/reward" in row)
-    assert told.name in json.loads((told.run / KNOWN).read_text())
 
 
-def test_no_table_hides_that_of_another_step(told):
-    if told.name == "trackio":
-        tables = [row["completions"]["_value"] for *_, row in trackio_rows(told.files) if "completions" in row]
-        assert [{line["step"] for line in table} for table in tables] == [{2}, {4}, {4}, {6}]
-        assert tables[0] == [{"step": 2, "prompt": "1+1=", "right": 1.0}, {"step": 2, "prompt": "2+2=", "right": None}]
-        return
+def test_no_table_of_trackio_hides_that_of_another_step(told):
+    name = json.loads((told.run / KNOWN).read_text())["trackio"]["name"]
+    logged = [row for _, run, _, row in trackio_rows(told.files) if run == name]
+    tables = [row["completions"]["_value"] for row in logged if "completions" in row]
+    assert [{line["step"] for line in table} for table in tables] == [{2}, {4}, {4}, {6}]
+    assert tables[0] == [{"step": 2, "prompt": "1+1=", "right": 1.0}, {"step": 2, "prompt": "2+2=", "right": None}]
+
+
+def test_no_table_of_wandb_hides_that_of_another_step(told):
     tables = [json.loads(path.read_text()) for path in sorted(told.run.rglob("*.table.json"))]
     steps = sorted(row[0] for table in tables for row in table["data"])
     assert set(steps) == {2, 4, 6} and all(table["columns"] == ["step", "prompt", "right"] for table in tables)
+
+
+@pytest.mark.parametrize(
+    "text, match",
+    [
+        ('["wandb"]', "does not hold what trackers know the run by"),
+        ('{"trackio": {"name": 1}}', "does not hold what trackio knows the run by"),
+        ('{"trackio": ["run"]}', "does not hold what trackio knows the run by"),
+        ('{"trackio": {"na', "cannot be read: JSONDecodeError"),
+    ],
+)
+def test_a_damaged_note_is_named_with_the_remedy(tmp_path, text, match):
+    folder = RunFolder(tmp_path)
+    folder.claim(KNOWN).write_text(text)
+    config = GRPOConfig(report_to="trackio", project="sums", quiet=True)
+    with pytest.raises(ValueError, match=rf"{KNOWN} {match}.*; delete it, .* or leave trackio out of report_to"):
+        Trackio(config, folder, tmp_path / "checkpoint-2")
+    folder.close()
 
 
 def test_names_are_those_of_trl():

@@ -55,14 +55,15 @@ class Application:
                     break
             self.now -= 1
             return
-        status, headers, answer = await self.answered(path, self.asked[-1])
+        status, headers, answer = await self.answered(path, self.asked[-1], scope["query_string"].decode())
         self.now -= 1
         answer = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
-    async def answered(self, path, asked):
+    async def answered(self, path, asked, query):
+        query = f"?{query}" if query else ""
         rewards = [REWARDS.get(text, float(len(text))) for text in asked["completions"]]
         first = self.paths[path]
         match path.strip("/").split("/"):
@@ -75,7 +76,7 @@ class Application:
             case ["down"]:
                 return 500, {}, b"Traceback: out of memory"
             case ["refuses"]:
-                return 401, {}, f"no key {self.headers[-1].get('authorization')}".encode()
+                return 401, {}, f"no key {self.headers[-1].get('authorization')}{query}".encode()
             case ["short"]:
                 return 200, {}, rewards[1:]
             case ["html"]:
@@ -85,7 +86,7 @@ class Application:
             case ["word"]:
                 return 200, {}, ["good"]
             case ["moved"]:
-                return 307, {"location": "http://elsewhere.example/score"}, b""
+                return 307, {"location": f"http://elsewhere.example/score{query}"}, b""
             case ["waits"]:  # until four requests are here
                 while self.now < 4 and self.most < 4:
                     await asyncio.sleep(0.01)

@@ -68,6 +68,24 @@ def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, 
     assert measured == ([3] if "ref_quantization" in settings else [])
 
 
+def test_a_backward_pass_that_leaves_columns_out_goes_on_to_the_last_bit(tmp_path):
+    """Nearly all of the probability lies on the bytes of a large vocabulary, so that most columns are left out."""
+    model = tiny.model(vocab_size=4000)
+    with torch.no_grad():
+        model.lm_head.weight[:258] *= 12
+        model.lm_head.weight[258:] = 0
+    for part in (model, tiny.tokenizer()):
+        part.save_pretrained(tmp_path / "model")
+    settings = {"head_backward_tolerance": 0.1, "max_steps": 5, "logging_steps": 1}
+    make_trainer(tmp_path, "whole", **settings).train()
+    with pytest.raises(SystemExit):
+        make_trainer(tmp_path, "run", signalled(3, signal.SIGTERM), **settings).train()
+    make_trainer(tmp_path, "run", seed=1, resume_from_checkpoint="auto", **settings).train()
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    kept = [row["head/kept_columns"] for row in lines(tmp_path / "run") if "head/kept_columns" in row]
+    assert len(kept) == 5 and max(kept) < 0.9  # from 0.9 on, the exact pass would be taken
+
+
 @torch.no_grad()
 def rounded(model, name, device):
     """Quantized as int8 would be, in floats: torchao need not be installed."""

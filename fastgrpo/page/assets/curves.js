@@ -35,15 +35,23 @@
     return state.x === "step" ? step : along(run, [Math.max(0, low - 1)], state)[0];
   }
 
-  /** The moving average over the last lines. Of a thinned curve the means of its stretches are averaged. */
-  function smoothed({ value, mean, of }, lines) {
+  /**
+   * The moving average over the last lines. A point of a thinned curve stands for the mean of its stretch, the lines
+   * since the point before it. Of the oldest stretch only so many lines count as the average reaches back to.
+   */
+  function smoothed({ value, mean, lines: stretches }, lines) {
     const values = mean || value;
-    const width = Math.max(1, Math.round(lines * values.length / (of || values.length)));
-    let sum = 0;
+    const linesAt = (place) => (stretches ? stretches[place] : 1);
+    let sum = 0, count = 0, first = 0;
     return values.map((one, place) => {
-      sum += one;
-      if (place >= width) sum -= values[place - width];
-      return sum / Math.min(place + 1, width);
+      sum += one * linesAt(place);
+      count += linesAt(place);
+      for (; count - linesAt(first) >= lines; first += 1) {
+        sum -= values[first] * linesAt(first);
+        count -= linesAt(first);
+      }
+      const over = Math.max(0, count - lines);
+      return (sum - over * values[first]) / (count - over);
     });
   }
 

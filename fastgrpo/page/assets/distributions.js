@@ -42,8 +42,8 @@
       name: name.slice(5), x: along(run, run.series[name].at, state), y: smoothed(run.series[name], state.smooth),
       line: { width: 0.5, color: stageColor(order) }, fillcolor: `${stageColor(order)}b0`, hovertemplate: "%{y:.3~g} s" }));
     const means = names.map((name) => {
-      const values = run.series[name].mean || run.series[name].value;
-      return values.reduce((sum, one) => sum + one, 0) / values.length;
+      const series = run.series[name];
+      return smoothed(series, Infinity)[series.value.length - 1];
     });
     const whole = means.reduce((sum, one) => sum + one, 0) || 1;
     const rows = names.map((name, order) => [name.slice(5), figure(means[order]), share(means[order] / whole)]);

@@ -2,7 +2,7 @@
 // Loads a live page again when the run has written more. The reader's place is in the address; how far the page was
 // scrolled, what had the focus and what was half typed are kept for the next page.
 window.fastgrpoSections = window.fastgrpoSections || [];
-(() => {
+(({ element }) => {
   const LEAST = 2000; // milliseconds between two questions; a page that takes long to load asks less often
   const KEPT = "fastgrpo-live";
 
@@ -29,10 +29,7 @@ window.fastgrpoSections = window.fastgrpoSections || [];
     if (!payload.live) return;
     restore();
     const { content: version } = document.querySelector('meta[name="fastgrpo-version"]');
-    const state = document.createElement("p");
-    state.id = "live";
-    state.setAttribute("role", "status");
-    state.textContent = "Live: the page follows the run.";
+    const state = element("p", { id: "live", role: "status" }, "Live: the page follows the run.");
     document.getElementById("head").append(state);
     let typed = -Infinity;
     addEventListener("input", () => { typed = performance.now(); });
@@ -63,4 +60,4 @@ window.fastgrpoSections = window.fastgrpoSections || [];
     // Who comes back to the page sees the newest at once.
     document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
   });
-})();
+})(window.fastgrpoPage);

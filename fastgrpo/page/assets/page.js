@@ -2,14 +2,17 @@
 // What the sections share: elements made of text alone, figures for people, and the colors of the light and dark page.
 window.fastgrpoSections = window.fastgrpoSections || [];
 window.fastgrpoPage = (() => {
-  /** Make an element. Children are elements or text; text from a run can never become HTML this way. */
+  /**
+   * Make an element. Attributes whose value is null, undefined or false are left out, and so are children that are null.
+   * Children are elements or text; text from a run can never become HTML this way.
+   */
   function element(name, attributes = {}, ...children) {
     const made = document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) {
       if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-      else if (value !== null && value !== false) made.setAttribute(key, value === true ? "" : value);
+      else if (value !== null && value !== undefined && value !== false) made.setAttribute(key, value === true ? "" : value);
     }
-    made.append(...children);
+    made.append(...children.filter((child) => child !== null));
     return made;
   }
 

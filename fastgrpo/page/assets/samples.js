@@ -3,8 +3,8 @@
 // reload, a live page's refresh or a bookmark shows the same place.
 window.fastgrpoSections = window.fastgrpoSections || [];
 window.fastgrpoSamples = window.fastgrpoSamples || {};
-((samples) => {
-  const { SCALES, element, prompt, card, total, tips, finder, list, number } = samples;
+((samples, { element }) => {
+  const { SCALES, prompt, card, total, tips, finder, list, number } = samples;
   const PLACE = "#samples?"; // how the address begins that holds the place
   const COLOURS = { "": "nothing", logps: "log-prob", ratios: "ratio", clipped: "clipped or not" };
   const MISSING = {
@@ -221,4 +221,4 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
     });
   });
   Object.assign(samples, { nearest });
-})(window.fastgrpoSamples);
+})(window.fastgrpoSamples, window.fastgrpoPage);

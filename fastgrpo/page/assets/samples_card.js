@@ -1,8 +1,8 @@
 "use strict";
 // A group of a step: the prompt, and a card for each of its completions.
 window.fastgrpoSamples = window.fastgrpoSamples || {};
-((samples) => {
-  const { element, plain, marked, write, cutAt, number, describe } = samples;
+((samples, { element }) => {
+  const { plain, marked, write, cutAt, number, describe } = samples;
   const FIRST = 1500; // characters of a text that a card shows at first: 64 cards of 4,000 tokens are there at once
   const MORE = 50000; // characters that a press on the button adds
 
@@ -185,4 +185,4 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
   }
 
   Object.assign(samples, { prompt, card, total, tips });
-})(window.fastgrpoSamples);
+})(window.fastgrpoSamples, window.fastgrpoPage);

@@ -1,8 +1,7 @@
 "use strict";
 // The controls of the sample browser: what is shown, how, and the search.
 window.fastgrpoSamples = window.fastgrpoSamples || {};
-((samples) => {
-  const { element } = samples;
+((samples, { element }) => {
   const PAUSE = 200; // milliseconds after the last key before a search begins
   const KEYS = [
     [["←", "→"], "another step"], [["↑", "↓"], "another group"], [["Shift ←", "Shift →"], "from token to token in a text"],
@@ -95,4 +94,4 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
   }
 
   Object.assign(samples, { controls });
-})(window.fastgrpoSamples);
+})(window.fastgrpoSamples, window.fastgrpoPage);

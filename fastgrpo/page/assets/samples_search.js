@@ -1,8 +1,8 @@
 "use strict";
 // The search in all texts of a run that are in the page.
 window.fastgrpoSamples = window.fastgrpoSamples || {};
-((samples) => {
-  const { element, marked, number } = samples;
+((samples, { element }) => {
+  const { marked, number } = samples;
   const LISTED = 100; // hits in the list: more are counted and not shown
   const MARKED = 1000; // hits marked in one text
 
@@ -70,4 +70,4 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
   }
 
   Object.assign(samples, { finder, list });
-})(window.fastgrpoSamples);
+})(window.fastgrpoSamples, window.fastgrpoPage);

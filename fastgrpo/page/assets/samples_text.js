@@ -2,7 +2,7 @@
 // Writes the text of a completion: tokens with their colours, hits of a search, and visible escapes for characters that
 // a reader could not see or that would reorder what is beside them. Data reaches the page in text nodes alone.
 window.fastgrpoSamples = window.fastgrpoSamples || {};
-((samples) => {
+((samples, { element }) => {
   // Control characters but tab and newline, soft hyphens, zero-width and bidirectional controls, tags, lone surrogates.
   const HIDDEN = new RegExp(
     "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u00ad\\u061c\\u200b\\u200e\\u200f\\u2028-\\u202e\\u2060-\\u206f\\ufeff" +
@@ -24,18 +24,6 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
     },
     clipped: { limits: [], labels: ["not clipped", "clipped by the last update"], classes: ["c0", "c1"] },
   };
-
-  /** Make an element. Attributes whose value is null or false are left out; children are nodes, or texts. */
-  function element(tag, attributes = {}, ...children) {
-    const made = document.createElement(tag);
-    for (const [name, value] of Object.entries(attributes)) {
-      if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-      else if (value === true) made.setAttribute(name, "");
-      else if (value !== null && value !== false && value !== undefined) made.setAttribute(name, value);
-    }
-    made.append(...children.filter((child) => child !== null));
-    return made;
-  }
 
   function escaped(hidden) {
     const name = (code) => code > 0xffff ? `\\u{${code.toString(16)}}` : code > 0xff
@@ -154,5 +142,5 @@ window.fastgrpoSamples = window.fastgrpoSamples || {};
     return told.join(" · ");
   }
 
-  Object.assign(samples, { SCALES, element, plain, marked, write, cutAt, has, number, describe });
-})(window.fastgrpoSamples);
+  Object.assign(samples, { SCALES, plain, marked, write, cutAt, has, number, describe });
+})(window.fastgrpoSamples, window.fastgrpoPage);
