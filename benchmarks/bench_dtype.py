@@ -41,7 +41,6 @@ ROUNDS = 2 if SMALL else 5
 PROMPTS, GROUP, MAX_TOKENS = (2, 4, 6) if SMALL else (4, 8, 64)
 BETA = 0.04
 BAR = 1.5  # times the speed of float32
-WORKS = ("step", "rollout")
 
 
 def make_rows() -> list[dict[str, Any]]:
@@ -108,12 +107,10 @@ def errors(path: str) -> dict[str, float]:
     cast(exact.module, torch.bfloat16)
     cast(exact.module, torch.float32)
     gaps = {"published": (found - published).abs(), "rounded": (found - exact.logps(batch)).abs()}
-    figures = {
-        f"logp_error_{name}_{which}": value.item()
-        for name, gap in gaps.items()
-        for which, value in (("mean", gap.mean()), ("max", gap.max()))
-    }
-    return {name: round(value, 5) for name, value in {**figures, "mean_nll": -published.mean().item()}.items()}
+    figures = {"error_logp": gaps["published"].mean(), "error_logp_max": gaps["published"].max(),
+               "error_logp_rounded": gaps["rounded"].mean(), "error_logp_rounded_max": gaps["rounded"].max(),
+               "mean_nll": -published.mean()}  # fmt: skip
+    return {name: round(value.item(), 5) for name, value in figures.items()}
 
 
 def judged(found: Contest, measured: dict[str, float]) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
@@ -131,8 +128,8 @@ def judged(found: Contest, measured: dict[str, float]) -> tuple[list[dict[str, A
             steps = found.values[name][1:]
             drawn = samples * sum(step["completions/mean_length"] for step in steps) / len(steps)
         extras[name] = {
-            "dtype": dtype, "work": work, "samples_per_s": round(samples / result["median_s"], 2),
-            "tokens_per_s": round(drawn / result["median_s"], 1),
+            "case": work, "samples_per_s": round(samples / result["median_s"], 3),
+            "tokens_per_s": round(drawn / result["median_s"]),
         }  # fmt: skip
         if dtype == "bfloat16":
             ratio = found.results[f"fastgrpo, float32, {work}"]["median_s"] / result["median_s"]
@@ -140,7 +137,7 @@ def judged(found: Contest, measured: dict[str, float]) -> tuple[list[dict[str, A
             extras[name] |= measured
     rows = rows_of(
         found.results, found.missing, extras, benchmark="dtype", model="embedded" if SMALL else "SmolLM2-135M",
-        prompts=PROMPTS, group=GROUP, max_tokens=MAX_TOKENS, beta=BETA,
+        prompts=PROMPTS, group=GROUP, max_tokens=MAX_TOKENS, beta=BETA, dtype=" and ".join(DTYPES),
     )  # fmt: skip
     return rows, bars
 
