@@ -74,6 +74,7 @@ def draw(rows: Rows, path: Path) -> None:
         path: The PNG file to write.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = axes_of(rows)
     figure = Figure(figsize=(3 * len(axes), 6), layout="constrained")
@@ -88,6 +89,9 @@ def draw(rows: Rows, path: Path) -> None:
             panel.set(xscale="log", yscale="log")
             panel.set_xticks([sizes[0], sizes[-1]], [f"{sizes[0]:,}", f"{sizes[-1]:,}"])
             panel.set_xticks([], minor=True)
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_minor_formatter(NullFormatter())
             panel.grid(alpha=0.3)
             panel.legend(fontsize="small")
             if line == 0:

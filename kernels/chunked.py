@@ -21,13 +21,12 @@ from fastgrpo.kernels.first_order import first_order
 from fastgrpo.kernels.full_kl import ReferenceHead, full_kl, full_kl_gradient_
 from fastgrpo.kernels.objectives import policy_loss_fwd
 from fastgrpo.kernels.policy_rows import cut, policy_parts
-from fastgrpo.kernels.products import compute_dtype, no_autocast
+from fastgrpo.kernels.products import compute_dtype, no_autocast, weight_blocks
 from fastgrpo.kernels.softmax import Vocabulary, logit_gradient_, softmax_
 
 CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, little beside a model
 MIN_CHUNK_ROWS = 128
 GATHERED_ROWS = 2048  # rows of a weight gathered at a time, where not all of them are multiplied
-CAST_ROWS = 8192  # rows of a bf16 or fp16 weight cast to fp32 at a time
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -55,13 +54,6 @@ def row_slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
 
 
-def _weight_blocks(weight, dtype):
-    """Yield (slice of the vocabulary, weight[slice] in dtype), in small blocks where the weight must be cast."""
-    step = weight.shape[0] if weight.dtype == dtype else CAST_ROWS
-    for start in range(0, weight.shape[0], step):
-        yield slice(start, start + step), weight[start : start + step].to(dtype)
-
-
 def _room(slices, weight, dtype):
     """Make room for the logits of any of the chunks.
 
@@ -76,7 +68,7 @@ def _logits(hidden, weight, bias, temperature, softcap, room):
     z lies at the beginning of `room`.
     """
     z = room[: len(hidden)]
-    for block, w in _weight_blocks(weight, hidden.dtype):
+    for block, w in weight_blocks(weight, hidden.dtype):
         torch.mm(hidden, w.T, out=z[:, block])  # z = h W^T, product 1
     if bias is not None:
         z += bias.to(z.dtype)
@@ -121,7 +113,7 @@ class _Gradients:
                 dw.zero_()
             return self._add_columns(dz, h, rows, columns)
         if dh is not None:
-            products = (dz[:, block] @ w for block, w in _weight_blocks(self.inputs[1], self.dtype))
+            products = (dz[:, block] @ w for block, w in weight_blocks(self.inputs[1], self.dtype))
             dh[rows] = self.vocabulary.sum_(sum(products))  # dH = dz W
         if dw is not None:
             dw.addmm_(dz.T, h, beta=0 if first else 1)  # dW = dz^T H

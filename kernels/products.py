@@ -5,11 +5,15 @@ fp32; linear_logprob.py says what they are. v scales the rows of dH after its pr
 the product of dW, so that E itself need not be written again.
 """
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 
 from fastgrpo.kernels.softmax import all_reduce_
+
+CAST_ROWS = 8192  # rows of a 16-bit weight cast to fp32 at a time on a GPU
+CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU, whose cache holds them until the product has read them
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -69,6 +73,44 @@ def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -
             return torch.mm(a, b, out_dtype=torch.float32)
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a.float(), b.float(), out=out)
+
+
+def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Cut a weight into blocks of rows in another dtype, or leave it whole where it has that dtype.
+
+    A whole copy would take twice the memory of a 16-bit weight. On a CPU it would also be written to memory and read
+    back, which takes several times as long as the product of the few rows of a decode step.
+
+    Args:
+        weight: [V, D].
+        dtype: The dtype of the blocks.
+
+    Yields:
+        The slice of V, and the rows of the weight there.
+    """
+    step = max(1, CAST_BYTES // (4 * weight.shape[1])) if weight.device.type == "cpu" else CAST_ROWS
+    step = len(weight) if weight.dtype == dtype else step
+    for start in range(0, len(weight), step):
+        yield slice(start, start + step), weight[start : start + step].to(dtype)
+
+
+def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute states @ weight.T with fp32 output, on a CPU too, whose 16-bit products round their output to 16 bits.
+
+    Args:
+        states: [n, D], fp32 or 16-bit.
+        weight: [V, D] in the same dtype.
+
+    Returns:
+        [n, V] fp32.
+    """
+    if states.is_cuda or states.dtype == torch.float32:
+        return mm_fp32(states, weight.T)
+    states = states.float()
+    out = torch.empty(len(states), len(weight), dtype=torch.float32, device=states.device)
+    for rows, block in weight_blocks(weight, torch.float32):
+        out[:, rows] = states @ block.T
+    return out
 
 
 @cache

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.data.records import Sample
+from fastgrpo.kernels.products import linear_fp32
 from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch
@@ -272,12 +273,8 @@ class Policy:
             [R, V] logits in fp32 even for 16-bit states, because rounded logits would give wrong log-probs.
         """
         weight, bias, softcap = self.head
-        if states.dtype in (torch.float32, torch.float64):
-            logits = (states @ weight.T).float()
-        elif states.is_cuda:
-            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
-        else:
-            logits = states.float() @ weight.float().T
+        wide = states.dtype in (torch.float32, torch.float64)
+        logits = (states @ weight.T).float() if wide else linear_fp32(states, weight)
         if bias is not None:
             logits = logits + bias.float()
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -50,8 +50,16 @@ def collect(parts: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, places)
 
 
+def _wide(*tensors):
+    """Cast 16-bit tensors to fp32; fp32 and fp64 stay."""
+    return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
+
+
 class PaddedAttention(AttentionKernel):
     """Lays the sequences out in buckets and calls a kernel of padded sequences on each bucket.
+
+    16-bit tensors are computed in fp32. PyTorch's FlashAttention for CPUs takes two to three times as long for bf16
+    where the CPU has no AMX, and plain products would round the scores.
 
     Args:
         name: The kernel of a bucket. "cpu" is PyTorch's FlashAttention for CPUs, "math" is plain matrix products.
@@ -64,6 +72,7 @@ class PaddedAttention(AttentionKernel):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype, (query, key, value) = query.dtype, _wide(query, key, value)
         heads, outs, lses = query.shape[1], [], []
         for bucket in segments.buckets:
             q = lay_out(query, bucket.queries, bucket.size, heads)
@@ -72,11 +81,12 @@ class PaddedAttention(AttentionKernel):
             outs.append(out)
             lses.append(lse[..., None])
         places = segments.buckets.place_q
-        return collect(outs, places), collect(lses, places)[..., 0].T.contiguous()
+        return collect(outs, places).to(dtype), collect(lses, places)[..., 0].T.contiguous()
 
     def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  out: torch.Tensor, lse: torch.Tensor, segments: Segments,
                  scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        dtype, (grad, query, key, value, out) = query.dtype, _wide(grad, query, key, value, out)
         heads, gradients = query.shape[1], ([], [], [])
         for bucket in segments.buckets:
             dout = lay_out(grad, bucket.queries, bucket.size, heads, zero=bucket.unused)
@@ -88,11 +98,13 @@ class PaddedAttention(AttentionKernel):
             for tensor, of_heads in ((gradients[1], dk), (gradients[2], dv)):
                 tensor.append(of_heads.unflatten(1, (key.shape[1], -1)).sum(2) if heads > key.shape[1] else of_heads)
         places = segments.buckets
-        return tuple(map(collect, gradients, (places.place_q, places.place_k, places.place_k)))
+        packed = map(collect, gradients, (places.place_q, places.place_k, places.place_k))
+        return tuple(gradient.to(dtype) for gradient in packed)
 
 
-# The kernels of a bucket. Shapes: q, out and dout [S, H, T, d], k and v [S, H, U, d], lse [S, H, T], bias [S, 1, 1, U]
-# or None. The backward passes take out and lse of the whole softmax and return the gradients of q, k and v.
+# The kernels of a bucket, in fp32 or fp64. Shapes: q, out and dout [S, H, T, d], k and v [S, H, U, d], lse [S, H, T],
+# bias [S, 1, 1, U] or None. The backward passes take out and lse of the whole softmax and return the gradients of q, k
+# and v.
 
 
 def _cpu_forward(q, k, v, bias, causal, scale):
@@ -124,25 +136,18 @@ def _scores(q, k, block, bias, causal, scale):
     return scores
 
 
-def _wide(*tensors):
-    """Cast 16-bit tensors to fp32; fp32 and fp64 stay."""
-    return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
-
-
 def _math_forward(q, k, v, bias, causal, scale):
-    """Return out in the dtype of q and lse, by matrix products in fp32 (fp64 for fp64 queries)."""
-    dtype, (q, k, v) = q.dtype, _wide(q, k, v)
+    """Return out and lse, by matrix products."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for block in _blocks(q, k):
         scores = _scores(q, k, block, bias, causal, scale)
         lse[:, :, block] = scores.logsumexp(-1)
         out[:, :, block] = scores.softmax(-1) @ v
-    return out.to(dtype), lse
+    return out, lse
 
 
 def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
-    """Return the gradients by the formulas of varlen.py, as matrix products in fp32 (fp64 for fp64 queries)."""
-    dtype, (dout, q, k, v, out) = q.dtype, _wide(dout, q, k, v, out)
+    """Return the gradients by the formulas of varlen.py, as matrix products."""
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mean = (dout * out).sum(-1, keepdim=True)  # D
     for block in _blocks(q, k):
@@ -151,7 +156,7 @@ def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
         dscores = probs.mul_(dout[:, :, block] @ v.transpose(-1, -2) - mean[:, :, block])
         dq[:, :, block] = dscores @ k * scale
         dk += dscores.transpose(-1, -2) @ q[:, :, block] * scale
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return dq, dk, dv
 
 
 KERNELS = {"cpu": (_cpu_forward, _cpu_backward), "math": (_math_forward, _math_backward)}

@@ -45,6 +45,19 @@ def test_small_gradients_survive_fp16():
     )
 
 
+@pytest.mark.parametrize("rows", [1, 4, V - 1, V], ids=lambda rows: f"{rows} rows a block")
+def test_logits_of_a_16_bit_head_are_those_of_its_weights_in_fp32(monkeypatch, rows):
+    """A sum is rounded to fp32 alone: a product with 16-bit output would be off by up to 2^-8 of itself."""
+    monkeypatch.setattr(products, "CAST_BYTES", 4 * D * rows)
+    _, _, hidden, weight = problem(torch.bfloat16)
+    logits = products.linear_fp32(hidden, weight)
+    assert logits.dtype == torch.float32
+    terms = hidden.double()[:, None] * weight.double()
+    bound = D * torch.finfo(torch.float32).eps * terms.abs().sum(-1)
+    assert ((logits - terms.sum(-1)).abs() <= bound).all()
+    assert not (logits == (hidden @ weight.T).float()).all()
+
+
 def test_who_wants_a_gradient_now():
     leaf, frozen = torch.ones(1, requires_grad=True), torch.ones(1)
     assert products.needed(leaf, frozen, None) == (True, False, False)

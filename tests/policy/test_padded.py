@@ -1,10 +1,11 @@
 """Padded attention: packed tokens come back from their places in the buckets, and padding is zeroed."""
 
+import pytest
 import torch
 
 from fastgrpo.policy import segments
-from fastgrpo.policy.padded import collect, lay_out
-from fastgrpo.policy.segments import Buckets
+from fastgrpo.policy.padded import PaddedAttention, collect, lay_out
+from fastgrpo.policy.segments import Buckets, Segments
 
 
 def test_rows_come_back_from_their_places(monkeypatch):
@@ -23,3 +24,16 @@ def test_key_heads_repeat_and_unused_places_are_zeroed():
     assert lay_out(packed, bucket.keys, bucket.size, 4)[0, :, 0, 0].tolist() == [1, 1, 2, 2]
     first_head = lay_out(packed, bucket.queries, bucket.size, 2, zero=bucket.unused)[:, 0, :, 0]
     assert first_head.tolist() == [[1, 3, 5], [7, 9, 0]]
+
+
+@pytest.mark.parametrize("name", ["cpu", "math"])
+def test_16_bit_attention_is_that_of_its_inputs_in_fp32_rounded_once(name):
+    kernel, part = PaddedAttention(name), Segments([5, 1, 7], [5, 1, 7], "cpu", causal=True)
+    query, key, value = (torch.randn(13, heads, 8).bfloat16() for heads in (4, 2, 2))
+    out, lse = kernel.forward(query, key, value, part, 0.3)
+    wide, wide_lse = kernel.forward(query.float(), key.float(), value.float(), part, 0.3)
+    assert torch.equal(out, wide.bfloat16()) and torch.equal(lse, wide_lse)
+    low = out, query, key, value, out
+    gradients = kernel.backward(*low, lse, part, 0.3)
+    expected = kernel.backward(*(tensor.float() for tensor in low), lse, part, 0.3)
+    assert all(map(torch.equal, gradients, (gradient.bfloat16() for gradient in expected)))

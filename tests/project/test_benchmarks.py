@@ -259,6 +259,18 @@ def test_bench_speculative(small):
         assert drafted["differ"] == 0 and drafted["logp_gap"] < 1e-5 and drafted["tokens_per_step"] >= 1
 
 
+def test_bench_dtype(small):
+    """Both precisions take steps and draw, and bfloat16's log-probs are off by what its rounding explains."""
+    if torch.cuda.is_available():
+        pytest.skip("it compares the precisions of a CPU")
+    (info,) = infos_of(small, "bench_dtype")
+    rows = {row["variant"]: row for row in info["rows"]}
+    assert len(rows) == 4 and set(info["bars"]) == {"times float32, step", "times float32, rollout"}
+    row = rows["fastgrpo, bfloat16, step"]
+    assert 0 < row["error_logp_rounded"] <= row["error_logp_rounded_max"] < 0.05 and row["tokens_per_s"] > 0
+    assert "error_logp" not in rows["fastgrpo, float32, step"]
+
+
 def test_bare_products_are_in_the_dtype_of_the_weight():
     """An fp32 dW would take twice the bytes to write, and flatter the head that is compared to it."""
     batch = make_batch(8, 4, 16, length=4, dtype=torch.bfloat16, device="cpu")
