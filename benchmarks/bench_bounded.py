@@ -79,8 +79,8 @@ def make_work(case: str) -> Work:
     model, problems, prompts, max_tokens, _ = CASES[case]
     if not SMALL:
         return load_work(os.environ[model], problems and os.environ[problems], prompts, max_tokens)
-    made = random_model("llama", EMBEDDED._replace(vocab=1500, tied=False), "cpu", torch.float32, max_position_embeddings=64,
-                        bos_token_id=None, eos_token_id=0, pad_token_id=0)  # fmt: skip
+    made = random_model("llama", EMBEDDED._replace(vocab=1500, tied=False), "cpu", torch.float32,
+                        max_position_embeddings=64, bos_token_id=None, eos_token_id=0, pad_token_id=0)  # fmt: skip
     made.get_output_embeddings().weight.data *= 25  # else all tokens would be as likely
     return Work(Policy.of(prepare(made)), [[1, 2, 3], [4, 5]], (0, *range(100, 200)), 9)
 
