@@ -5,10 +5,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.batches import Batch
+from benchmarks.batches import TOKENS_AT_ONCE, Batch
 from benchmarks.variants import Gradients, Head, gradients_of, plain_loss
 
 TRL_CHUNK_SIZE = 32768  # what TRL's trainer passes
+FILTER, TILE = 2**-12, 128  # cut-cross-entropy's filter for bf16 and its tiles of tokens and of vocabulary
 PEERS = {"trl": "trl", "liger": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}  # variant -> its module
 
 
@@ -92,6 +93,37 @@ def cut_cross_entropy_head() -> Head:
         return gradients_of(plain_loss(logps, batch), batch)
 
     return cce
+
+
+def filtered_gradients(batch: Batch) -> tuple[Gradients, float]:
+    """Compute what cut-cross-entropy's backward leaves of the gradients, in plain PyTorch; it takes longer than theirs.
+
+    Its kernel orders the vocabulary by mean logit, and skips a tile of 128 tokens and 128 entries where no entry of
+    softmax - onehot reaches 2^-12.
+
+    Args:
+        batch: The inputs of the head; all tokens are active.
+
+    Returns:
+        The gradients, and the share of the tiles that are computed.
+    """
+    hidden, weight = batch.hidden.detach(), batch.weight.detach()
+    order = (hidden.mean(0) @ weight.T).argsort(descending=True)
+    weight, targets = weight[order], order.argsort()[batch.targets]
+    parts = torch.arange(len(hidden)).split(TOKENS_AT_ONCE)
+    logps = [(hidden[part] @ weight.T).log_softmax(-1).gather(-1, targets[part, None])[:, 0] for part in parts]
+    logps = torch.cat(logps).requires_grad_()
+    (g,) = torch.autograd.grad(plain_loss(logps, batch), logps)
+    dh, dw, kept = torch.zeros_like(hidden), torch.zeros_like(weight), []
+    for part in torch.arange(len(hidden)).split(TILE):
+        dz = (hidden[part] @ weight.T).softmax(-1)
+        dz.scatter_add_(-1, targets[part, None], -torch.ones(len(part), 1))
+        blocks = torch.nn.functional.pad(dz.abs().amax(0), (0, -len(weight) % TILE)).unflatten(0, (-1, TILE))
+        kept.append(blocks.amax(-1) >= FILTER)
+        dz *= -g[part, None] * kept[-1].repeat_interleave(TILE)[: len(weight)]
+        dh[part] = dz @ weight
+        dw.addmm_(dz.T, hidden[part])
+    return (dh, torch.zeros_like(dw).index_copy_(0, order, dw)), torch.cat(kept).float().mean().item()
 
 
 def peers(compiled: bool = True) -> tuple[dict[str, Head], dict[str, str]]:

@@ -98,7 +98,7 @@ def _lines_of(measured):
     """Return the cells of the header, and of a line for each variant and shape."""
     mine = {}
     for row in measured:
-        if row["variant"].partition(",")[0] == MINE:
+        if row["variant"].partition(",")[0] == MINE and "tolerance" not in row:
             mine[_case(row)] = min(row["ms_p50"], mine.get(_case(row), row["ms_p50"]))
     cells = [[of(row, mine) for of in COLUMNS.values()] for row in measured]
     used = [i for i, column in enumerate(zip(*cells, strict=True)) if any(column)]  # no column for what nobody measured
@@ -113,19 +113,27 @@ def _case(row):
     return tuple(row.get(key) for key in ("model", "n", "d", "v", "case"))
 
 
+def _timed(row):
+    return "ms_p50" in row
+
+
 def _number(key, form):
     return lambda row, mine: "" if row.get(key) is None else format(row[key], form)
 
 
-# Header of a column -> its text for one result; `mine` has the milliseconds of our fastest variant in each case.
+# Header of a column -> its text for one result; `mine` has the milliseconds of our fastest exact variant in each case.
 COLUMNS = {
     "model": lambda row, mine: row.get("model", ""),
     "N x D x V": lambda row, mine: f"{row['n']} x {row['d']} x {row['v']}" if "v" in row else "",
     "case": lambda row, mine: row.get("case", ""),
     "variant": lambda row, mine: row["variant"],
     "liger's layers": lambda row, mine: {True: "yes", False: "no"}.get(row.get("liger"), ""),
-    "ms": lambda row, mine: f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})",
-    f"x {MINE}": lambda row, mine: f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _case(row) in mine else "",
+    "ms": lambda row, mine: f"{row['ms_p50']:.2f} ({row['ms_p20']:.2f} to {row['ms_p80']:.2f})" if _timed(row) else "",
+    f"x {MINE}": lambda row, mine: (
+        f"{row['ms_p50'] / mine[_case(row)]:.2f}" if _timed(row) and _case(row) in mine else ""
+    ),
+    "kept": _number("kept", ".1%"),
+    "dropped, of tau": _number("dropped_of_tolerance", ".3f"),
     "TFLOP/s": _number("tflops", ".3g"),
     "tokens/s": _number("tokens_per_s", ",d"),
     "of the bandwidth limit": _number("of_bandwidth_limit", ".0%"),

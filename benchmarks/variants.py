@@ -42,10 +42,11 @@ def gradients_of(loss: torch.Tensor, batch: Batch) -> Gradients:
     return torch.autograd.grad(loss, (batch.hidden, batch.weight))
 
 
-def _public_loss(batch: Batch) -> GRPOLossOutput:
+def _public_loss(batch: Batch, tolerance: float = 0.0) -> GRPOLossOutput:
     return linear_grpo_loss(
         batch.hidden, batch.weight, batch.targets, batch.advantages,
         mask=batch.mask, rows=batch.rows, old_logps=batch.old_logps, objective=OBJECTIVE,
+        backward_tolerance=tolerance,
     )  # fmt: skip
 
 
@@ -56,6 +57,29 @@ def fastgrpo(batch: Batch) -> Gradients:
         batch: The inputs of the head.
     """
     return gradients_of(_public_loss(batch).loss, batch)
+
+
+def fastgrpo_bounded(tolerance: float) -> Head:
+    """Make `fastgrpo` with a bounded backward.
+
+    Args:
+        tolerance: The argument `backward_tolerance`, above 0.
+    """
+    return lambda batch: gradients_of(_public_loss(batch, tolerance).loss, batch)
+
+
+def kept_and_dropped(batch: Batch, tolerance: float) -> tuple[float, float]:
+    """Return the share of the columns that a bounded backward keeps, and the most mass that a row leaves out.
+
+    Args:
+        batch: The inputs of the head.
+        tolerance: The argument `backward_tolerance`, above 0.
+
+    Returns:
+        Both as the metrics `head/kept_columns` and `head/dropped_mass` say them.
+    """
+    metrics = _public_loss(batch, tolerance).metrics
+    return float(metrics["head/kept_columns"]), float(metrics["head/dropped_mass"])
 
 
 def fastgrpo_forward(batch: Batch) -> torch.Tensor:

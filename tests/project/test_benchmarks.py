@@ -1,5 +1,6 @@
 """`compare` measures what it says; all benchmarks run at a small size and write nothing; the report reads results."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,11 +11,11 @@ import pytest
 import torch
 from paths import ROOT
 
-from benchmarks import bounded_training, report
+from benchmarks import bench_bounded, bounded_training, peers, report
 from benchmarks.batches import make_batch
 from benchmarks.compare import COMMIT_VARIABLE, SAME_RUN, STARTED_VARIABLE, append, compare, in_turns, rows_of
 from benchmarks.harness import at_least, at_most
-from benchmarks.variants import bare_products
+from benchmarks.variants import bare_products, full_logits
 
 
 def test_results_have_the_documented_structure():
@@ -269,6 +270,45 @@ def test_bench_dtype(small):
     row = rows["fastgrpo, bfloat16, step"]
     assert 0 < row["error_logp_rounded"] <= row["error_logp_rounded_max"] < 0.05 and row["tokens_per_s"] > 0
     assert "error_logp" not in rows["fastgrpo, float32, step"]
+
+
+def test_bench_bounded(small):
+    """Every tolerance keeps its bound, and a smaller one keeps more columns and errs less."""
+    if torch.cuda.is_available():
+        pytest.skip("the rows and the bars are those of a CPU")
+    infos = infos_of(small, "bench_bounded")
+    assert [info["rows"][0]["case"] for info in infos] == list(bench_bounded.CASES)
+    for info in infos:
+        rows = {row["variant"]: row for row in info["rows"] if "missing" not in row}
+        bounded = [rows[bench_bounded.named(tau)] for tau in bench_bounded.TAUS]
+        assert all(0 < row["kept"] <= 1 and 0 <= row["dropped_of_tolerance"] <= 1 for row in bounded)
+        assert bounded[0]["kept"] < 0.6 and bounded[0]["error_hidden"] > 1e-3
+        for coarse, fine in itertools.pairwise(bounded):
+            assert coarse["kept"] <= fine["kept"]
+            assert all(coarse[error] >= fine[error] for error in ("error_hidden", "error_weight"))
+        filtered = rows[bench_bounded.FILTERED]
+        assert "ms_p50" not in filtered and filtered["kept"] <= 1 and filtered["error_hidden"] < 0.1
+        shown = report.table(info["rows"], "cpu")
+        assert "| kept | dropped, of tau |" in shown and "| fastgrpo |" in shown
+        assert "Missing: cut" not in shown and " | 1.00 | " in next(
+            x for x in shown.splitlines() if "| fastgrpo |" in x
+        )
+
+
+def test_the_filter_leaves_out_what_cut_cross_entropy_does():
+    """Of 256 tokens over 256 entries, tiles without an entry of softmax - onehot at the threshold add nothing."""
+    batch = make_batch(256, 16, 256, length=64, dtype=torch.float32, device="cpu")
+    exact = full_logits(batch)
+    (dh, dw), kept = peers.filtered_gradients(batch)
+    assert kept == 1
+    for mine, theirs in zip((dh, dw), exact, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-7)
+    weight = batch.weight.detach().clone()
+    weight[:128], batch.hidden.data[:] = -20, batch.hidden.data.abs() + 0.1  # never drawn, and last in the order
+    targets = batch.targets % 128 + 128
+    rare = batch._replace(weight=weight.requires_grad_(), targets=targets, old_logps=batch.old_logps)
+    (_, dw), kept = peers.filtered_gradients(rare)
+    assert kept == 0.5 and not dw[:128].any() and dw[128:].any()
 
 
 def test_bare_products_are_in_the_dtype_of_the_weight():

@@ -1,0 +1,133 @@
+"""Rows of the head as training has them: a model's own answers, with the hidden states that predict their tokens.
+
+Shapes: S answers, N tokens of all of them, V vocabulary, D hidden.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.batches import Batch
+from fastgrpo import group_advantages
+from fastgrpo.data.prompts import to_prompt
+from fastgrpo.data.records import Sample
+from fastgrpo.policy.batch import Batch as Packed
+from fastgrpo.policy.load import load_policy, stop_token_ids
+from fastgrpo.policy.model import Policy
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.tasks.gsm8k import sums, to_row
+
+GROUP = 8  # answers to one prompt, as in fastgrpo/recipes/smollm2-135m-sums.yaml
+AT_ONCE = 32  # answers that are drawn at a time
+
+
+class Work(NamedTuple):
+    """What answers are drawn from.
+
+    Attributes:
+        policy: The policy.
+        prompts: Token ids of each prompt.
+        stops: Tokens that end an answer.
+        max_tokens: Most tokens of an answer.
+    """
+
+    policy: Policy
+    prompts: list[list[int]]
+    stops: tuple[int, ...]
+    max_tokens: int
+
+
+class Answers(NamedTuple):
+    """The rows of a model's answers.
+
+    Attributes:
+        batch: All tokens of the answers, side by side and all of them active. Its `length` is the longest answer's.
+        lengths: [S] int64 tokens of each answer.
+    """
+
+    batch: Batch
+    lengths: torch.Tensor
+
+    @property
+    def places(self) -> torch.Tensor:
+        """[N] int64. Where each token lies once every answer is padded to the longest."""
+        starts = torch.arange(len(self.lengths)) * self.batch.length
+        first = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(int(self.lengths.sum())) + (starts - first).repeat_interleave(self.lengths)
+
+    def padded(self) -> Batch:
+        """Return the same tokens with every answer padded to the longest, for a head that takes sequences."""
+        places, batch, size = self.places, self.batch, len(self.lengths) * self.batch.length
+
+        def spread(values):
+            return values.new_zeros(size, *values.shape[1:]).index_copy(0, places, values)
+
+        advantages = batch.advantages[self.lengths.cumsum(0) - 1].repeat_interleave(batch.length)
+        return batch._replace(
+            hidden=spread(batch.hidden.detach()).requires_grad_(), targets=spread(batch.targets),
+            advantages=advantages, old_logps=spread(batch.old_logps), mask=spread(batch.mask), rows=places,
+        )  # fmt: skip
+
+
+def load_work(model: str, problems: str | None, prompts: int, max_tokens: int) -> Work:
+    """Load a model, and problems in GSM8K's template with its worked problem.
+
+    Args:
+        model: Folder of the model.
+        problems: Folder with GSM8K's test.jsonl; None for the sums of `fastgrpo.tasks.sums` that are trained on.
+        prompts: How many problems.
+        max_tokens: Most tokens of an answer.
+    """
+    policy, tokenizer = load_policy(model, dtype="float32", device="cpu")
+    if problems is None:
+        rows = sums()[0][:prompts]
+    else:
+        lines = (Path(problems) / "test.jsonl").read_text().splitlines()[:prompts]
+        rows = [json.loads(line) for line in lines]
+    rows = [to_row(row, None, conversational=tokenizer.chat_template is not None) for row in rows]
+    ids = [to_prompt(row, tokenizer).ids for row in rows]
+    return Work(policy, ids, stop_token_ids(policy, tokenizer), max_tokens)
+
+
+def draw(work: Work) -> Answers:
+    """Draw `GROUP` answers to each prompt at temperature 1, and compute the hidden states that predict their tokens.
+
+    Rewards are 1 or -1 at random, and advantages are standardized within groups. The log-probs of the policy that drew
+    the answers are those that the rollout measured. Every call draws the same.
+
+    Args:
+        work: What they are drawn from.
+    """
+    engine = RolloutEngine(work.policy, max_num_seqs=AT_ONCE)
+    sampling = SamplingParams(temperature=1.0, max_tokens=work.max_tokens, stop_token_ids=work.stops, seed=0)
+    for i, prompt in enumerate(work.prompts):
+        engine.add_request(prompt, GROUP, sampling, request_id=i)
+    drawn = {}
+    while engine.has_unfinished_requests():
+        drawn |= {output.request_id: output.rollouts for output in engine.step()}
+    rewards = torch.randint(2, (len(drawn) * GROUP,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    advantages = group_advantages(rewards, GROUP).float()
+    hidden, targets, old_logps, lengths = [], [], [], []
+    for i, prompt in enumerate(work.prompts):
+        samples = [Sample(prompt, rollout.ids, advantage=0.0) for rollout in drawn[i]]
+        packed = Packed.pack(samples, work.policy.device)
+        with torch.no_grad():
+            hidden.append(work.policy.completion_states(packed))
+        targets.append(packed.targets)
+        old_logps += [rollout.logps for rollout in drawn[i]]
+        lengths += [len(rollout.ids) for rollout in drawn[i]]
+    lengths, targets = torch.tensor(lengths), torch.cat(targets)
+    batch = Batch(
+        hidden=torch.cat(hidden).requires_grad_(),
+        weight=work.policy.head.weight.detach().requires_grad_(),
+        targets=targets,
+        advantages=advantages.repeat_interleave(lengths),
+        old_logps=torch.cat(old_logps),
+        mask=torch.ones(len(targets), dtype=torch.bool),
+        rows=torch.arange(len(targets)),
+        length=int(lengths.max()),
+    )
+    return Answers(batch, lengths)
