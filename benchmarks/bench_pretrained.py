@@ -25,6 +25,7 @@ from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_p
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, at_most, finish
 from benchmarks.stepwise import Stepwise
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.policy.load import load_policy
 
 MODEL = os.environ.get("FASTGRPO_SMOLLM2")
 ROUNDS = 2 if SMALL else 3
@@ -94,10 +95,13 @@ def contestants_of(folder: Path, beta: float) -> tuple[list[Contestant], dict[st
         folder: Where they may write.
         beta: Coefficient of the KL divergence to the reference.
     """
-    path = MODEL
+    path = folder / "model"
     if SMALL:
-        path = folder / "model"
         save_model(path, "0.8m")
+    else:  # the folder has a GGUF file, which TRL does not read
+        policy, tokenizer = load_policy(MODEL, dtype="float32", device="cpu")
+        policy.module.save_pretrained(path)
+        tokenizer.save_pretrained(path)
     entries = {"fastgrpo": "our_entry", "trl": "trl_entry"}
     missing = {} if find_spec("trl") else {"trl": "not installed: No module named 'trl'"}
     contestants = [

@@ -35,7 +35,7 @@ GPU = harness.CUDA and not SMALL
 DEVICE = "cuda" if GPU else "cpu"
 DTYPE = torch.bfloat16 if GPU else torch.float32
 ROUNDS = 2 if SMALL else 5 if GPU else 15
-SIZES = {**QWEN, "0.8m": Size(128, 384, 4, 4, 2, vocab=512), "1.8m": Size(128, 384, 4, 4, 2, vocab=8192)}
+SIZES = {**QWEN, "0.8m": Size(128, 384, 4, 4, 2, vocab=512)}
 PROMPTS, GROUP = (4, 4) if SMALL else (16, 8)
 PROMPT_TOKENS, MAX_TOKENS = (512, 1024) if GPU else (8, 12)
 STOPS = 4 / MAX_TOKENS  # share of the vocabulary that ends a completion
@@ -67,15 +67,14 @@ def stops(size: str) -> list[int]:
     return list(range(vocabulary - max(int(vocabulary * STOPS), 1), vocabulary))
 
 
-def save_model(path: Path, size: str, stop_ids: list[int] | None = None) -> None:
+def save_model(path: Path, size: str) -> None:
     """Save a model with random weights and a tokenizer whose tokens are words, `t0 t1 ...`.
 
     Args:
         path: The folder to make.
         size: A key of `SIZES`.
-        stop_ids: Ids that end a completion; None takes those of `stops`.
     """
-    vocabulary, stop_ids = SIZES[size].vocab, stop_ids or stops(size)
+    vocabulary, stop_ids = SIZES[size].vocab, stops(size)
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     end = f"t{stop_ids[-1]}"

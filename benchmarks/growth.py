@@ -5,25 +5,25 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
+LARGE_END = 4  # sizes of at least the largest divided by this
 MEASURED = {"ms_p50": ("time", "ms, median"), "peak_mib": ("memory", "peak MiB")}
 
 
 def last_exponent(rows: Rows, key: str) -> float:
-    """Return by which power of the size a figure grows between the two largest sizes.
+    """Return by which power of the size a figure grows at the large end, over sizes of at least a quarter of the largest.
 
     Args:
         rows: The rows of one axis, sizes rising.
         key: "ms_p50" or "peak_mib".
     """
-    before, last = rows[-2:]
-    return math.log(last[key] / before[key]) / math.log(last["size"] / before["size"])
+    return exponent([row for row in rows if row["size"] * LARGE_END >= rows[-1]["size"]], key)
 
 
-def whole_exponent(rows: Rows, key: str) -> float:
-    """Return the power of the size that fits a figure best over all sizes: least squares of the logarithms.
+def exponent(rows: Rows, key: str) -> float:
+    """Return the power of the size that fits a figure best: least squares of the logarithms.
 
     Args:
-        rows: The rows of one axis.
+        rows: The rows of one axis, or some of them, with at least two sizes.
         key: "ms_p50" or "peak_mib".
     """
     points = [(math.log(row["size"]), math.log(row[key])) for row in rows]
@@ -60,7 +60,7 @@ def lines_of(rows: Rows) -> list[list[str]]:
         cells = [first["part"], first["axis"], first["fixed"], f"{first['size']:,} to {last['size']:,}"]
         for key, (word, _) in MEASURED.items():
             cells.append(f"{first[key]:.3g} to {last[key]:.4g}")
-            cells.append(f"{whole_exponent(axis, key):.2f}, {last_exponent(axis, key):.2f}")
+            cells.append(f"{exponent(axis, key):.2f}, {last_exponent(axis, key):.2f}")
             cells.append(f"{first['expected'][word]:g}")
         lines.append(cells)
     return lines
