@@ -151,8 +151,8 @@ class EngineConfig:
     num_speculative_tokens: int = setting(
         0,
         "Largest number of tokens of a completion that are drafted from what its group has written and verified in one "
-        "pass; 0 turns it off. Drafts change no draw but by rounding. They take effect on a CPU, while 16 completions "
-        "or fewer are in flight, and where enough of them are accepted.",
+        "pass; 0 turns it off. Drafts change no draw but by rounding. On a GPU they are refused; on a CPU they take "
+        "effect while 16 completions or fewer are in flight, and where enough of them are accepted.",
         within=SPECULATIVE_TOKENS,
         active=WITH_ENGINE,
         resume="inexact",

@@ -88,12 +88,12 @@ def linear_logprob(
     if isinstance(temperature, torch.Tensor):
         check_temperatures(temperature)
 
-    def fused(states, weight, bias, part=slice(None)):
+    def fused(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
         located, group = vocabulary.located(flat[part], len(weight))
         return triton_logprob.linear_logprob(
             states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
             return_entropy=return_entropy, group=group, sum_hidden_grad=sum_hidden_grad,
-            tolerance=backward_tolerance,
+            tolerance=tolerance,
         )  # fmt: skip
 
     def plain(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
@@ -104,17 +104,19 @@ def linear_logprob(
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
     if backend == "triton" and process_group is None and len(flat) and not torch.compiler.is_compiling():
+        checked = min(backward_tolerance, self_check.MOST_LACKING)
         variant = {
             "dtype": hidden.dtype, "aligned": hidden.data_ptr() % 16 == 0, "entropy": return_entropy,
             "head": tuple(weight.shape), "bias": bias is not None, "soft-cap": logit_softcap is not None,
             "gradient": any(needed(hidden, weight, bias)), "temperatures": isinstance(temperature, torch.Tensor),
-            "tolerance": backward_tolerance > 0,
+            "tolerance": checked,
         }  # fmt: skip
 
         def compare():
             part, sample = slice(0, self_check.ROWS), hidden[: self_check.ROWS].detach()
-            ways = (_summed(way, weight, bias, part) for way in (fused, partial(plain, tolerance=0.0)))
-            return self_check.difference(*ways, sample, variant["gradient"], backward_tolerance)
+            found = partial(fused, tolerance=checked), partial(plain, tolerance=0.0)
+            ways = (_summed(way, weight, bias, part) for way in found)
+            return self_check.difference(*ways, sample, variant["gradient"], checked)
 
         remedy = self_check.ANY_BACKEND if asked == "triton" else None
         if not self_check.trusted("linear_logprob", hidden.device, variant, compare, remedy):

@@ -147,11 +147,11 @@ def linear_grpo_loss(
     check_targets(kept.targets, vocabulary.total, kept.index)
     flat = hidden.reshape(-1, hidden.shape[-1])
 
-    def fused(states, kept, weight, bias):
+    def fused(states, kept, weight, bias, tolerance=backward_tolerance):
         located, group = vocabulary.located(kept.targets, len(weight))
         return linear_grpo.linear_grpo_loss(
             states, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
-            softcap=logit_softcap, group=group, tolerance=backward_tolerance,
+            softcap=logit_softcap, group=group, tolerance=tolerance,
         )  # fmt: skip
 
     def plain(states, kept, weight, bias, tolerance=backward_tolerance):
@@ -163,11 +163,12 @@ def linear_grpo_loss(
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
     if backend == "triton" and process_group is None:
         head = {"weight": weight.detach(), "bias": None if bias is None else bias.detach()}
-        ways = partial(fused, **head), partial(plain, **head, tolerance=0.0)
+        checked = min(backward_tolerance, self_check.MOST_LACKING)
+        ways = partial(fused, **head, tolerance=checked), partial(plain, **head, tolerance=0.0)
         options = {"entropy": return_entropy, "head": tuple(weight.shape), "bias": bias is not None,
                    "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias)),
-                   "tolerance": backward_tolerance > 0}  # fmt: skip
-        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options, backward_tolerance):
+                   "tolerance": checked}  # fmt: skip
+        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options, checked):
             backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(hidden))
     loss, outputs = (fused if backend == "triton" else plain)(flat, kept, weight, bias)
     return loss_output(loss, outputs, kept, targets)

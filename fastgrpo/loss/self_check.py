@@ -31,6 +31,7 @@ ROWS, MOST_ROWS = 256, 4096  # rows of a sample; at most, where it must hold who
 # this share of their norm. Rounding E to bf16 costs 2e-3 of a gradient, and rounding the gradient itself as much again.
 VALUES, GRADIENTS = 5e-4, 1e-2
 LACKING = 2  # times a tolerance: what a gradient of the states may lack by it, of its norm
+MOST_LACKING = 0.1  # the largest tolerance that is checked, in place of larger ones, which would let everything pass
 TF32 = 20  # how many times more, where products of fp32 may be rounded to TF32
 OUTLIERS = 100  # one row of so many may differ, such as a ratio that rounds to the other side of the clip range
 ANY_BACKEND = 'backend="auto" goes on without it.'  # the remedy where a loss was asked for with backend="triton"

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fastgrpo.rollout.drafts import Followers, Odds, worth_verifying
+from fastgrpo.rollout.drafts import PROMPT_LOOKUP_MAX, Followers, Odds, worth_verifying
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.running import Group, Running
 
@@ -90,7 +90,7 @@ class Speculation:
         drafted, chances, chance = [], [], 1.0
         # One token is drawn after the drafted ones, and the limit counts it.
         while len(drafted) < min(self.most, group.request.limits[number] - drawn - 1):
-            guess = texts.followers.guess(text + drafted)
+            guess = texts.followers.guess(text[-PROMPT_LOOKUP_MAX:] + drafted)
             if guess is None:
                 break
             chance *= self.odds.of(guess.kind)

@@ -31,7 +31,10 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
         ("logged", extras, rows),
     ):
         for name in names:
-            columns[f"{name} ({kind})" if name in columns else name] = [row.get(name) for row in values]
+            title = name
+            while title in columns:
+                title += f" ({kind})"
+            columns[title] = [row.get(name) for row in values]
     return columns | {"advantage": columns.pop("advantage")}  # it comes last
 
 

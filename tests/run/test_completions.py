@@ -28,6 +28,8 @@ def test_a_name_of_two_columns_hides_neither():
     columns = columns_of([{**LINE, "rewards": {"right": 1.0, "step": 0.5}, "right": "logged"}])
     assert columns["right"] == [1.0] and columns["right (logged)"] == ["logged"]
     assert columns["step"] == [5] and columns["step (reward)"] == [0.5] and list(columns)[-1] == "advantage"
+    columns = columns_of([{**LINE, "rewards": {"step (reward)": 2.0, "step": 0.5}}])
+    assert columns["step (reward)"] == [2.0] and columns["step (reward) (reward)"] == [0.5]
 
 
 def test_an_object_without_fields_is_json(tmp_path):
