@@ -10,7 +10,7 @@ MEASURED = {"ms_p50": ("time", "ms, median"), "peak_mib": ("memory", "peak MiB")
 
 
 def last_exponent(rows: Rows, key: str) -> float:
-    """Return by which power of the size a figure grows at the large end, over sizes of at least a quarter of the largest.
+    """Return by which power of the size a figure grows, over sizes of at least a quarter of the largest.
 
     Args:
         rows: The rows of one axis, sizes rising.
@@ -50,11 +50,12 @@ def lines_of(rows: Rows) -> list[list[str]]:
     """Return the cells of the table, a line for each axis below the header.
 
     Args:
-        rows: Rows of bench_growth.py.
+        rows: Rows of bench_growth.py; the first of each axis has its bars.
     """
     lines = [["part", "grows", "fixed", "from, to"]]
     for word, unit in (("time", "ms"), ("memory", "MiB")):
-        lines[0] += [unit, f"exponent of {word}: all, last", "must be at most"]
+        lines[0] += [unit, f"exponent of {word}: all, large end", "needed"]
+    lines[0].append("met")
     for axis in axes_of(rows):
         first, last = axis[0], axis[-1]
         cells = [first["part"], first["axis"], first["fixed"], f"{first['size']:,} to {last['size']:,}"]
@@ -62,6 +63,7 @@ def lines_of(rows: Rows) -> list[list[str]]:
             cells.append(f"{first[key]:.3g} to {last[key]:.4g}")
             cells.append(f"{exponent(axis, key):.2f}, {last_exponent(axis, key):.2f}")
             cells.append(f"{first['expected'][word]:g}")
+        cells.append("yes" if all(bar["met"] for bar in first["bars"].values()) else "no")
         lines.append(cells)
     return lines
 

@@ -3,9 +3,9 @@
     python -m benchmarks.report [folder of results] [page.md ...]
 
 prints a table for every benchmark and device, and puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` on every
-page that has these markers. Without arguments the pages are README.md and docs/measurements.md, which has the markers
-of all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures, time and memory against N and a step
-by its stages, are written to <folder>/NAME.png.
+page that has these markers. Without arguments the pages are README.md and the two of docs/ that begin with
+measurements, which have the markers of all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures,
+time and memory against N and a step by its stages, are written to <folder>/NAME.png.
 """
 
 import json
@@ -18,8 +18,8 @@ from benchmarks.compare import RESULTS
 from benchmarks.harness import in_words
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
 README = "README.md"  # has short tables
+PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("measurements", "measurements-runs")), ROOT / README)
 MINE = "fastgrpo"
 
 
@@ -69,7 +69,7 @@ def table(rows: list[dict], device: str, brief: bool = False) -> str:
     if absent:
         lines += ["", "Missing: " + "; ".join(f"{variant} ({reason})" for variant, reason in absent) + "."]
     bars = [{"bar": name, **in_words(bar)} for row in rows for name, bar in row.get("bars", {}).items()]
-    if bars and not brief:
+    if bars and not brief and "axis" not in first:  # there each line tells it
         lines += ["", bar_table(bars)]
     return "\n".join(lines)
 
@@ -241,7 +241,7 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
 
     Args:
         folder: The folder of the results files; the pictures go there too.
-        pages: Markdown files. Without any, they are docs/measurements.md and README.md.
+        pages: Markdown files. Without any, they are those of `PAGES`.
     """
     folder, pages = Path(folder), [Path(page) for page in pages or PAGES]
     for path in sorted(folder.glob("*.jsonl")):

@@ -19,8 +19,8 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 # Threads of torch that have nothing to do sleep instead of spinning. On cores that other processes use too, a thread
 # that spins keeps a core from the thread that all others wait for, and a step takes several times as long
-# (docs/measurements.md). torch's OpenMP reads this once, when torch is imported. It is therefore set here, and for our
-# own commands alone: while Python looks for the module of `python -m`, argv[0] is "-m".
+# (docs/measurements-runs.md). torch's OpenMP reads this once, when torch is imported. It is therefore set here, and for
+# our own commands alone: while Python looks for the module of `python -m`, argv[0] is "-m".
 WAITING = {"OMP_WAIT_POLICY": "passive"}
 if sys.argv[:1] == ["-m"]:
     for _name, _value in WAITING.items():

@@ -104,9 +104,10 @@ def test_the_page_shows_the_predictions():
 def grown():
     """Rows of two axes: time grows as the size to the power of 1.5 beside a fixed cost, memory not at all."""
     common = {"commit": "abc", "torch": "2.13", "dtype": "float32", "date": "2026-02-02T00:00:00", "threads": 2,
-              "benchmark": "growth", "variant": "fastgrpo", "expected": {"time": 1.5, "memory": 0}}  # fmt: skip
+              "benchmark": "growth", "variant": "fastgrpo", "part": "head", "fixed": "V = 9", "peak_mib": 7.0,
+              "expected": {"time": 1.5, "memory": 0}, "bars": {"time": at_most(1.5, 1.65)}}  # fmt: skip
     return [
-        {**common, "part": "head", "axis": axis, "fixed": "V = 9", "size": size, "ms_p50": 8 + size**1.5, "peak_mib": 7.0}
+        {**common, "axis": axis, "size": size, "ms_p50": 8 + size**1.5}
         for axis in ("N", "V") for size in (1, 64, 4096, 16_384)
     ]  # fmt: skip
 
@@ -114,7 +115,7 @@ def grown():
 def test_exponents():
     rows = growth.axes_of(grown())[0]
     assert growth.last_exponent(rows, "ms_p50") == pytest.approx(1.5, abs=1e-4)
-    assert 1.3 < growth.exponent(rows, "ms_p50") < 1.45  # the fixed cost hides a part of it
+    assert 1.2 < growth.exponent(rows, "ms_p50") < 1.4  # the fixed cost hides a part of it
     assert growth.last_exponent(rows, "peak_mib") == growth.exponent(rows, "peak_mib") == 0
 
 
@@ -123,5 +124,5 @@ def test_report_of_growth(tmp_path, capsys):
     report.main(tmp_path, tmp_path / "README.md")
     out = capsys.readouterr().out
     assert out.count("| head | ") == 2
-    assert "| head | N | V = 9 | 1 to 16,384 | 9 to 2.097e+06 | 1.37, 1.50 | 1.5 | 7 to 7 | 0.00, 0.00 | 0 |" in out
+    assert "| 9 to 2.097e+06 | 1.29, 1.50 | 1.5 | 7 to 7 | 0.00, 0.00 | 0 | yes |" in out
     assert (tmp_path / "growth-cpu.png").read_bytes().startswith(b"\x89PNG")

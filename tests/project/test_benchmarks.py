@@ -11,7 +11,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from benchmarks import bench_bounded, bench_growth, peers
+from benchmarks import bench_bounded, bench_growth, peers, report
 from benchmarks.batches import make_batch
 from benchmarks.compare import COMMIT_VARIABLE, SAME_RUN, STARTED_VARIABLE, append, compare, in_turns, rows_of
 from benchmarks.variants import bare_products, full_logits
