@@ -39,7 +39,7 @@ from fastgrpo.tasks.gsm8k import to_row
 
 MODEL, DATA = os.environ.get("FASTGRPO_SMOLLM2"), os.environ.get("FASTGRPO_GSM8K")
 DRAFTED = 7  # num_speculative_tokens
-ROUNDS = 2 if SMALL else 5
+ROUNDS = 2 if SMALL else 3
 PROMPTS, GROUP, NEW_TOKENS = (2, 4, 12) if SMALL else (4, 8, 160)
 LAST = 0.25  # the share of the completions that the tail is
 CASES = {"batch 1, greedy": 1.3, "batch 1, temperature 1": 1.3, "tail, temperature 1": 1.2}  # and the bar of each
