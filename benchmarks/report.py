@@ -208,7 +208,7 @@ def picture_of_steps(rows: list[dict], title: str, path: Path) -> None:
     plt = _pyplot()
     chosen = [row for row in rows if "missing" not in row]
     figure, axis = plt.subplots(figsize=(9, 1.5 + 0.7 * len(chosen)), layout="constrained")
-    names = [f"{row['model']}: {row['variant']}" for row in chosen]
+    names = [", ".join(filter(None, (row["model"], row.get("case"), row["variant"]))) for row in chosen]
     stages = list(dict.fromkeys(stage for row in chosen for stage in row.get("stages_ms", {})))
     left = [0.0] * len(chosen)
     for i, stage in enumerate(stages):

@@ -295,6 +295,7 @@ def test_a_killed_guard_is_replaced():
     first = pool.submit("process", given, 0, None)[0].result().result[0]
     guard = pool.guard.pid
     os.kill(guard, signal.SIGKILL)
+    os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)  # its pipe is closed now
     os.kill(int(first), signal.SIGKILL)
     second = pool.submit("process", given, 0, None)[0].result().result[0]
     assert second != first and pool.guard.pid != guard
