@@ -5,8 +5,6 @@ alone; the trainer and the engine need the packages of `pip install fastgrpo[tra
 """
 
 import importlib
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,6 @@ from fastgrpo._version import __version__
 # top-level package `kernels` would shadow Hugging Face's package of that name, which transformers imports.
 if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
-
-# Threads of torch that have nothing to do sleep instead of spinning. On cores that other processes use too, a thread
-# that spins keeps a core from the thread that all others wait for, and a step takes several times as long
-# (docs/measurements-runs.md). torch's OpenMP reads this once, when torch is imported. It is therefore set here, and for
-# our own commands alone: while Python looks for the module of `python -m`, argv[0] is "-m".
-WAITING = {"OMP_WAIT_POLICY": "passive"}
-if sys.argv[:1] == ["-m"]:
-    for _name, _value in WAITING.items():
-        os.environ.setdefault(_name, _value)
 
 _HOME = {
     "decoupled_advantages": "loss",

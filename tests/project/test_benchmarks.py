@@ -341,7 +341,7 @@ def test_bench_busy(small):
     (info,) = infos_of(small, "bench_busy")
     assert [(row["case"], row["variant"]) for row in info["rows"]] == [
         (case, variant) for case in ("quiet", "beside another process")
-        for variant in ("fastgrpo", "fastgrpo, spinning", "fastgrpo, 1 thread")
+        for variant in ("fastgrpo", "fastgrpo, sleeping", "fastgrpo, 1 thread")
     ]  # fmt: skip
     assert len(info["bars"]) == 2
 

@@ -1,6 +1,5 @@
 """python -m fastgrpo tells the version and the commands, without loading what they need."""
 
-import os
 import re
 import subprocess
 import sys
@@ -41,18 +40,3 @@ def test_other_arguments_are_refused(argv, told, capsys):
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and told in error
-
-
-@pytest.mark.parametrize(
-    ("started", "spins"), [(["-m", "fastgrpo.check", "--help"], False), (["-c", "import fastgrpo, torch"], True)],
-    ids=["a command", "a program that imports fastgrpo"],
-)  # fmt: skip
-def test_idle_threads_sleep_in_commands_alone(started, spins):
-    """OpenMP itself says what it has read."""
-    environment = {name: value for name, value in os.environ.items() if name not in fastgrpo.WAITING}
-    told = subprocess.run(
-        [sys.executable, *started], env={**environment, "OMP_DISPLAY_ENV": "verbose"}, cwd=ROOT, check=True,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    (count,) = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", told.stderr)
-    assert (int(count) > 0) == spins
