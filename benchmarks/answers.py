@@ -25,13 +25,13 @@ AT_ONCE = 32  # answers that are drawn at a time
 
 
 class Work(NamedTuple):
-    """What answers are drawn from.
+    """What completions are drawn from.
 
     Attributes:
         policy: The policy.
         prompts: Token ids of each prompt.
-        stops: Tokens that end an answer.
-        max_tokens: Most tokens of an answer.
+        stops: Tokens that end a completion.
+        max_tokens: Most tokens of a completion.
     """
 
     policy: Policy
@@ -77,7 +77,7 @@ def load_work(model: str, problems: str | None, prompts: int, max_tokens: int) -
 
     Args:
         model: Folder of the model.
-        problems: Folder with GSM8K's test.jsonl; None for the sums of `fastgrpo.tasks.sums` that are trained on.
+        problems: Folder with GSM8K's test.jsonl; None for the sums of `fastgrpo.tasks.gsm8k` that are trained on.
         prompts: How many problems.
         max_tokens: Most tokens of an answer.
     """
@@ -103,29 +103,23 @@ def draw(work: Work) -> Answers:
     """
     engine = RolloutEngine(work.policy, max_num_seqs=AT_ONCE)
     sampling = SamplingParams(temperature=1.0, max_tokens=work.max_tokens, stop_token_ids=work.stops, seed=0)
-    for i, prompt in enumerate(work.prompts):
-        engine.add_request(prompt, GROUP, sampling, request_id=i)
-    drawn = {}
-    while engine.has_unfinished_requests():
-        drawn |= {output.request_id: output.rollouts for output in engine.step()}
-    rewards = torch.randint(2, (len(drawn) * GROUP,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    drawn = engine.generate(work.prompts, GROUP, sampling)
+    rewards = torch.randint(2, (len(drawn),), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
     advantages = group_advantages(rewards, GROUP).float()
-    hidden, targets, old_logps, lengths = [], [], [], []
+    hidden, targets = [], []
     for i, prompt in enumerate(work.prompts):
-        samples = [Sample(prompt, rollout.ids, advantage=0.0) for rollout in drawn[i]]
-        packed = Packed.pack(samples, work.policy.device)
+        group = drawn[i * GROUP : (i + 1) * GROUP]
+        packed = Packed.pack([Sample(prompt, rollout.ids, advantage=0.0) for rollout in group], work.policy.device)
         with torch.no_grad():
             hidden.append(work.policy.completion_states(packed))
         targets.append(packed.targets)
-        old_logps += [rollout.logps for rollout in drawn[i]]
-        lengths += [len(rollout.ids) for rollout in drawn[i]]
-    lengths, targets = torch.tensor(lengths), torch.cat(targets)
+    lengths, targets = torch.tensor([len(rollout.ids) for rollout in drawn]), torch.cat(targets)
     batch = Batch(
         hidden=torch.cat(hidden).requires_grad_(),
         weight=work.policy.head.weight.detach().requires_grad_(),
         targets=targets,
         advantages=advantages.repeat_interleave(lengths),
-        old_logps=torch.cat(old_logps),
+        old_logps=torch.cat([rollout.logps for rollout in drawn]),
         mask=torch.ones(len(targets), dtype=torch.bool),
         rows=torch.arange(len(targets)),
         length=int(lengths.max()),

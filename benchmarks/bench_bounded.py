@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.answers import Answers, Work, draw, load_work
@@ -33,11 +32,9 @@ from benchmarks.batches import relative_error
 from benchmarks.bench_loss import assert_same_gradients
 from benchmarks.compare import compare, rows_of
 from benchmarks.harness import CUDA, DEVICE, SMALL, Bar, at_most, finish
-from benchmarks.models import EMBEDDED, random_model
+from benchmarks.models import EMBEDDED, random_policy
 from benchmarks.peers import filtered_gradients, peers
 from benchmarks.variants import Gradients, fastgrpo, fastgrpo_bounded, full_logits, kept_and_dropped
-from fastgrpo.policy.load import prepare
-from fastgrpo.policy.model import Policy
 
 TAUS = (0.1, 0.03, 0.01, 0.003, 0.001)
 # Case -> the variable with the model's folder, that with the problems' folder (None: sums), prompts, most tokens, and
@@ -79,10 +76,9 @@ def make_work(case: str) -> Work:
     model, problems, prompts, max_tokens, _ = CASES[case]
     if not SMALL:
         return load_work(os.environ[model], problems and os.environ[problems], prompts, max_tokens)
-    made = random_model("llama", EMBEDDED._replace(vocab=1500, tied=False), "cpu", torch.float32,
-                        max_position_embeddings=64, bos_token_id=None, eos_token_id=0, pad_token_id=0)  # fmt: skip
-    made.get_output_embeddings().weight.data *= 25  # else all tokens would be as likely
-    return Work(Policy.of(prepare(made)), [[1, 2, 3], [4, 5]], (0, *range(100, 200)), 9)
+    policy = random_policy(EMBEDDED._replace(vocab=1500, tied=False), 64)
+    policy.head.weight.data *= 25  # else all tokens would be as likely
+    return Work(policy, [[1, 2, 3], [4, 5]], (0, *range(100, 200)), 9)
 
 
 def errors(found: Gradients, exact: Gradients) -> dict[str, float]:

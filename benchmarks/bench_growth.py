@@ -18,7 +18,7 @@ Results are added to results/cpu.jsonl. With FASTGRPO_BENCH_SMALL=1 the sizes ar
 
 import dataclasses
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,17 +31,15 @@ from benchmarks.batches import make_batch
 from benchmarks.compare import compare, rows_of
 from benchmarks.growth import last_exponent
 from benchmarks.harness import CUDA, SMALL, Bar, at_most, finish
-from benchmarks.models import random_model
+from benchmarks.models import random_policy
 from benchmarks.variants import fastgrpo
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.policy.load import prepare
-from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
 ROUNDS = 2 if SMALL else 5
 SECONDS = 30  # no further round of an axis starts after them
-SLACK = 0.15  # of an exponent: two points of a busy machine make no straight line
+SLACK = 0.15  # what a measured exponent may exceed: two doublings of times that are each 10% off are 0.1 off
 STEP_MODEL = "0.8m"
 MODEL = bench_step.SIZES[STEP_MODEL]
 GROUP = 8  # completions of a prompt, in rollouts
@@ -79,13 +77,6 @@ def head(n: int, v: int) -> Callable[[], Any]:
     return partial(fastgrpo, make_batch(n, 128, v, length=64, dtype=torch.float32, device="cpu"))
 
 
-@cache
-def _policy():
-    model = random_model("llama", MODEL, "cpu", torch.float32, max_position_embeddings=4096, bos_token_id=None,
-                         eos_token_id=0, pad_token_id=0)  # fmt: skip
-    return Policy.of(prepare(model))
-
-
 def rollout(lanes: int, prompt: int, length: int) -> Callable[[], None]:
     """Make a rollout in which no completion ends early.
 
@@ -94,15 +85,13 @@ def rollout(lanes: int, prompt: int, length: int) -> Callable[[], None]:
         prompt: Tokens of a prompt.
         length: Tokens of a completion.
     """
+    policy = random_policy(MODEL, 4096)
     prompts = torch.randint(MODEL.vocab, (lanes // GROUP, prompt), generator=torch.Generator().manual_seed(0)).tolist()
 
     def draw() -> None:
-        engine = RolloutEngine(_policy(), max_num_seqs=lanes)  # with keys and values of its own, which are counted
-        for i, ids in enumerate(prompts):
-            engine.add_request(ids, GROUP, SamplingParams(max_tokens=length, seed=0), request_id=i)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                assert all(len(drawn.ids) == length for drawn in output.rollouts)
+        engine = RolloutEngine(policy, max_num_seqs=lanes)  # with keys and values of its own, which are counted
+        drawn = engine.generate(prompts, GROUP, SamplingParams(max_tokens=length, seed=0))
+        assert all(len(rollout.ids) == length for rollout in drawn)
 
     return draw
 

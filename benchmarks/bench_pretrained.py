@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.bench_step import make_rows, parity, save_model
+from benchmarks import stepwise
+from benchmarks.bench_step import make_rows, middle_step, parity, save_model
 from benchmarks.compare import rows_of
 from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, at_most, finish
-from benchmarks.stepwise import Stepwise
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.load import load_policy
 
@@ -32,7 +32,6 @@ ROUNDS, SECONDS = (2, 9) if SMALL else (3, 150)  # no further round starts after
 PROMPTS, GROUP, MAX_TOKENS = (2, 4, 8) if SMALL else (4, 8, 64)
 BETAS = (0.04,) if SMALL else (0.0, 0.04)
 SPEED_BAR, MEMORY_BAR = 3.0, 0.45  # times TRL's samples a second, and the share of its memory
-KINDS = ("fastgrpo", "trl")
 
 
 def questions() -> list[dict[str, Any]]:
@@ -73,19 +72,12 @@ def trl_entry(path: str, folder: str, beta: float) -> Entry:
     Returns:
         An entry whose variant takes one step.
     """
-    import trl
-    from datasets import Dataset
-
-    config = trl.GRPOConfig(
+    return stepwise.trl_entry(
+        "trl", path, parity, questions(),
         output_dir=folder, per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP,
-        max_completion_length=MAX_TOKENS, beta=beta, max_steps=10_000, report_to="none", save_strategy="no",
-        logging_steps=10_000, use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=0,
+        max_completion_length=MAX_TOKENS, beta=beta, use_cpu=True, bf16=False, gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
-    stepper = Stepwise()
-    dataset = Dataset.from_list(questions())
-    stepper.start(trl.GRPOTrainer(path, parity, args=config, train_dataset=dataset, callbacks=[stepper]))
-    return Entry({"trl": stepper})
 
 
 def contestants_of(folder: Path, beta: float) -> tuple[list[Contestant], dict[str, str]]:
@@ -121,10 +113,7 @@ def judged(beta: float, found: Contest) -> tuple[list[dict[str, Any]], dict[str,
     """
     results, samples = found.results, PROMPTS * GROUP
     extras = {name: {"samples_per_s": round(samples / result["median_s"], 2)} for name, result in results.items()}
-    steps = sorted(found.values["fastgrpo"][1:], key=lambda values: values["step_time"])
-    middle = steps[len(steps) // 2]
-    stages = {key.removeprefix("time/"): value for key, value in middle.items() if key.startswith("time/")}
-    extras["fastgrpo"]["stages_ms"] = {stage: round(1e3 * seconds, 1) for stage, seconds in stages.items()}
+    extras["fastgrpo"]["stages_ms"] = middle_step(found)[1]
     rows = rows_of(
         results, found.missing, extras, benchmark="pretrained", model="0.8m" if SMALL else "SmolLM2-135M",
         case=f"beta {beta:g}", prompts=PROMPTS, group=GROUP, max_tokens=MAX_TOKENS, beta=beta, dtype="float32",

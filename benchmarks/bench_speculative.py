@@ -15,27 +15,22 @@ differ, because a random number lay at the border of two tokens, is counted and 
 to results/cpu.jsonl. With FASTGRPO_BENCH_SMALL=1 a random model of a few weights runs, and nothing is written.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.answers import Work, load_work
 from benchmarks.compare import in_turns, rows_of
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish
-from benchmarks.models import EMBEDDED, random_model
-from fastgrpo.data.prompts import to_prompt
+from benchmarks.models import EMBEDDED, random_policy
 from fastgrpo.data.records import Rollout
-from fastgrpo.policy.load import load_policy, prepare, stop_token_ids
-from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.tasks.gsm8k import to_row
 
 MODEL, DATA = os.environ.get("FASTGRPO_SMOLLM2"), os.environ.get("FASTGRPO_GSM8K")
 DRAFTED = 7  # num_speculative_tokens
@@ -47,30 +42,11 @@ NEVER_BELOW = 0.97  # of the speed without drafts, in every case
 VARIANTS = {"fastgrpo": 0, "fastgrpo, drafts": DRAFTED}
 
 
-class Work(NamedTuple):
-    """What is drawn.
-
-    Attributes:
-        policy: The policy.
-        prompts: Token ids of each prompt.
-        stops: Tokens that end a completion.
-    """
-
-    policy: Policy
-    prompts: list[list[int]]
-    stops: tuple[int, ...]
-
-
 def make_work() -> Work:
     """Load the model and the prompts, or make small random ones."""
     if SMALL:
-        model = random_model("llama", EMBEDDED, "cpu", torch.float32, max_position_embeddings=64, bos_token_id=None,
-                             eos_token_id=0, pad_token_id=0)  # fmt: skip
-        return Work(Policy.of(prepare(model)), [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], ())
-    policy, tokenizer = load_policy(MODEL)
-    lines = (Path(DATA) / "test.jsonl").read_text().splitlines()[:PROMPTS]
-    rows = [to_row(json.loads(line), None, conversational=True) for line in lines]
-    return Work(policy, [to_prompt(row, tokenizer, {}).ids for row in rows], stop_token_ids(policy, tokenizer))
+        return Work(random_policy(EMBEDDED, 64), [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4]], (), NEW_TOKENS)
+    return load_work(MODEL, DATA, PROMPTS, NEW_TOKENS)
 
 
 def long_tailed() -> list[int]:
@@ -94,7 +70,7 @@ def drawing(work: Work, case: str, drafted: int) -> tuple[Callable[[], float], R
     lanes = PROMPTS * GROUP if tail else 1
     engine = RolloutEngine(work.policy, max_num_seqs=lanes, num_speculative_tokens=drafted)
     sampling = SamplingParams(
-        temperature=0 if case.endswith("greedy") else 1, max_tokens=NEW_TOKENS, stop_token_ids=work.stops, seed=0
+        temperature=0 if case.endswith("greedy") else 1, max_tokens=work.max_tokens, stop_token_ids=work.stops, seed=0
     )
     limits, latest = long_tailed() if tail else [NEW_TOKENS] * PROMPTS, []
     group = GROUP if tail else 1

@@ -22,13 +22,12 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import harness
+from benchmarks import harness, stepwise
 from benchmarks.compare import rows_of
 from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
 from benchmarks.harness import SMALL, Bar, at_least, finish, name_of
 from benchmarks.layers import LAYERS, LIGER, patch_classes
 from benchmarks.models import QWEN, Size, random_model
-from benchmarks.stepwise import Stepwise
 from fastgrpo import GRPOConfig, GRPOTrainer
 
 GPU = harness.CUDA and not SMALL
@@ -131,23 +130,16 @@ def trl_entry(path: str, folder: str, size: str, variant: str, **settings: Any) 
     Returns:
         An entry whose variant takes one step.
     """
-    import trl
-    from datasets import Dataset
-
     if LIGER:
         patch_classes(FAMILY)  # of the policy, and of the reference that TRL loads by itself
     micro = 8 if GPU else PROMPTS * GROUP
-    config = trl.GRPOConfig(
+    return stepwise.trl_entry(
+        variant, path, parity, make_rows(size),
         output_dir=folder, per_device_train_batch_size=micro, gradient_accumulation_steps=PROMPTS * GROUP // micro,
-        num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=BETA, max_steps=10_000, report_to="none",
-        save_strategy="no", logging_steps=10_000, use_cpu=not GPU, bf16=GPU, gradient_checkpointing=GPU,
-        disable_tqdm=True, seed=0, generation_kwargs={"eos_token_id": stops(size)},
+        num_generations=GROUP, max_completion_length=MAX_TOKENS, beta=BETA, use_cpu=not GPU, bf16=GPU,
+        gradient_checkpointing=GPU, generation_kwargs={"eos_token_id": stops(size)},
         model_init_kwargs={"dtype": "bfloat16" if GPU else "float32"}, **settings,
     )  # fmt: skip
-    stepper = Stepwise()
-    dataset = Dataset.from_list(make_rows(size))
-    stepper.start(trl.GRPOTrainer(path, parity, args=config, train_dataset=dataset, callbacks=[stepper]))
-    return Entry({variant: stepper})
 
 
 def bars_of(size: str, results: dict[str, dict[str, float]], mfu: float | None) -> dict[str, Bar]:
@@ -196,6 +188,18 @@ def contestants_of(size: str, folder: Path, peers: list[str]) -> tuple[list[Cont
     return contestants, {}
 
 
+def middle_step(found: Contest) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the metrics of fastgrpo's step of median time, and the milliseconds of each of its stages.
+
+    Args:
+        found: What came of a contest.
+    """
+    steps = found.values["fastgrpo"][1:]  # the first call is the warm-up
+    middle = sorted(steps, key=lambda values: values["step_time"])[len(steps) // 2]
+    stages = {key.removeprefix("time/"): value for key, value in middle.items() if key.startswith("time/")}
+    return middle, {stage: round(1e3 * seconds, 2) for stage, seconds in stages.items()}
+
+
 def judged(size: str, found: Contest) -> tuple[list[dict[str, Any]], dict[str, Bar]]:
     """Return rows and bars of a contest.
 
@@ -209,10 +213,7 @@ def judged(size: str, found: Contest) -> tuple[list[dict[str, Any]], dict[str, B
             results[name]["peak_bytes"] = None
     samples = PROMPTS * GROUP
     extras = {name: {"samples_per_s": round(samples / result["median_s"], 1)} for name, result in results.items()}
-    steps = found.values["fastgrpo"][1:]
-    middle = sorted(steps, key=lambda values: values["step_time"])[len(steps) // 2]
-    stages = {key.removeprefix("time/"): value for key, value in middle.items() if key.startswith("time/")}
-    extras["fastgrpo"]["stages_ms"] = {stage: round(1e3 * seconds, 2) for stage, seconds in stages.items()}
+    middle, extras["fastgrpo"]["stages_ms"] = middle_step(found)
     rows = rows_of(
         results, found.missing, extras, benchmark="step", model=size, prompts=PROMPTS, group=GROUP,
         prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, beta=BETA, dtype=name_of(DTYPE), liger=LIGER,

@@ -90,7 +90,7 @@ def finish(
     Args:
         benchmark: The fixture, whose `extra_info` gets the rows, the missing variants and the bars.
         capsys: The fixture that holds back output; the missing variants are printed past it.
-        rows: What `rows_of` made of the results.
+        rows: What `rows_of` made of the results. The first one is saved with the bars.
         bars: By name, what `at_most` and `at_least` judged.
         call: The variant that pytest-benchmark times.
         rounds: Calls that it times.

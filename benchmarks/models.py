@@ -5,6 +5,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from fastgrpo.policy.load import prepare
+from fastgrpo.policy.model import Policy
+
 FAMILIES = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 
 
@@ -72,3 +75,15 @@ def random_model(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def random_policy(size: Size, positions: int) -> Policy:
+    """Make a Llama with random weights in fp32 on the CPU, as the engine runs it.
+
+    Args:
+        size: Its shape.
+        positions: Most tokens of a sequence.
+    """
+    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    model = random_model("llama", size, "cpu", torch.float32, max_position_embeddings=positions, **special)
+    return Policy.of(prepare(model))

@@ -1,9 +1,12 @@
 """One optimizer step of a TRL trainer at a time, so that it can take turns with fastgrpo's."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from benchmarks.contestants import Entry
 
 
 class Stepwise(TrainerCallback):
@@ -60,3 +63,28 @@ class Stepwise(TrainerCallback):
         self.done.acquire()
         if self.error is not None:
             raise RuntimeError("TRL's trainer failed") from self.error
+
+
+def trl_entry(
+    variant: str, path: str, reward: Callable[..., list[float]], rows: list[dict[str, Any]], **settings: Any
+) -> Entry:
+    """Make TRL's GRPOTrainer as a contestant.
+
+    Args:
+        variant: What its only variant, which takes one step, is called.
+        path: Folder of the model.
+        reward: The reward function.
+        rows: What it trains on.
+        settings: Settings of TRL's GRPOConfig beside those that keep it from stopping, logging and saving.
+    """
+    import trl
+    from datasets import Dataset
+
+    config = trl.GRPOConfig(
+        max_steps=10_000, report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True, seed=0,
+        **settings,
+    )  # fmt: skip
+    stepper = Stepwise()
+    trainer = trl.GRPOTrainer(path, reward, args=config, train_dataset=Dataset.from_list(rows), callbacks=[stepper])
+    stepper.start(trainer)
+    return Entry({variant: stepper})
