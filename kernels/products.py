@@ -98,12 +98,14 @@ def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute states @ weight.T with fp32 output, on a CPU too, whose 16-bit products round their output to 16 bits.
 
     Args:
-        states: [n, D], fp32 or 16-bit.
+        states: [n, D], 16-bit, fp32 or fp64.
         weight: [V, D] in the same dtype.
 
     Returns:
         [n, V] fp32.
     """
+    if states.dtype == torch.float64:
+        return (states @ weight.T).float()
     if states.is_cuda or states.dtype == torch.float32:
         return mm_fp32(states, weight.T)
     states = states.float()

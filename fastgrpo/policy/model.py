@@ -263,18 +263,20 @@ class Policy:
         weight, bias, softcap = self.head  # after the layers: where weights are sharded, the forward pass gathers them
         return linear_logprob(states, weight, targets, bias=bias, logit_softcap=softcap, temperature=temperature)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, states: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """Compute the logits of the few states from which tokens are drawn.
 
         Args:
             states: [R, D] in the policy's dtype.
+            product: A function that computes states @ weight.T with fp32 output; None takes torch's.
 
         Returns:
             [R, V] logits in fp32 even for 16-bit states, because rounded logits would give wrong log-probs.
         """
         weight, bias, softcap = self.head
-        wide = states.dtype in (torch.float32, torch.float64)
-        logits = (states @ weight.T).float() if wide else linear_fp32(states, weight)
+        logits = (product or linear_fp32)(states, weight)
         if bias is not None:
             logits = logits + bias.float()
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -16,13 +16,10 @@ from typing import NamedTuple
 
 PROMPT_LOOKUP_MAX = 4  # tokens of the longest context that is looked up; vLLM's name and meaning
 # What the odds of a kind of guess start from: so many guesses, of which so many were right.
-PRIOR_GUESSES, PRIOR_RIGHT = 4, 1
-# The time of a pass over so many rows of states, as a share of that over one row. It follows from how fast products are
-# computed: SmolLM2-135M in fp32 takes these times on a CPU, other models similar ones. MKL takes longer for products of
-# 2 or 3 rows than of 4, which is why `LEAST_ROWS` are computed where there are 2 or 3 lanes.
-LEAST_ROWS = 4
-FEW_ROWS = {1: 1.0, 2: 1.62, 3: 1.87, 4: 1.37}
-PASS, ROW = 1.3, 0.058  # of more rows: PASS + ROW * rows
+PRIOR_GUESSES, PRIOR_RIGHT = 8, 1
+# What `pass_time` is made of. It follows from how fast packed weights are multiplied (packed.py): SmolLM2-135M in fp32
+# takes this time on a CPU, other models a similar one. The attention of a draft reads the keys of its lane anew.
+PASS, ROW, DRAFT = 0.75, 0.042, 0.022
 MARGIN = 1.06  # what a pass must promise to be better by, since chances and times are estimates
 
 Kind = tuple[int, int, bool]
@@ -101,29 +98,21 @@ class Followers:
         return None
 
 
-def pass_time(rows: int) -> float:
+def pass_time(lanes: int, drafted: int) -> float:
     """Return the time of a forward pass, as a share of that of a decode step of one lane.
 
     Args:
-        rows: Tokens of the pass.
+        lanes: Lanes in use.
+        drafted: Drafted tokens of all lanes together.
     """
-    return FEW_ROWS.get(rows, PASS + ROW * rows)
-
-
-def rows_of_step(n: int) -> int:
-    """Return how many lanes a decode step on a CPU should compute, of which some may be free.
-
-    Args:
-        n: Lanes in use.
-    """
-    return n if n == 1 else max(n, LEAST_ROWS)
+    return max(1.0, PASS + ROW * (lanes + drafted)) + DRAFT * drafted
 
 
 def worth_verifying(chances: Sequence[Sequence[float]]) -> list[int]:
     """Choose how many drafted tokens of each lane go into the next pass, so that it yields the most tokens a second.
 
     A pass over n lanes and j drafted tokens yields n tokens, and each drafted one by its chance. Those with the best
-    chances are taken, as many as make (n + chances) / pass_time(n + j) the largest.
+    chances are taken, as many as make (n + chances) / pass_time(n, j) the largest.
 
     Args:
         chances: For each of the n lanes, the probabilities that its drafted tokens are accepted, which do not grow.
@@ -132,12 +121,12 @@ def worth_verifying(chances: Sequence[Sequence[float]]) -> list[int]:
         [n] tokens to verify. All are 0 where a decode step is better.
     """
     n, taken = len(chances), [0] * len(chances)
-    best, tokens, count = MARGIN * n / pass_time(rows_of_step(n)), float(n), 0
+    best, tokens, count = MARGIN * n / pass_time(n, 0), float(n), 0
     ordered = sorted((-chance, lane) for lane, of_lane in enumerate(chances) for chance in of_lane)
     for j, (negated, _) in enumerate(ordered, 1):
         tokens -= negated
-        if tokens / pass_time(n + j) > best:
-            best, count = tokens / pass_time(n + j), j
+        if tokens / pass_time(n, j) > best:
+            best, count = tokens / pass_time(n, j), j
     for _, lane in ordered[:count]:
         taken[lane] += 1
     return taken

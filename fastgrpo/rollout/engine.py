@@ -22,7 +22,6 @@ from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention, VerifyAttention
-from fastgrpo.rollout.drafts import rows_of_step
 from fastgrpo.rollout.geometry import bucket, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
@@ -190,7 +189,7 @@ class RolloutEngine(RolloutBackend):
 
     def _begin(self):
         """Make ready for a rollout, when no request is in flight."""
-        self.weights.hold()
+        self.weights.hold(max(max(request.limits) for request in self.waiting))
         if self.speculation:
             self.speculation.begin()
         if self.lanes and self.lanes.spoilt:
@@ -278,7 +277,8 @@ class RolloutEngine(RolloutBackend):
         positions = to_device(torch.cat([torch.arange(length) for length in lengths]), device)
         longest = max(len(r.prompt_ids) + max(r.limits) for r in requests)
         context = PrefillAttention(lengths, device, self.slots, slots, by_group, longest)
-        states = self.policy.states(ids, positions, context)
+        last = to_device(torch.tensor(lengths).cumsum(0) - 1, device)
+        logits = self.weights.logits(ids, positions, context, last)
 
         lengths, counts = torch.tensor(lengths), torch.tensor([len(r.limits) for r in requests])
         self.slots.prompt_lengths[self._tensor(slots)] = to_device(lengths.to(torch.int32), device)
@@ -291,7 +291,6 @@ class RolloutEngine(RolloutBackend):
             numbers = torch.arange(len(groups))
             owners, prompts = (to_device(numbers.repeat_interleave(n), device) for n in (lengths, counts))
             self.lanes.see(lanes, ids, owners, prompts)
-        logits = self.policy.logits(states[to_device(lengths.cumsum(0) - 1, device)])
         self._draw(lanes, logits.repeat_interleave(to_device(counts, device), 0, output_size=len(lanes)))
 
     def _tensor(self, numbers):
@@ -305,8 +304,8 @@ class RolloutEngine(RolloutBackend):
     def _decode(self):
         """Draw one more token on every lane."""
         n, most = len(self.running), self.geometry.lanes
-        # Only few sizes are used on a GPU: each is a graph of its own, and kernels are compiled for it.
-        n = bucket(n, most) if self.on_gpu else min(rows_of_step(n), most)
+        if self.on_gpu:  # only few sizes are used: each is a graph of its own, and kernels are compiled for it
+            n = bucket(n, most)
         key = n, self.slots.members.shape, self.sampling.stop_token_ids, *self.sampling.distribution.values()
         self.graphs.run(key, lambda: self._step(n))
         self.steps += 1
@@ -317,8 +316,7 @@ class RolloutEngine(RolloutBackend):
         lanes = self.lanes
         token_index = lanes.position[:n] if self.geometry.flat else lanes.length[:n] - 1
         context = DecodeAttention(self.slots, self.provider, token_index)
-        states = self.policy.states(lanes.token[:n], lanes.position[:n], context)
-        self._draw(slice(n), self.policy.logits(states))
+        self._draw(slice(n), self.weights.logits(lanes.token[:n], lanes.position[:n], context))
 
     @torch.inference_mode()
     def _verify(self, drafts):
@@ -326,7 +324,7 @@ class RolloutEngine(RolloutBackend):
         lanes, rows = self.lanes, Verification(drafts, self.lanes)
         token_index = (lanes.position if self.geometry.flat else lanes.length - 1)[: len(drafts)]
         context = VerifyAttention(self.slots, self.provider, token_index, rows.owners, rows.offsets)
-        logits = self.policy.logits(self.policy.states(rows.ids, rows.positions, context))
+        logits = self.weights.logits(rows.ids, rows.positions, context)
         drawn = self._sample(logits, rows.uniforms, rows.seen(lanes) if self.sampling.penalizes else None)
         lanes.spoilt |= not drawn[1].isfinite().all().item()  # also of a draft that is not kept
         counts, kept, accepted = rows.accepted(drawn[0].tolist(), self.sampling.stop_token_ids)
