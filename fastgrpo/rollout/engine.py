@@ -277,10 +277,9 @@ class RolloutEngine(RolloutBackend):
         positions = to_device(torch.cat([torch.arange(length) for length in lengths]), device)
         longest = max(len(r.prompt_ids) + max(r.limits) for r in requests)
         context = PrefillAttention(lengths, device, self.slots, slots, by_group, longest)
-        last = to_device(torch.tensor(lengths).cumsum(0) - 1, device)
-        logits = self.weights.logits(ids, positions, context, last)
-
         lengths, counts = torch.tensor(lengths), torch.tensor([len(r.limits) for r in requests])
+        logits = self.weights.logits(ids, positions, context, to_device(lengths.cumsum(0) - 1, device))
+
         self.slots.prompt_lengths[self._tensor(slots)] = to_device(lengths.to(torch.int32), device)
         limits = torch.tensor([limit for r in requests for limit in r.limits])
         numbers = [uniforms(r.sampling.seed, r.request_id, len(r.limits), self.geometry.capacity) for r in requests]

@@ -1,9 +1,8 @@
 """The weights of linear layers in the order in which oneDNN multiplies, while completions are drawn on a CPU.
 
 The product that torch takes on a CPU brings the weight into an order of its own at each call. With the few rows of a
-decode step, this takes as long as the product itself. A rollout multiplies hundreds of times with the same weights, so
-it brings them into oneDNN's order once. Each row of such a product comes out the same whatever rows stand beside it,
-but a product of a single row may round otherwise than one of several.
+decode step, this costs much of the product's time. A rollout multiplies hundreds of times with the same weights, so it
+brings them into oneDNN's order once.
 
 Shapes: N tokens, D inputs and F outputs of a layer, V vocabulary.
 """
@@ -36,7 +35,7 @@ def packable(policy: Policy) -> bool:
 
 
 class PackedWeights:
-    """Copies of the weights of a policy's linear layers, which take as much memory as these until they are freed.
+    """Copies of the weights of a policy's linear layers, which take memory of their own until they are freed.
 
     Args:
         policy: The policy.

@@ -2,9 +2,9 @@
 
 import os
 
-# On Linux, torch then asks for huge pages for its large CPU tensors. A step allocates its activations anew, and with
-# pages of 4 KiB the kernel spent a tenth of a step of SmolLM2-135M on making them (docs/troubleshooting.md). torch
-# reads this at its first allocation, so it is set before the trainers are loaded.
+# On Linux, torch then asks for huge pages for its large CPU tensors. A step allocates its activations anew, and the
+# kernel takes far longer to make them out of pages of 4 KiB. torch reads this at its first allocation, so it is set
+# before the trainers are loaded.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 from fastgrpo.trainer.grpo import GRPOTrainer

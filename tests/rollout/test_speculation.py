@@ -114,7 +114,7 @@ def test_two_runs_have_the_same_bits(model):
     sampling = SamplingParams(temperature=0.3, max_tokens=40, seed=9)
     fresh, used = (RolloutEngine(model, num_speculative_tokens=4) for _ in range(2))
     used.generate(PROMPTS, 3, SamplingParams(temperature=0.9, max_tokens=30, seed=1))
-    first, second = (engine.generate(REPEATED[:2], 2, sampling) for engine in (fresh, used))
+    first, second = (engine.generate(REPEATED, 1, sampling) for engine in (fresh, used))
     assert all(a.ids == b.ids and torch.equal(a.logps, b.logps) for a, b in zip(first, second, strict=True))
     assert fresh.speculation.accepted == used.speculation.accepted > 0
 
@@ -127,8 +127,8 @@ def test_many_lanes_and_bad_odds_draft_nothing(model):
     flat = copy.deepcopy(model)
     with torch.no_grad():
         flat.get_output_embeddings().weight *= 0  # every token is equally likely
-    _, _, engine = both(flat, SamplingParams(max_tokens=120, seed=0), prompts=REPEATED[:1], group=1)
-    assert engine.speculation.drafted < 40  # until the odds are known
+    _, _, engine = both(flat, SamplingParams(max_tokens=60, seed=0), prompts=REPEATED[:1], group=1)
+    assert engine.speculation.drafted < 12
     assert "rollout/tokens_per_step" not in RolloutEngine(model).metrics()
 
 
