@@ -142,13 +142,17 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
         Pairs of a name and its value.
     """
     from fastgrpo.policy.varlen import kernel_for
+    from fastgrpo.rollout.geometry import copied_tokens
     from fastgrpo.rollout.providers import choose_provider
     from fastgrpo.step.budget import PROMPT_TOKENS
 
     dtype = torch.bfloat16
     kernel = kernel_for(torch.empty(0, 1, HEAD_WIDTH, device=device, dtype=dtype)).name
     kernel = {"cpu": "torch's, padded within buckets", "math": "torch's, padded within buckets"}.get(kernel, kernel)
-    rollouts = choose_provider("auto", device, dtype, HEAD_WIDTH, PROMPT_TOKENS)
+    settings = GRPOConfig()
+    requests = [(PROMPT_TOKENS, [1] * settings.num_generations)] * settings.prompts_per_step
+    copied = copied_tokens(requests, settings.max_num_seqs)
+    rollouts = choose_provider("auto", device, dtype, HEAD_WIDTH, copied)
     return [("attention in training", kernel), ("attention in rollouts", rollouts)]
 
 

@@ -22,7 +22,7 @@ from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
 from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention, VerifyAttention
-from fastgrpo.rollout.geometry import bucket, fit, kv_token_bytes, memory_left, settled
+from fastgrpo.rollout.geometry import bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
 from fastgrpo.rollout.providers import choose_provider, make_provider
@@ -233,9 +233,8 @@ class RolloutEngine(RolloutBackend):
         self.sampling = sampling
         self.stop_ids = self.stops.setdefault(sampling.stop_token_ids, self._tensor(sampling.stop_token_ids))
         requests = [(len(request.prompt_ids), request.limits) for request in self.waiting]
-        provider = make_provider(
-            self.attention, policy.device, policy.dtype, head_dim(shape), max(length for length, _ in requests)
-        )
+        copied = copied_tokens(requests, self.max_num_seqs)
+        provider = make_provider(self.attention, policy.device, policy.dtype, head_dim(shape), copied)
         if self.budget is None:
             self.left = memory_left(policy.device, self.reserved() if self.reserved else 0)
             self.budget = int(self.memory_utilization * self.left)

@@ -3,8 +3,9 @@
 A change of geometry frees the slots and costs the CUDA graphs. Training and evaluation alternate, and they want other
 sizes: 256 prompts with one greedy completion each want 256 prompt slots, and 8 prompts with 32 completions each want 8.
 So each phase, which its group size tells apart, has a geometry that never shrinks while the phase lasts, and memory
-decides what happens between phases (`settled`). All providers keep shared prompts apart from lanes at a group size of 1
-too: a flat layout would save them a launch there, and no memory, but would keep the phases from sharing slots.
+decides what happens between phases (`settled`). On a GPU all providers but `sdpa` keep shared prompts apart from lanes
+at a group size of 1 too: a flat layout would save them a launch there, and no memory, but would keep the phases from
+sharing slots.
 
 Shapes: R lanes, C most tokens of a completion, P prompt slots, T most tokens of a prompt, G most lanes of one prompt.
 """
@@ -77,6 +78,21 @@ class Geometry:
             and max(limits) <= self.capacity
             and len(limits) <= min(self.group, self.lanes)
         )
+
+
+def copied_tokens(requests: list[tuple[int, list[int]]], max_num_seqs: int) -> int:
+    """Count the tokens of prompts that flat slots hold once more than shared ones, with all lanes in use.
+
+    Args:
+        requests: Tokens of the prompt of each request, and most tokens of each of its completions.
+        max_num_seqs: Most lanes.
+
+    Returns:
+        Tokens.
+    """
+    completions = sum(len(limits) for _, limits in requests)
+    copied = sum(length * (len(limits) - 1) for length, limits in requests)
+    return copied * min(max_num_seqs, completions) // completions
 
 
 def fit(

@@ -25,18 +25,20 @@ def products(
         The output [S, Q, H, d] and the log-sum-exp of the scores [S, H, Q].
     """
     slots, queries, heads, width = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, padded = keys.shape[1], True
     if keys.device.type == "cpu":
-        longest = int(lengths.max())
+        shortest, longest = (int(bound) for bound in lengths.aminmax())
         keys, values = keys[:, :, :longest], values[:, :, :longest]
+        padded = shortest < longest
     grouped = query.transpose(1, 2).reshape(slots, kv_heads, -1, width)  # the query heads that share a key head
     scores = (grouped * scale) @ keys.transpose(-1, -2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths.view(slots, 1, -1, 1)
-    scores.view(slots, heads, queries, -1).masked_fill_(beyond, -torch.inf)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp_().to(values.dtype) @ values
-    out = out.view(slots, heads, queries, -1).transpose(1, 2)
+    if padded:
+        beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths.view(slots, 1, -1, 1)
+        scores.view(slots, heads, queries, -1).masked_fill_(beyond, -torch.inf)
+    probs = scores.softmax(-1)
+    lse = scores.amax(-1) - probs.amax(-1).log_()  # the largest probability is exp(largest score - lse)
+    out = (probs.to(values.dtype) @ values).view(slots, heads, queries, -1).transpose(1, 2)
     return out, lse.view(slots, heads, queries)
 
 

@@ -25,7 +25,7 @@ MANY = 128  # lanes times key heads, from which matrix products are faster than 
 # head is at least 16 wide, so 25 keys are enough; masked keys make up the number.
 LEAST_KEYS = 25
 CHECKED, ALLOWED = 8, 2e-2  # lanes in the check of the kernel, and how far one may be off: probabilities are 16-bit
-SHORT_PROMPT = 64  # tokens; on a CPU it costs less to read a shorter prompt for each completion than to share it
+FEW_COPIES = 1600  # tokens of prompts; on a CPU it costs less to read so many again than to share the prompts
 
 
 class Provider(ABC):
@@ -237,16 +237,16 @@ class Flat(Provider):
         return probs @ values
 
 
-def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, longest_prompt: int) -> str:
+def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:
     """Choose a provider that works for a model.
 
     Args:
         name: One of `ROLLOUT_ATTENTION`, or "auto": on a GPU the first of them that works; on a CPU "sdpa" for
-            short prompts and else "products".
+            few copied tokens and else "products".
         device: Where the policy computes.
         dtype: Dtype of the policy.
         head_dim: Width of an attention head.
-        longest_prompt: Tokens of the longest prompt.
+        copied: Tokens of prompts that flat slots hold again; see `copied_tokens` in geometry.py.
 
     Returns:
         One of `ROLLOUT_ATTENTION`.
@@ -257,7 +257,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
     if name not in ("auto", *ROLLOUT_ATTENTION):
         raise ValueError(f"rollout_attention must be one of auto, {', '.join(ROLLOUT_ATTENTION)}, got {name!r}")
     if name == "auto" and device.type == "cpu":
-        name = "sdpa" if longest_prompt <= SHORT_PROMPT else "products"
+        name = "sdpa" if copied <= FEW_COPIES else "products"
     elif name == "auto":
         name = next(name for name in ROLLOUT_ATTENTION if _obstacle(name, device, dtype, head_dim) is None)
     obstacle = _obstacle(name, device, dtype, head_dim)
@@ -266,7 +266,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
     return name
 
 
-def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, longest_prompt: int) -> Provider:
+def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> Provider:
     """Make the provider that `choose_provider` names, and log the choice once.
 
     Args:
@@ -274,7 +274,7 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
         device: Where the policy computes.
         dtype: Dtype of the policy.
         head_dim: Width of an attention head.
-        longest_prompt: Tokens of the longest prompt.
+        copied: Tokens of prompts that flat slots hold again; see `copied_tokens` in geometry.py.
 
     Returns:
         The provider.
@@ -282,7 +282,7 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     Raises:
         ValueError: There is no such provider, or it does not work there.
     """
-    asked, name = name, choose_provider(name, device, dtype, head_dim, longest_prompt)
+    asked, name = name, choose_provider(name, device, dtype, head_dim, copied)
     _log_once(name, device.type)
     parts = {"flash_attn": flash_attn, "varlen": varlen, "products": products}
     if name == "triton":

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from fastgrpo.config.fields import Interval
 from fastgrpo.config.sections import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
@@ -26,6 +27,7 @@ BOUNDS = {
 # What the check of the kernels of a draw computes: lanes, and how far a random number may lie outside of its token's
 # interval. Sums of 152k probabilities in fp32 are off by about 1e-6.
 CHECKED_DRAWS, MISSED, MISSED_BY_FILTERS = 64, 1e-5, 5e-3
+BLOCK = 128  # tokens whose probabilities are summed first; it divides the vocabularies of Llama, Qwen and SmolLM
 OFF = (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))  # the filters, and the values that switch them off
 
 
@@ -200,8 +202,8 @@ def sample_penalized(
     """
     penalized = penalize(logits, seen, repetition_penalty)
     tokens, drawn, kept = sample(penalized, uniforms, temperature=temperature, **filters)
-    all_logps = torch.log_softmax(logits if temperature in (0, 1) else logits / temperature, dim=-1)
-    logps = all_logps.gather(-1, tokens[:, None])[:, 0]
+    scaled = logits if temperature in (0, 1) else logits / temperature
+    logps = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.logsumexp(-1)
     return tokens, logps, (logps - drawn).exp() * kept
 
 
@@ -285,18 +287,51 @@ def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, fl
 
 
 def _plain(logits, uniforms, *, temperature, top_k, top_p, min_p):
-    greedy = temperature == 0
-    all_logps = torch.log_softmax(logits if greedy or temperature == 1 else logits / temperature, dim=-1)
-    if greedy:
-        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # log-softmax would round near ties to one value
+    scaled = logits if temperature in (0, 1) else logits / temperature
+    left = probs = torch.softmax(scaled, dim=-1)
+    # On a CPU torch's softmax sums thousands of fp32 numbers one after the other, so that its results may all be off by
+    # a factor of 1 + 1e-5. Their sum tells that factor.
+    total = _blocks(probs).sum(-1).sum(-1)
+    if temperature == 0:
+        tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # probabilities would round near ties to one value
     else:
-        filtered = filter_logps(all_logps, top_k=top_k, top_p=top_p, min_p=min_p)
-        cumulative = filtered.exp().cumsum(-1)
-        kept = cumulative[:, -1]
-        # With u <= 1 - 2**-24 the product u * kept rounds below kept, so the token's probability is not 0.
-        tokens = torch.searchsorted(cumulative, (uniforms * kept)[:, None], right=True)[:, 0]
-        tokens = tokens.clamp_(max=logits.shape[-1] - 1)  # with NaN logits every comparison is false
-    return tokens, all_logps.gather(-1, tokens[:, None])[:, 0], kept
+        if top_k or top_p < 1 or min_p:
+            filtered = filter_logps(torch.log_softmax(scaled, dim=-1), top_k=top_k, top_p=top_p, min_p=min_p)
+            left = probs.masked_fill(filtered == -torch.inf, 0)
+        tokens, kept = _inverse(left, uniforms)
+        kept = kept / total
+    # log p = x - x_max + log p_max: as exact as log-softmax, without another pass that writes [S, V]
+    logps = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.amax(-1) + (probs.amax(-1) / total).log_()
+    return tokens, logps, kept
+
+
+def _blocks(probs):
+    """View probs [S, V] as blocks [S, V / BLOCK rounded up, BLOCK]; zeros make up the last one."""
+    missing = -probs.shape[1] % BLOCK
+    return (F.pad(probs, (0, missing)) if missing else probs).unflatten(1, (-1, BLOCK))
+
+
+def _inverse(probs, uniforms):
+    """Find the tokens [S] at which the cumulative sums of probs [S, V] pass uniforms [S] times the whole sum.
+
+    The sums of blocks of tokens are cumulated first, then the tokens of the block that was found: two short sums take
+    less time, and round less, than a long one. A token whose probability is 0 is never found.
+
+    Returns:
+        The tokens [S] int64, and the whole sums [S] fp32.
+    """
+    rows, blocks = torch.arange(len(probs), device=probs.device), _blocks(probs)
+    ends = blocks.sum(-1).cumsum(-1)
+    whole = ends[:, -1]
+    # With u <= 1 - 2**-24 the product u * whole rounds below whole, so that a block ends beyond it. With NaN logits
+    # every comparison is false, and the last block and token are taken.
+    point = uniforms * whole
+    block = torch.searchsorted(ends, point[:, None], right=True)[:, 0].clamp_(max=ends.shape[1] - 1)
+    within, before = blocks[rows, block].cumsum(-1), F.pad(ends, (1, 0))[rows, block]
+    # The sum of the block may be rounded otherwise than in `ends`.
+    point = torch.minimum(point - before, within[:, -1].nextafter(within.new_zeros(())))
+    token = torch.searchsorted(within, point[:, None], right=True)[:, 0]
+    return (block * BLOCK + token).clamp_(max=probs.shape[1] - 1), whole
 
 
 def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:

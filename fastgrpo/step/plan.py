@@ -22,7 +22,7 @@ from fastgrpo.policy.model import head_dim
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.model import same_device
-from fastgrpo.rollout.geometry import fit, kv_token_bytes, memory_left
+from fastgrpo.rollout.geometry import copied_tokens, fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.providers import choose_provider
 from fastgrpo.step.activations import activation_bytes
 from fastgrpo.step.budget import PROMPT_TOKENS, Part, Plan, gib
@@ -220,7 +220,8 @@ def _slots(config, model, dtype, device, prompt_tokens, share, split):
     wanted = [group_of(longest)] * -(-config.oversampled(config.prompts_per_step) // split.ranks)
     attention = "sdpa"  # the hf backend, too, has a copy of the prompt for each completion
     if config.rollout_backend == "fast":
-        attention = choose_provider(config.rollout_attention, device, dtype, head_dim(shape), prompt_tokens)
+        copied = copied_tokens(wanted, config.max_num_seqs)
+        attention = choose_provider(config.rollout_attention, device, dtype, head_dim(shape), copied)
     flat = attention == "sdpa"
     slots, one, shorter = (
         fit(requests, config.max_num_seqs, token, math.inf, flat)

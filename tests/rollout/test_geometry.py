@@ -11,6 +11,7 @@ from fastgrpo.rollout.geometry import (
     PROMPT_BUCKETS,
     Geometry,
     bucket,
+    copied_tokens,
     fit,
     kv_token_bytes,
     memory_left,
@@ -114,6 +115,13 @@ def test_the_engine_shrinks_after_an_evaluation():
         engine.generate([[5, 6]] * prompts, group, sampling)
         sizes.append((engine.geometry.lanes, engine.geometry.prompts))
     assert sizes == [(4, 2), (12, 12), (4, 2)]
+
+
+def test_tokens_that_flat_slots_copy():
+    assert copied_tokens(REQUESTS, 256) == 8 * 3 * 100
+    assert copied_tokens(REQUESTS, 8) == 2 * 3 * 100  # two groups are in flight together
+    assert copied_tokens([(1000, [50])] * 20, 256) == 0
+    assert copied_tokens([(10, [5]), (30, [5, 5])], 256) == 30
 
 
 def test_buckets_hold_the_lanes():

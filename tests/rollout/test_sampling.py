@@ -113,6 +113,31 @@ def test_a_token_without_probability_is_never_drawn(u):
     assert logps.isfinite().all() and (tokens < 30).all()
 
 
+@pytest.mark.parametrize("vocabulary", [7, 128, 129, 300, 151_936])
+def test_tokens_and_log_probs_are_those_of_fp64(vocabulary):
+    """Vocabularies of part of a block, of a whole one, of two, of three, and of many: Qwen's."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(16, vocabulary, generator=generator) * 4
+    draws = torch.rand(16, generator=generator)
+    draws[:2] = torch.tensor([0.0, 1 - 2**-24])
+    tokens, logps, kept = sample(logits, draws)
+    exact = logits.double().log_softmax(-1)
+    at_token, ends = exact.gather(1, tokens[:, None])[:, 0], exact.exp().cumsum(-1)
+    ends = ends.gather(1, tokens[:, None])[:, 0]
+    assert (ends > draws - 3e-7).all() and (ends - at_token.exp() < draws + 3e-7).all()
+    torch.testing.assert_close(logps.double(), at_token, rtol=0, atol=3e-6)
+    torch.testing.assert_close(kept, torch.ones(16))
+
+
+def test_a_row_is_drawn_alike_alone_and_beside_others():
+    logits = torch.randn(9, 50_000, generator=torch.Generator().manual_seed(0)) * 3
+    draws = torch.rand(9, generator=torch.Generator().manual_seed(1))
+    together = sample(logits, draws)
+    for row in range(9):
+        alone = sample(logits[row : row + 1], draws[row : row + 1])
+        assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))
+
+
 def test_greedy_takes_the_likeliest_at_temperature_1():
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.5, 0.1, 0.2]])
     tokens, logps, kept = sample(logits, torch.tensor([0.9, 0.9]), temperature=0)
