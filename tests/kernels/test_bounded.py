@@ -100,14 +100,16 @@ def grads(loss, leaves):
 
 @pytest.mark.parametrize("size", [100, 20], ids=["one chunk", "three chunks"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap, monkeypatch):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap, level, monkeypatch):
     monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: size)
     hidden, weight, targets = sharp()
     bias = torch.randn(V, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
     old = reference.linear_logprob(hidden.detach(), weight.detach(), targets, bias=bias.detach(), logit_softcap=softcap)
     data = {"bias": bias, "logit_softcap": softcap, "old_logps": old + 0.1 * torch.randn(N, dtype=torch.float64),
-            "ref_logps": old, "beta": 0.04, "mask": torch.arange(N) % 7 != 0}  # fmt: skip
+            "ref_logps": old, "beta": 0.04, "mask": torch.arange(N) % 7 != 0, "importance_sampling_level": level,
+            "cu_seqlens": torch.tensor([0, 10, 31, N])}  # fmt: skip
     advantages, tau = torch.randn(N, dtype=torch.float64), 0.1
     exact = linear_grpo_loss(hidden, weight, targets, advantages, **data)
     ours = linear_grpo_loss(hidden, weight, targets, advantages, backward_tolerance=tau, **data)
@@ -117,12 +119,29 @@ def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap,
     found, true = grads(ours.loss, leaves), grads(exact.loss, leaves)
     # |dH_n - exact| <= tau |g_n| m_n max |W_v|; g_n from the loss of log-probs alone
     alone = exact.logps.detach().where(exact.active, old).requires_grad_()
-    rest = {key: data[key] for key in ("mask", "ref_logps", "beta")}
+    rest = {key: data[key] for key in data if key not in ("bias", "logit_softcap", "old_logps")}
     per_row = torch.autograd.grad(grpo_loss(alone, data["old_logps"], advantages, **rest).loss, alone)[0]
     bounds = tau * per_row.abs() * (1 - alone.detach().exp()) * weight.detach().norm(dim=1).max()
     assert ((found[0] - true[0]).norm(dim=1) <= bounds * (1 + 1e-9)).all()
     for mine, theirs in zip(found, true, strict=True):
         assert 0 < (mine - theirs).norm() < 0.1 * theirs.norm()
+
+
+def test_under_torch_compile(monkeypatch):
+    monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: 20)
+    torch._dynamo.reset()
+    hidden, weight, targets = sharp()
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+
+    def loss(hidden, weight):
+        return linear_grpo_loss(hidden * 1.5, weight, targets, torch.ones(N), backward_tolerance=0.1).loss
+
+    expected, found = (
+        torch.autograd.grad(run(*leaves), leaves) for run in (loss, torch.compile(loss, backend="aot_eager"))
+    )
+    left_out = (expected[1] == 0).all(1)
+    assert 0.1 < left_out.double().mean() and torch.equal((found[1] == 0).all(1), left_out)
+    torch.testing.assert_close(found, expected)
 
 
 def test_log_probs_of_a_tolerance_are_exact_and_their_gradient_nearly():

@@ -22,6 +22,7 @@ WAYS = [
     for dtype in (torch.float32, torch.float16)
     if (path, dtype) != ("anchored", torch.float16)
 ]
+WAYS.append(("anchored", torch.bfloat16))  # its dtype on a GPU
 
 # The others join the same pieces otherwise.
 HALF_OF_THE_WAYS = [
@@ -61,7 +62,9 @@ def truth_of(head):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 @pytest.mark.parametrize(("path", "dtype"), WAYS)
-def test_no_row_loses_more_than_the_tolerance(path, dtype, options):
+def test_no_row_loses_more_than_the_tolerance(path, dtype, options, request):
+    if dtype == torch.bfloat16:
+        request.getfixturevalue("bf16")
     head = sharp(dtype, **options)
     exps, rows, how = exps_of(head, path)
     before, g = exps.clone(), head.grad_logps.clone()
@@ -77,11 +80,14 @@ def test_no_row_loses_more_than_the_tolerance(path, dtype, options):
     others = p.scatter(1, head.targets[:, None], 0)
     lost = others.index_fill(1, columns, 0).sum(1) / others.sum(1)
     assert 0.2 * tau < lost[g != 0].max() <= tau and dropped[3] == 0
-    torch.testing.assert_close(dropped[g != 0].double(), lost[g != 0], rtol=2e-3, atol=1e-5)
+    # A mass is a sum of rounded numbers, divided by one.
+    rtol = max(2e-3, torch.finfo(dtype).eps / 2)
+    torch.testing.assert_close(dropped[g != 0].double(), lost[g != 0], rtol=rtol, atol=1e-5)
     exact = (-g.double()[:, None] * p).scatter_add(1, head.targets[:, None], g.double()[:, None]) * slope / t
     ours = exps[:, : choice.count].double() * (g * rows[3]).double()[:, None]
     error = (ours - exact[:, columns]).norm() / exact.norm()
-    assert error < (1e-5 if dtype == torch.float32 else 1e-3)
+    # E is rounded to its dtype, and under a soft-cap again with its slope.
+    assert error < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
 
 
 @pytest.mark.parametrize("case", ("uniform", "nan"))
