@@ -188,9 +188,9 @@ class RolloutEngine(RolloutBackend):
         return len(self.running) - self.running.count(None)
 
     def _begin(self):
-        """Make ready for a rollout, when no request is in flight."""
+        """Make ready for the waiting requests, when none is in flight."""
         self.weights.hold(max(max(request.limits) for request in self.waiting))
-        if self.speculation:
+        if self.speculation and not self.live_lanes:  # the first requests since the engine was idle
             self.speculation.begin()
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()

@@ -141,6 +141,15 @@ def test_fewer_steps_are_taken(model):
     assert drawn == pytest.approx(59)  # the first one is the prefill's
 
 
+def test_one_completion_after_another_is_one_rollout(model):
+    """Odds and counts go on where a waiting prompt begins on an engine that nothing runs on."""
+    engine = RolloutEngine(model, max_num_seqs=1, num_speculative_tokens=7)
+    rollouts = engine.generate(REPEATED, 1, SamplingParams(temperature=0, max_tokens=60))
+    drawn = sum(len(rollout.ids) for rollout in rollouts)
+    assert drawn - len(REPEATED) == pytest.approx(engine.metrics()["rollout/tokens_per_step"] * engine.steps)
+    assert engine.steps < 0.8 * drawn
+
+
 def test_a_bf16_model(eager):
     """Rounding is coarse there and may turn a draw, so that only greedy tokens of a clear maximum are compared."""
     model = tiny.model("llama").bfloat16()
