@@ -1,6 +1,6 @@
 """The generation loop: it takes prompts and returns completions with the log-probs of their draws.
 
-It runs the policy's own module through the registered attention, so there is no second copy of the weights that would
+It runs the policy's own module through the registered attention, so there is no lasting copy of the weights that would
 have to follow an update. No request may be in flight during an optimizer step, so no key or value of old weights is
 ever read. A prompt is computed once for its group. When a completion finishes, the next group takes over its lane; when
 no group waits, the last lanes move into the gaps. On a GPU a step is one CUDA graph, and the host looks for finished

@@ -81,7 +81,7 @@ class Geometry:
 
 
 def copied_tokens(requests: list[tuple[int, list[int]]], max_num_seqs: int) -> int:
-    """Count the tokens of prompts that flat slots hold once more than shared ones, with all lanes in use.
+    """Count the tokens of the copies of prompts that only flat slots hold, with all lanes in use.
 
     Args:
         requests: Tokens of the prompt of each request, and most tokens of each of its completions.

@@ -68,13 +68,13 @@ class PackedWeights:
         Yields:
             The product of the head for `Policy.logits`, or None where nothing is packed.
         """
-        for layer, forward in self.forwards:
-            vars(layer)["forward"] = forward
         try:
+            for layer, forward in self.forwards:
+                vars(layer)["forward"] = forward
             yield None if self.head is None else self._head_product
         finally:
             for layer, _ in self.forwards:
-                del vars(layer)["forward"]
+                vars(layer).pop("forward", None)  # an interrupt may have come before all were replaced
 
     def _head_product(self, states, weight):
         """Compute states [N, D] @ weight.T [D, V] in fp32, from the copy."""

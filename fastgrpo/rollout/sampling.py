@@ -301,7 +301,7 @@ def _plain(logits, uniforms, *, temperature, top_k, top_p, min_p):
         tokens, kept = _inverse(left, uniforms)
         kept = kept / total
     # log p = x - x_max + log p_max: as exact as log-softmax, without another pass that writes [S, V]
-    logps = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.amax(-1) + (probs.amax(-1) / total).log_()
+    logps = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.amax(-1) + (probs.amax(-1) / total).clamp_(max=1).log_()
     return tokens, logps, kept
 
 

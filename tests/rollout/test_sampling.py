@@ -138,6 +138,17 @@ def test_a_row_is_drawn_alike_alone_and_beside_others():
         assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 4}])
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-24])
+def test_blocks_of_tokens_without_probability_are_passed_over(u, filters):
+    logits = torch.full((2, 1000), -torch.inf)
+    logits[:, 300:310] = torch.linspace(0, 1, 10)
+    logits[1, 600] = torch.nan
+    tokens, logps, _ = sample(logits, torch.full((2,), u), **filters)
+    assert (306 if filters else 300) <= tokens[0] < 310 and logps[0].isfinite()
+    assert logps[1].isnan() and 0 <= tokens[1] < 1000
+
+
 def test_greedy_takes_the_likeliest_at_temperature_1():
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.5, 0.1, 0.2]])
     tokens, logps, kept = sample(logits, torch.tensor([0.9, 0.9]), temperature=0)
