@@ -231,7 +231,7 @@ IDLE = {
 }
 # What to do instead of giving an argument -> the arguments, with TRL's defaults.
 REFUSED = {
-    "leave it out: completions come from the engine in this process, which holds no second copy of the weights": {
+    "leave it out: completions come from the engine in this process, which reads the very weights that train": {
         "use_vllm": False
     },
     "use parallel='fsdp2' under torchrun, which shards weights, gradients and optimizer": {

@@ -47,13 +47,14 @@ class PackedWeights:
 
     @torch.inference_mode()
     def pack(self) -> None:
-        """Copy the weights, if oneDNN has products for them."""
-        if not packable(self.policy):
+        """Copy the weights, if they are not copied yet and oneDNN has products for them."""
+        if self.head is not None or not packable(self.policy):
             return
-        head = self.policy.module.get_output_embeddings()
+        dtype, head = self.policy.dtype, self.policy.module.get_output_embeddings()
         for layer in self.policy.module.modules():
             # The forward function of a layer may have been replaced already, as offloading does it.
-            if type(layer) is torch.nn.Linear and layer is not head and "forward" not in vars(layer):
+            linear = type(layer) is torch.nn.Linear and layer is not head and layer.weight.dtype == dtype
+            if linear and "forward" not in vars(layer):
                 self.forwards.append((layer, partial(_linear, packed=_packed(layer.weight), bias=layer.bias)))
         self.head = _packed(head.weight.float())  # log-probs want fp32 logits
 

@@ -288,18 +288,21 @@ def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, fl
 
 def _plain(logits, uniforms, *, temperature, top_k, top_p, min_p):
     scaled = logits if temperature in (0, 1) else logits / temperature
-    left = probs = torch.softmax(scaled, dim=-1)
+    probs = torch.softmax(scaled, dim=-1)
     # On a CPU torch's softmax sums thousands of fp32 numbers one after the other, so that its results may all be off by
     # a factor of 1 + 1e-5. Their sum tells that factor.
-    total = _blocks(probs).sum(-1).sum(-1)
+    blocks = _blocks(probs)
+    sums = blocks.sum(-1)
+    total = sums.sum(-1)
     if temperature == 0:
         tokens, kept = logits.argmax(-1), torch.ones_like(uniforms)  # probabilities would round near ties to one value
     else:
         if top_k or top_p < 1 or min_p:
             filtered = filter_logps(torch.log_softmax(scaled, dim=-1), top_k=top_k, top_p=top_p, min_p=min_p)
-            left = probs.masked_fill(filtered == -torch.inf, 0)
-        tokens, kept = _inverse(left, uniforms)
-        kept = kept / total
+            blocks = _blocks(probs.masked_fill(filtered == -torch.inf, 0))
+            sums = blocks.sum(-1)
+        tokens, kept = _inverse(blocks, sums, uniforms)
+        tokens, kept = tokens.clamp_(max=logits.shape[-1] - 1), kept / total
     # log p = x - x_max + log p_max: as exact as log-softmax, without another pass that writes [S, V]
     logps = scaled.gather(-1, tokens[:, None])[:, 0] - scaled.amax(-1) + (probs.amax(-1) / total).clamp_(max=1).log_()
     return tokens, logps, kept
@@ -311,27 +314,30 @@ def _blocks(probs):
     return (F.pad(probs, (0, missing)) if missing else probs).unflatten(1, (-1, BLOCK))
 
 
-def _inverse(probs, uniforms):
-    """Find the tokens [S] at which the cumulative sums of probs [S, V] pass uniforms [S] times the whole sum.
+def _inverse(blocks, sums, uniforms):
+    """Find the tokens [S] at which the cumulative probabilities pass uniforms [S] times their whole sum.
 
-    The sums of blocks of tokens are cumulated first, then the tokens of the block that was found: two short sums take
-    less time, and round less, than a long one. A token whose probability is 0 is never found.
+    The sums of the blocks are cumulated first, then the tokens of the block that was found: two short sums take less
+    time, and round less, than a long one. A token whose probability is 0 is never found. With NaN logits every
+    comparison is false, and the last block and the token after it are taken.
+
+    Args:
+        blocks: [S, B, BLOCK] probabilities.
+        sums: [S, B] sums of the blocks.
+        uniforms: [S] random numbers.
 
     Returns:
         The tokens [S] int64, and the whole sums [S] fp32.
     """
-    rows, blocks = torch.arange(len(probs), device=probs.device), _blocks(probs)
-    ends = blocks.sum(-1).cumsum(-1)
+    rows, ends = torch.arange(len(blocks), device=blocks.device), sums.cumsum(-1)
     whole = ends[:, -1]
-    # With u <= 1 - 2**-24 the product u * whole rounds below whole, so that a block ends beyond it. With NaN logits
-    # every comparison is false, and the last block and token are taken.
-    point = uniforms * whole
+    point = uniforms * whole  # with u <= 1 - 2**-24 it rounds below the whole, so that a block ends beyond it
     block = torch.searchsorted(ends, point[:, None], right=True)[:, 0].clamp_(max=ends.shape[1] - 1)
     within, before = blocks[rows, block].cumsum(-1), F.pad(ends, (1, 0))[rows, block]
     # The sum of the block may be rounded otherwise than in `ends`.
     point = torch.minimum(point - before, within[:, -1].nextafter(within.new_zeros(())))
     token = torch.searchsorted(within, point[:, None], right=True)[:, 0]
-    return (block * BLOCK + token).clamp_(max=probs.shape[1] - 1), whole
+    return block * BLOCK + token, whole
 
 
 def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:

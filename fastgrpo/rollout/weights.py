@@ -33,9 +33,17 @@ class HeldWeights:
     def hold(self, longest: int) -> None:
         """Gather the weights before requests start, and note their addresses and versions.
 
+        Weights that are held already and have not changed stay as they are.
+
         Args:
             longest: Most tokens of any completion.
         """
+        if not self.parameters or self._writes() != self.version:
+            self._gather()
+        if longest >= PACKED_FROM:
+            self.packed.pack()
+
+    def _gather(self):
         self.release()
         gathered = self.policy.gather(keep=self.graphs.enabled)
         addresses = [weight.data_ptr() for weight in self.gathered.enter_context(gathered)]
@@ -43,8 +51,6 @@ class HeldWeights:
             self.graphs.clear()
         self.addresses, self.parameters = addresses, self.policy.parameters()
         self.version = self._writes()
-        if longest >= PACKED_FROM:
-            self.packed.pack()
 
     def check(self) -> None:
         """Refuse weights that have changed since requests started.
@@ -84,4 +90,5 @@ class HeldWeights:
     def release(self) -> None:
         """Release what was gathered and packed."""
         self.packed.free()
+        self.parameters = []
         self.gathered.close()

@@ -122,6 +122,18 @@ def test_draws_do_not_depend_on_the_batch(attention):
         assert [rollout.ids for rollout in output.rollouts] == [rollout.ids for rollout in expected]
 
 
+def test_auto_changes_the_layout_from_rollout_to_rollout(monkeypatch):
+    monkeypatch.setattr("fastgrpo.rollout.providers.FEW_COPIES", 2 * sum(map(len, PROMPTS)))
+    model, sampling = tiny.model("llama"), SamplingParams(max_tokens=20, seed=4)
+    engine, layouts = RolloutEngine(model), []
+    for group in (4, 1, 3, 4):
+        drawn = engine.generate(PROMPTS, group, sampling)
+        fresh = RolloutEngine(model, attention="sdpa").generate(PROMPTS, group, sampling)
+        assert [rollout.ids for rollout in drawn] == [rollout.ids for rollout in fresh]
+        layouts.append(engine.geometry.flat)
+    assert layouts == [False, True, True, False]
+
+
 def test_a_shorter_limit_changes_no_draw():
     model = tiny.model()
     longer, shorter = (

@@ -12,7 +12,7 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.packed import PackedWeights, packable
+from fastgrpo.rollout.packed import PackedWeights, _packed, packable
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.rollout.weights import PACKED_FROM
 
@@ -49,6 +49,30 @@ def test_packed_weights_give_the_same_states_and_logits(architecture):
     for found, expected in zip(computed(policy, packed), plain, strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_packing
+def test_the_layers_and_the_head_compute_with_the_copies():
+    """What is written to the weights after the copy does not show, as long as it is in use."""
+    policy = Policy.of(tiny.model("llama"))
+    packed = PackedWeights(policy)
+    packed.pack()
+    before = computed(policy, packed)
+    with torch.no_grad():
+        for layer in linear_layers(policy.module):
+            layer.weight.zero_()
+    assert all(torch.equal(*pair) for pair in zip(computed(policy, packed), before, strict=True))
+    packed.free()
+    assert not computed(policy, packed)[1].any()
+
+
+@needs_packing
+def test_a_layer_of_another_dtype_keeps_its_product():
+    policy = Policy.of(tiny.model("llama"))
+    policy.module.model.layers[0].mlp.down_proj.double()
+    packed = PackedWeights(policy)
+    packed.pack()
+    assert len(packed.forwards) == len(linear_layers(policy.module)) - 2  # nor is the head among them
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU has no bf16 products of oneDNN")
@@ -96,6 +120,14 @@ def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.3)
+
+
+@needs_packing
+def test_a_rollout_of_one_completion_at_a_time_packs_once(monkeypatch):
+    engine, packed = RolloutEngine(tiny.model("llama"), max_num_seqs=1), []
+    monkeypatch.setattr("fastgrpo.rollout.packed._packed", lambda weight: packed.append(1) or _packed(weight))
+    engine.generate(PROMPTS, 1, LONG)
+    assert len(PROMPTS) > 1 and len(packed) == len(linear_layers(engine.policy.module))
 
 
 @needs_packing
