@@ -31,9 +31,6 @@ test: $(VENV)/.installed
 # again.
 REAL := runs/smollm2-135m-sums
 REAL_RESULTS := benchmarks/results/smollm2-135m
-# glibc gives the memory of large tensors back to the system after each use. Keeping it makes steps shorter.
-real real-gsm8k real-bounded: export MALLOC_MMAP_MAX_ = 0
-real real-gsm8k real-bounded: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 real: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.recipes.smollm2 models/smollm2-135m
 	$(BIN)/python -m fastgrpo.train --config fastgrpo/recipes/smollm2-135m-sums.yaml \
