@@ -28,7 +28,6 @@ class RMSNorm(torch.autograd.Function):
         """Compute the norm.
 
         Args:
-            ctx: Takes what the backward pass reads.
             states: [..., h] x.
             weight: [h] w.
             eps: Keeps the root from being 0.
@@ -46,7 +45,6 @@ class RMSNorm(torch.autograd.Function):
         """Compute the gradients.
 
         Args:
-            ctx: Has what `forward` kept.
             grad: [..., h] dy.
 
         Returns:
@@ -74,7 +72,6 @@ class SwiGLU(torch.autograd.Function):
         """Compute the gated states.
 
         Args:
-            ctx: Takes what the backward pass reads.
             gate: [..., f].
             up: [..., f].
 
@@ -90,7 +87,6 @@ class SwiGLU(torch.autograd.Function):
         """Compute the gradients.
 
         Args:
-            ctx: Has what `forward` kept.
             grad: [..., f] dy.
 
         Returns:
