@@ -183,7 +183,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
         ValueError: A flag is not allowed, or there is no config of the model.
     """
     from fastgrpo.config.recipe import parse
-    from fastgrpo.policy.load import choose_device, choose_dtype
+    from fastgrpo.policy.placement import choose_device, choose_dtype
     from fastgrpo.rollout.geometry import memory_left
     from fastgrpo.step.budget import gib
     from fastgrpo.step.outline import judges_to_come, outline, unplannable

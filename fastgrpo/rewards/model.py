@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.policy.files import loading
-from fastgrpo.policy.load import choose_dtype
+from fastgrpo.policy.placement import choose_dtype
 
 BATCH_TOKENS = 16384  # tokens of one forward pass, padding included; a longer text has a pass of its own
 

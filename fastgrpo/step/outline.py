@@ -14,7 +14,7 @@ from fastgrpo.config.sections import RewardConfig
 from fastgrpo.policy.dry_run import without_weights
 from fastgrpo.policy.files import loading, read_config, read_json
 from fastgrpo.policy.gguf import find_gguf
-from fastgrpo.policy.load import choose_device, choose_dtype
+from fastgrpo.policy.placement import choose_device, choose_dtype
 from fastgrpo.rewards.finding import PRM, names_model
 from fastgrpo.rewards.model import same_device
 from fastgrpo.rewards.process_model import auto_class

@@ -17,9 +17,9 @@ from fastgrpo.kernels.chunked import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.policy.lean_layers import would_keep_less
 from fastgrpo.policy.liger_layers import would_apply
-from fastgrpo.policy.load import choose_device, choose_dtype
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
+from fastgrpo.policy.placement import choose_device, choose_dtype
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.model import same_device

@@ -27,7 +27,6 @@ from fastgrpo.run.digest import digest_of_rows, refuse_differences
 from fastgrpo.run.history import Summary
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.inputs import inputs_of
-from fastgrpo.run.kept_memory import keep_freed_memory
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import StageTimer, needed_steps, peak_flops
 from fastgrpo.run.resume import may_go_on, set_aside
@@ -98,8 +97,6 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
         self.rewards = self._make_rewards(reward_funcs)
         self.made = made = make_policy(model, processing_class, args, self.ranks, wrapper, self.rewards)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
-        if self.policy.device.type == "cpu":
-            keep_freed_memory()
         if self.rewards is not None:
             reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # only then are steps found in tokens
             place = self.rewards.device(self.policy.device, args.reward_device)

@@ -1,6 +1,6 @@
 """Makes the policy of a run: plans its memory, loads it, adds adapters, and shards it over the ranks if so chosen.
 
-All ranks begin with the same weights.
+All ranks begin with the same weights. On a CPU the process keeps the memory that its steps free.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.digest import digest_of_weights, refuse_differences
+from fastgrpo.run.kept_memory import keep_freed_memory
 from fastgrpo.step.budget import Plan
 from fastgrpo.step.plan import choose_parallel, plan_run
 
@@ -87,6 +88,8 @@ def make_policy(
     checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
     chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
     policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
+    if policy.device.type == "cpu":
+        keep_freed_memory()
     if isinstance(model, PreTrainedModel):
         ranks.share([*policy.parameters(), *policy.module.buffers()], "the weights of the model")
     # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.

@@ -12,9 +12,9 @@ from fastgrpo.loss import linear_logprob
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy import varlen
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.load import cast
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.padded import PaddedAttention
+from fastgrpo.policy.placement import cast
 from fastgrpo.policy.reference import Scoring, make_reference, score
 from fastgrpo.step.grpo import GRPOUpdate
 from fastgrpo.step.optim import MasterAdamW, make_schedule

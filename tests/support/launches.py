@@ -25,9 +25,9 @@ from triton.runtime.jit import JITFunction
 
 from fastgrpo.kernels import launch
 from fastgrpo.policy import liger_layers
-from fastgrpo.policy.load import cast
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
+from fastgrpo.policy.placement import cast
 from fastgrpo.rollout.contexts import DecodeAttention
 from fastgrpo.rollout.geometry import Geometry
 from fastgrpo.rollout.parts import varlen
