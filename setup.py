@@ -64,7 +64,6 @@ setup(
             "ruff>=0.14,<1",
             "pre-commit>=4,<5",
             "build>=1.2,<2",
-            "docstring-parser>=0.16,<1",
             "math-verify>=0.8,<1",
             "peft>=0.19,<1",
             "gguf>=0.17,<1",

@@ -28,14 +28,7 @@ def overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, or 2 for arguments that it does not take.
-    """
+    """Run the command line."""
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"fastgrpo {__version__}")

@@ -57,18 +57,7 @@ class _EscapingStreamer(TextStreamer):
 
 
 class Conversation:
-    """A conversation with a model: the turns so far, and what answers the next one.
-
-    Args:
-        model: The causal LM that answers.
-        tokenizer: Its tokenizer. Where it has no chat template, each line is continued as plain text.
-        sampling: How answers are drawn.
-        system_prompt: What goes before the turns, or None.
-        raw: Whether control characters of an answer are written as they are, and not escaped.
-
-    Raises:
-        ValueError: The tokenizer does not fit the model.
-    """
+    """A conversation with a model: the turns so far, and what answers the next one."""
 
     def __init__(
         self,
@@ -104,17 +93,7 @@ class Conversation:
 
     @torch.no_grad()
     def answer(self, text: str) -> str:
-        """Stream the answer to stdout.
-
-        Args:
-            text: The user's turn.
-
-        Returns:
-            The answer.
-
-        Raises:
-            ValueError: The model's context cannot hold the turns and an answer.
-        """
+        """Stream the answer to stdout."""
         templated = self.tokenizer.chat_template is not None
         turn = {"role": "user", "content": text}
         prefix = f"{self.system_prompt}\n\n" if self.system_prompt else ""
@@ -130,14 +109,7 @@ class Conversation:
 
 
 def chat(argv: list[str]) -> None:
-    """Answer --prompt, or talk until the input ends.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: A flag is not allowed, the model cannot be loaded, or torchrun started the command.
-    """
+    """Answer --prompt, or talk until the input ends."""
     flags = parse_flags(
         ChatConfig, argv, prog="python -m fastgrpo.chat", description=__doc__, aliases={"-n": "--max_tokens"}
     )
@@ -160,11 +132,7 @@ def chat(argv: list[str]) -> None:
 
 
 def talk(conversation: Conversation) -> None:
-    """Answer the lines of stdin until it ends.
-
-    Args:
-        conversation: The conversation that answers.
-    """
+    """Answer the lines of stdin until it ends."""
     while True:
         try:
             line = input("> ").strip()
@@ -185,14 +153,7 @@ def talk(conversation: Conversation) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
-    """
+    """Run the command line."""
     return run_command(chat, argv)
 
 

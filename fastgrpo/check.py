@@ -64,17 +64,7 @@ class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, PromptConfig, L
 
 
 def check(argv: list[str]) -> int:
-    """Check the rewards of the command line, and print what was found.
-
-    Args:
-        argv: The arguments.
-
-    Returns:
-        The number of warnings.
-
-    Raises:
-        ValueError: A flag is not allowed, or a reward, a row or the model cannot be used.
-    """
+    """Check the rewards of the command line, and print what was found."""
     config = parse_flags(
         CheckConfig, argv, prog="python -m fastgrpo.check", description=__doc__,
         aliases={"--reward": "--reward_funcs", "--dataset": "--dataset_name", "--model": "--model_name_or_path"},
@@ -163,14 +153,7 @@ def _draw(rows, tokenizer, config):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0 where nothing is wrong, 1 where there are warnings, 2 for a mistake that the user can fix.
-    """
+    """Run the command line."""
     warnings = []
     return run_command(lambda flags: warnings.append(check(flags)), argv) or int(any(warnings))
 

@@ -30,14 +30,7 @@ CHUNK = 256  # prompts that are completed before what is kept of them is written
 
 
 def distill(argv: list[str]) -> None:
-    """Draw, judge and select completions as the command line says, and print a table of what was kept.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: A flag is not allowed, the model or the data cannot be used, or no completion is kept.
-    """
+    """Draw, judge and select completions as the command line says, and print a table of what was kept."""
     config = parse(argv)
     quiet_libraries()
     ranks = join(config.device)
@@ -93,15 +86,7 @@ def distill(argv: list[str]) -> None:
 
 
 def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
-    """Choose the rows whose prompts are completed: each prompt once, and at most max_prompts of them.
-
-    Args:
-        rows: The rows of the training data.
-        config: The settings; max_prompts and seed are used.
-
-    Returns:
-        The rows in their order. Where there are too many, they are drawn at random.
-    """
+    """Choose the rows whose prompts are completed: each prompt once, and at most max_prompts of them."""
     first = {json.dumps(row.get("prompt"), default=repr): index for index, row in reversed(list(enumerate(rows)))}
     indices = sorted(first.values())
     if config.max_prompts is not None and config.max_prompts < len(indices):
@@ -117,14 +102,7 @@ def _line(completion, reward):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
-    """
+    """Run the command line."""
     return run_command(distill, argv)
 
 

@@ -62,14 +62,7 @@ class DoctorConfig(GRPOConfig):
 
 
 def installed(distribution: str) -> str | None:
-    """Look up a distribution.
-
-    Args:
-        distribution: Its name, as pip knows it.
-
-    Returns:
-        Its version; None where it is not installed.
-    """
+    """Look up a distribution."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -77,11 +70,7 @@ def installed(distribution: str) -> str | None:
 
 
 def machine() -> list[tuple[str, str]]:
-    """Describe the machine and the code paths that run on it.
-
-    Returns:
-        Pairs of a name and its value.
-    """
+    """Describe the machine and the code paths that run on it."""
     from fastgrpo.loss.checks import HAS_TRITON
 
     rows = [
@@ -107,16 +96,7 @@ def _gpu(index):
 
 
 def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]:
-    """Ask every rank for its device.
-
-    Args:
-        ranks: The processes that the launcher started.
-        device: The setting `device`: cuda, cpu or auto.
-
-    Returns:
-        Pairs of a name and its value: the ranks, how they exchange, and the device of each, or nothing where there is
-        one process; and the fewest bytes that a run may take on one of the devices, which is infinite on CPUs.
-    """
+    """Ask every rank for its device."""
     place, room = "CPU", math.inf
     if device != "cpu" and torch.cuda.is_available():
         from fastgrpo.rollout.geometry import memory_left
@@ -133,14 +113,7 @@ def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]
 
 
 def attentions(device: torch.device) -> list[tuple[str, str]]:
-    """Describe the attention that a model in 16 bits would get, in training and in rollouts.
-
-    Args:
-        device: Where the model would be.
-
-    Returns:
-        Pairs of a name and its value.
-    """
+    """Describe the attention that a model in 16 bits would get, in training and in rollouts."""
     from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.geometry import copied_tokens
     from fastgrpo.rollout.providers import choose_provider
@@ -157,31 +130,14 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
 
 
 def packages() -> Iterator[tuple[str, str]]:
-    """Describe every package that fastgrpo can use.
-
-    Yields:
-        Pairs of a package's name and its version. A missing package has its purpose and the remedy in place of it.
-    """
+    """Describe every package that fastgrpo can use."""
     for distribution, purpose in NEEDED + OPTIONAL:
         remedy = TRAIN if (distribution, purpose) in NEEDED else pip_line(distribution)
         yield distribution, installed(distribution) or f"missing, for {purpose}: {remedy}"
 
 
 def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
-    """Plan the memory of a run.
-
-    Args:
-        argv: Flags of training.
-        room: Bytes that the run may take on its device; None stands for what is free on a GPU, and for no limit on a
-            CPU.
-        ranks: How many processes share the run, each with a device of its own.
-
-    Returns:
-        A table with a line for each part, and if they do not fit into the GPU, what would help; or why there is none.
-
-    Raises:
-        ValueError: A flag is not allowed, or there is no config of the model.
-    """
+    """Plan the memory of a run."""
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.placement import choose_device, choose_dtype
     from fastgrpo.rollout.geometry import memory_left
@@ -218,15 +174,6 @@ def doctor(argv: list[str]) -> int:
     """Print the state of the machine, with --model the memory of a run, and with --check how each kernel does.
 
     Where there are several ranks, rank 0 alone prints.
-
-    Args:
-        argv: The arguments.
-
-    Returns:
-        How many kernels failed.
-
-    Raises:
-        ValueError: A package that training needs is missing, or a flag is not allowed.
     """
     if {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
@@ -265,15 +212,7 @@ def doctor(argv: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, 1 where a kernel failed its check, or 2 where something that training needs is missing or a
-        flag does not fit.
-    """
+    """Run the command line."""
     failed = []
     code = run_command(lambda argv: failed.append(doctor(argv)), argv)
     return code or int(any(failed))

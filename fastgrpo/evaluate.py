@@ -63,17 +63,7 @@ class EvaluateConfig(
 
 
 def parse(argv: list[str]) -> EvaluateConfig:
-    """Read the command line. The defaults of the settings that the task's recipe gives are those of the recipe.
-
-    Args:
-        argv: The arguments.
-
-    Returns:
-        The settings. If the data set is a single .jsonl file, this file is evaluated, whatever --dataset_test_split is.
-
-    Raises:
-        ValueError: A flag does not exist, or a value is not allowed.
-    """
+    """Read the command line. The defaults of the settings that the task's recipe gives are those of the recipe."""
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     known = {field.name for field in dataclasses.fields(EvaluateConfig)}
@@ -90,14 +80,7 @@ def parse(argv: list[str]) -> EvaluateConfig:
 
 
 def evaluate_models(argv: list[str]) -> None:
-    """Evaluate every model of the command line, and print the table.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: A flag is not allowed, or a model or the data set cannot be used.
-    """
+    """Evaluate every model of the command line, and print the table."""
     config = parse(argv)
     quiet_libraries()
     ranks = join(config.device)
@@ -158,14 +141,7 @@ def _evaluate_model(path, tokenizer, config, ranks):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
-    """
+    """Run the command line."""
     return run_command(evaluate_models, argv)
 
 

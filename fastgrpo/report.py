@@ -43,14 +43,7 @@ class ReportConfig(Settings):
 
 
 def report(argv: list[str]) -> None:
-    """Make the page of the runs that the command line names, or serve it.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: There is no such run, flags exclude one another, or something else lies where the page belongs.
-    """
+    """Make the page of the runs that the command line names, or serve it."""
     config = parse_flags(ReportConfig, _with_values(argv), prog="python -m fastgrpo.report", description=__doc__)
     if not config.runs:
         raise ValueError("an argument is missing: the folder of a run, such as runs/TASK-1")
@@ -163,14 +156,7 @@ def _write(page, text):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
-    """
+    """Run the command line."""
     return run_command(report, argv)
 
 

@@ -16,17 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_trainer(config: SFTConfig) -> "SFTTrainer":
-    """Build the trainer of a supervised run. Where no model is named, the task's own begins with random weights.
-
-    Args:
-        config: The settings of the run.
-
-    Returns:
-        A trainer whose run folder is claimed.
-
-    Raises:
-        ValueError: Settings, files or packages do not fit together.
-    """
+    """Build the trainer of a supervised run. Where no model is named, the task's own begins with random weights."""
     from fastgrpo.data import load_rows
     from fastgrpo.tasks import open_task, reward_functions
     from fastgrpo.trainer import SFTTrainer
@@ -56,31 +46,14 @@ def make_trainer(config: SFTConfig) -> "SFTTrainer":
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: A flag is not allowed, or what it names cannot be used.
-    """
+    """Train as the command line says."""
     config = parse(argv, SFTConfig)
     quiet_libraries()
     make_trainer(config).train()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code, as for `fastgrpo.train`.
-
-    Raises:
-        SystemExit: With code 143 after SIGTERM, and with 141 where nobody reads the output any more.
-    """
+    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved."""
     return run_command(train, argv)
 
 

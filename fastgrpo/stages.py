@@ -47,15 +47,7 @@ class StagesConfig(OutputConfig, Settings):
 
 
 def run_stages(argv: list[str]) -> None:
-    """Run the stages that are not done yet, and print one table of the three models.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: A flag is not allowed, the file of --config cannot be used, a stage failed, or torchrun started
-            the command.
-    """
+    """Run the stages that are not done yet, and print one table of the three models."""
     config = parse_flags(StagesConfig, argv, prog="python -m fastgrpo.stages", description=__doc__)
     refuse_ranks("a run of stages")
     stages, terminal = read_stages(config.config), Terminal(quiet=config.quiet)
@@ -167,17 +159,7 @@ def _run(name, flags, terminal):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0; 2 for a mistake that the user can fix, or where a stage failed; 130 after SIGINT.
-
-    Raises:
-        SystemExit: With code 143 after SIGTERM, and with 141 where nobody reads the output any more.
-    """
+    """Run the command line."""
     return run_command(run_stages, argv)
 
 

@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
-    """Build the trainer of a run. Where no model is named, the task's own policy is warm-started first.
-
-    Args:
-        config: The settings of the run.
-
-    Returns:
-        A trainer whose run folder is claimed.
-
-    Raises:
-        ValueError: Settings, files or packages do not fit together. Whatever can be checked before the warm start is
-            checked before it.
-    """
+    """Build the trainer of a run. Where no model is named, the task's own policy is warm-started first."""
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.ranks import join
     from fastgrpo.run.followed import open_log
@@ -64,14 +53,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
 
 
 def check_runs(runs: Sequence[SweepRun]) -> None:
-    """Check all runs of a sweep as `make_trainer` checks one before its warm start. The seed changes nothing of this.
-
-    Args:
-        runs: The runs of the sweep.
-
-    Raises:
-        ValueError: A run has settings, files or packages that do not fit together.
-    """
+    """Check all runs of a sweep as `make_trainer` checks one before its warm start. The seed changes nothing of this."""
     from fastgrpo.policy.load import load_tokenizer
 
     load = functools.cache(load_tokenizer)
@@ -109,14 +91,7 @@ def _make_policy(task_module, config, log):
 
 
 def train(argv: list[str]) -> None:
-    """Train as the command line says: one run, or with --sweep or --sweep_seeds several.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: A flag is not allowed, what it names cannot be used, or runs of a sweep failed.
-    """
+    """Train as the command line says: one run, or with --sweep or --sweep_seeds several."""
     argv, sweep = take_sweep(argv)
     if sweep is not None:
         from fastgrpo.ranks import refuse_ranks
@@ -133,17 +108,7 @@ def train(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0; 2 for a mistake that the user can fix, which is reported in a line or two; 130 after SIGINT.
-
-    Raises:
-        SystemExit: With code 143 after SIGTERM, and with 141 where nobody reads the output any more.
-    """
+    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved."""
     return run_command(train, argv)
 
 

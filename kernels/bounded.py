@@ -63,9 +63,6 @@ def bounded_gradient(
         g: [n] gradient of the log-prob, divided by the temperature.
         tolerance: tau, above 0.
         bend: [n, V] slope of the soft-cap, or None.
-
-    Returns:
-        The gradient, the columns, and what was left out.
     """
     g, size = g.to(probs.dtype), probs.shape[-1]
     local, mine = vocabulary.local(targets, size)

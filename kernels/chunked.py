@@ -32,9 +32,6 @@ GATHERED_ROWS = 2048  # rows of a weight gathered at a time, where not all of th
 def chunk_rows(vocab_size: int) -> int:
     """Choose how many rows a chunk has.
 
-    Args:
-        vocab_size: Entries of the vocabulary, of the largest shard where it is sharded.
-
     Returns:
         Rows whose fp32 logits fill CHUNK_BYTES, and at least MIN_CHUNK_ROWS.
     """
@@ -42,15 +39,7 @@ def chunk_rows(vocab_size: int) -> int:
 
 
 def row_slices(total: int, size: int) -> list[slice]:
-    """Cut rows into chunks.
-
-    Args:
-        total: Rows in all.
-        size: Most rows of a chunk.
-
-    Returns:
-        The chunks; one empty slice where there are no rows.
-    """
+    """Cut rows into chunks."""
     return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
 
 

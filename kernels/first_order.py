@@ -17,12 +17,6 @@ def first_order(name: str) -> Callable[[Callable], Callable]:
 
     It refuses in the first backward, although only a second one would be wrong: to refuse in the second, the gradient
     would have to keep all inputs in memory. Inside of a graph of torch.compile nothing can raise an error.
-
-    Args:
-        name: What the error calls the function: the name that its users know.
-
-    Returns:
-        The decorator.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,8 +53,5 @@ def full_kl_gradient_(probs: torch.Tensor, log_ratio: torch.Tensor, kl: torch.Te
         log_ratio: [n, V] d. It becomes g p (d - KL).
         kl: [n] KL of each row.
         g: [n] gradient of the KL.
-
-    Returns:
-        `log_ratio`.
     """
     return log_ratio.sub_(kl[:, None]).mul_(probs).mul_(g.to(probs.dtype)[:, None])  # g dKL/dz = g p (d - KL)

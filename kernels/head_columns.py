@@ -61,14 +61,7 @@ class Choice(NamedTuple):
 
 @cache
 def ladder(vocab: int) -> tuple[int, ...]:
-    """Return how many columns may be left out, rising.
-
-    Args:
-        vocab: V.
-
-    Returns:
-        At most STEPS numbers, such that V minus each is a multiple of MULTIPLE; none for a tiny vocabulary.
-    """
+    """Return how many columns may be left out, rising."""
     ratio = (FEWEST_KEPT / MOST_KEPT) ** (1 / (STEPS - 1))
     kept = {int(MOST_KEPT * vocab * ratio**step) // MULTIPLE * MULTIPLE for step in range(STEPS)}
     return tuple(sorted(vocab - count for count in kept if count))
@@ -88,9 +81,6 @@ def choose_columns(exps: Tensor, targets: Tensor, rows: Rows, g: Tensor, toleran
         rows: What the forward computed, of this E.
         g: [n] fp32, gradient of the log-probs.
         tolerance: tau, above 0.
-
-    Returns:
-        The choice, for the columns here alone.
     """
     n, vocab = exps.shape
     if n == 0:
@@ -123,11 +113,7 @@ def choose_columns(exps: Tensor, targets: Tensor, rows: Rows, g: Tensor, toleran
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the share of tau that makes up for the rounding of E and of its sums, so that the bound holds for p.
-
-    Args:
-        dtype: Dtype of E.
-    """
+    """Return the share of tau that makes up for the rounding of E and of its sums, so that the bound holds for p."""
     return max(2**-9, torch.finfo(dtype).eps)  # also where products of fp32 round to TF32
 
 

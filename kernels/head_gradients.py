@@ -181,11 +181,7 @@ class HeadGradients:
         return self.hidden_sum, self.weight_sum, self.bias_sum
 
     def result(self, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dH, dW, dbias) in the form of `head_products`.
-
-        Args:
-            weight_dtype: Dtype of dW.
-        """
+        """Return (dH, dW, dbias) in the form of `head_products`."""
         dh, dw, db = self.sums()
         return (
             self.weight.new_empty(0) if dh is None else dh.to(self.weight.dtype),
@@ -195,11 +191,7 @@ class HeadGradients:
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which a parameter wants its gradient: a bf16 weight may ask for fp32 (from torch 2.10 on).
-
-    Args:
-        parameter: A weight or a bias.
-    """
+    """Return the dtype in which a parameter wants its gradient: a bf16 weight may ask for fp32 (from torch 2.10 on)."""
     # The attribute cannot be traced, and only leaves have it.
     if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
@@ -209,12 +201,6 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 def wanted(
     gradients: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool], bias_dtype: torch.dtype | bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return what autograd receives, None where a gradient is not needed.
-
-    Args:
-        gradients: dH, dW and dbias, as `head_products` returns them.
-        needs: Which of them are needed.
-        bias_dtype: Dtype of dbias, read where it is needed.
-    """
+    """Return what autograd receives, None where a gradient is not needed."""
     dh, dw, db = gradients
     return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None

@@ -230,9 +230,6 @@ def entropy_bwd(
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies.
         out: [N, V], which is written: `exps` itself or another tensor.
-
-    Returns:
-        `out`.
     """
     patch = g * rows.patch + h * rows.mass * (rows.logp + rows.entropy)
     block = 64 if launch.INTERPRET else 4096

@@ -57,21 +57,13 @@ INTERPRETED_PROGRAMS = 3
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return (major, minor) of a CUDA device; the interpreter stands in for the newest.
-
-    Args:
-        device: Where the tensors are.
-    """
+    """Return (major, minor) of a CUDA device; the interpreter stands in for the newest."""
     return (10, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
 
 
 @cache
 def programs(device: torch.device) -> int:
-    """Return the number of programs of a persistent kernel, one for each streaming multiprocessor.
-
-    Args:
-        device: Where the tensors are.
-    """
+    """Return the number of programs of a persistent kernel, one for each streaming multiprocessor."""
     if device.type == "cpu":
         return INTERPRETED_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -79,22 +71,14 @@ def programs(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernels run there: on NVIDIA GPUs from compute capability 8.0 on, or on the interpreter's CPU.
-
-    Args:
-        device: Where the tensors are.
-    """
+    """Return whether the kernels run there: on NVIDIA GPUs from compute capability 8.0 on, or on the interpreter's CPU."""
     if device.type == "cpu":
         return INTERPRET
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= (8, 0)
 
 
 def describe(device: torch.device) -> str:
-    """Say where a kernel runs and what compiled it, for a report.
-
-    Args:
-        device: Where the tensors are.
-    """
+    """Say where a kernel runs and what compiled it, for a report."""
     about = f"torch {torch.__version__}, triton {triton.__version__}"
     if device.type == "cpu":
         return f"the interpreter, {about}"
@@ -103,12 +87,7 @@ def describe(device: torch.device) -> str:
 
 
 def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
-    """Return a decorator that makes a function an operator of torch, run on the device of its first argument.
-
-    Args:
-        name: Name of the operator, "namespace::name".
-        mutates_args: Names of the arguments that it writes to.
-    """
+    """Return a decorator that makes a function an operator of torch, run on the device of its first argument."""
 
     def decorate(function: Callable) -> Callable:
         return torch.library.custom_op(name, mutates_args=mutates_args)(on_its_device(function))
@@ -117,11 +96,7 @@ def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callabl
 
 
 def on_its_device(function: Callable) -> Callable:
-    """Make a function run on the device of its first argument, since Triton launches on the current device.
-
-    Args:
-        function: A function whose first argument is a tensor.
-    """
+    """Make a function run on the device of its first argument, since Triton launches on the current device."""
 
     @wraps(function)
     def guarded(*args, **options):
@@ -135,9 +110,6 @@ def precision(dtype: torch.dtype) -> str:
     """Return the input precision of a product, "ieee" or "tf32".
 
     Products of fp32 are exact unless torch is set to allow TF32; fp16 and bf16 have one precision.
-
-    Args:
-        dtype: Dtype of the operands.
     """
     if dtype != torch.float32:
         return "ieee"
@@ -152,11 +124,6 @@ def exp_blocks(major: int, has_softcap: bool, has_bias: bool) -> Blocks:
 
     Three stages and the stored tile fill 213,016 bytes of shared memory. The soft-cap's tanh needs registers, and so
     does a bias on sm_100: they take half of the columns, or the kernel would spill.
-
-    Args:
-        major: Major compute capability.
-        has_softcap: Whether the head caps its logits.
-        has_bias: Whether the head has a bias.
     """
     assert major in DESCRIPTOR_MAJORS
     return Blocks(128, 128 if has_softcap or (has_bias and major == 10) else 256, 64, 8, 3)
@@ -194,11 +161,7 @@ def online_blocks(dtype: torch.dtype, tf32: bool) -> Blocks:
 
 
 def anchor_blocks(dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of the anchor: square, since only the diagonal counts, and small, for more programs.
-
-    Args:
-        dtype: Dtype of the operands.
-    """
+    """Return the block sizes of the anchor: square, since only the diagonal counts, and small, for more programs."""
     return Blocks(64, 64, 32 if dtype == torch.float32 else 64, 4, 3)
 
 
@@ -206,10 +169,6 @@ def online_splits(row_blocks: int, device: torch.device) -> int:
     """Return the vocabulary splits of an online softmax, a power of two.
 
     Each multiprocessor gets about eight programs, so that the last wave is short beside the whole.
-
-    Args:
-        row_blocks: Row blocks of the launch.
-        device: Where the tensors are.
     """
     if device.type == "cpu":
         return 2
@@ -220,9 +179,6 @@ def uses_descriptors(*matrices: torch.Tensor) -> bool:
     """Return whether the tensor-memory accelerator can read all of these matrices.
 
     It asks for a base and a pitch of whole 16 bytes; our blocks ask for 16-bit elements.
-
-    Args:
-        matrices: Matrices with contiguous rows, on one device and of one dtype.
     """
     if capability(matrices[0].device)[0] not in DESCRIPTOR_MAJORS:
         return False
@@ -257,11 +213,6 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
     """Return the block sizes of decode attention: rows of queries, columns of keys, and the padded head width as depth.
 
     A multiprocessor holds two or three programs of this size.
-
-    Args:
-        rows: Queries that share their keys: pairs of a lane and a query head.
-        depth: d, the width of a head.
-        dtype: Dtype of queries, keys and values.
     """
     depth = max(16, triton.next_power_of_2(depth))
     rows = max(16, triton.next_power_of_2(max(rows, 1)))
@@ -279,14 +230,7 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
 
 
 def decode_splits(programs_without: int, length: int, blocks: Blocks, device: torch.device) -> int:
-    """Return the splits of a slot's keys: about four programs a multiprocessor, with at least two blocks of keys each.
-
-    Args:
-        programs_without: Programs of the launch if keys were not split.
-        length: Tokens that a slot holds.
-        blocks: Block sizes of the launch.
-        device: Where the tensors are.
-    """
+    """Return the splits of a slot's keys: about four programs a multiprocessor, with at least two blocks of keys each."""
     if device.type == "cpu":
         return 2
     wanted = triton.cdiv(4 * programs(device), max(programs_without, 1))
@@ -294,15 +238,7 @@ def decode_splits(programs_without: int, length: int, blocks: Blocks, device: to
 
 
 def check_device(tensor: torch.Tensor, name: str) -> None:
-    """Check that the kernels run on a tensor's device and take its dtype.
-
-    Args:
-        tensor: An argument of a public function.
-        name: Its name, for the message.
-
-    Raises:
-        ValueError: The kernels do not run on the device, or do not take the dtype.
-    """
+    """Check that the kernels run on a tensor's device and take its dtype."""
     if tensor.device.type == "cpu" and not INTERPRET:
         raise ValueError(
             f"backend='triton' needs CUDA tensors, got {name} on the CPU; use backend='chunked', or set "
@@ -320,11 +256,7 @@ def check_device(tensor: torch.Tensor, name: str) -> None:
 
 
 def rows_contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix itself where its rows are contiguous, else a copy (a transposed weight is copied once).
-
-    Args:
-        matrix: Any strides.
-    """
+    """Return the matrix itself where its rows are contiguous, else a copy (a transposed weight is copied once)."""
     fits = matrix.stride(-1) == 1 and matrix.stride(0) >= matrix.shape[1]
     # A clone, since contiguous() hands back a single row whatever its strides are.
     return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)

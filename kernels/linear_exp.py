@@ -191,22 +191,13 @@ def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, c
 
 
 def empty_exps(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes.
-
-    Args:
-        rows: Number of rows.
-        vocab: V.
-        like: Tensor whose dtype and device the result has.
-    """
+    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes."""
     held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
     return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
 
 
 def anchor_fwd(head: Head) -> torch.Tensor:
     """Compute y at the target of each row, the anchor of the anchored forward.
-
-    Args:
-        head: The checked arguments of the head.
 
     Returns:
         [N] fp32; NaN where the target is outside of [0, V).
@@ -225,9 +216,6 @@ def flattens(has_bias: bool) -> bool:
     """Return whether the persistent kernel makes one loop of its tiles and of their depth.
 
     The loads of the next tile are then under way during the epilogue of this one. With a bias that would spill.
-
-    Args:
-        has_bias: Whether the head has a bias.
     """
     return not has_bias
 

@@ -42,15 +42,7 @@ PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: 
 
 
 def chunk_slices(total: int, size: int) -> list[slice]:
-    """Cut rows into equal chunks, rounded to 128 rows.
-
-    Args:
-        total: Number of rows.
-        size: The most rows that a chunk may have.
-
-    Returns:
-        The chunks; one empty chunk where there are no rows.
-    """
+    """Cut rows into equal chunks, rounded to 128 rows."""
     count = max(1, -(-total // size))
     step = min(size, -(-total // count // 128) * 128) if count > 1 else max(total, 1)
     return [slice(start, min(start + step, total)) for start in range(0, max(total, 1), step)]

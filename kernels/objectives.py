@@ -94,10 +94,6 @@ def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
 
         log phi = lambda + k log W - lambda W,   W the product of the ratios of the sequence
 
-    Args:
-        tokens: The kept tokens.
-        objective: An Objective.
-
     Returns:
         phi(W) [M], the same for all tokens of a sequence whose advantages have one sign.
     """

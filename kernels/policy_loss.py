@@ -214,14 +214,7 @@ def _(logps, *_):
 
 
 def kernel_knobs(objective: Any) -> tuple[str | bool | float | None, ...]:
-    """Return an objective's knobs in the order in which the kernels take them.
-
-    Args:
-        objective: An Objective.
-
-    Returns:
-        surrogate, kl, correct_kl, low, high, delta, beta, tau_pos and tau_neg, as `policy_loss_rows` takes them.
-    """
+    """Return an objective's knobs in the order in which the kernels take them."""
     return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
             objective.delta, objective.beta, objective.sapo_temperature_pos,
             objective.sapo_temperature_neg)  # fmt: skip

@@ -43,15 +43,7 @@ class PolicyRows(NamedTuple):
     host_lengths: tuple[int, ...] | None = None
 
     def cut(self, part: slice, sequences: slice) -> "PolicyRows":
-        """Take the tokens of one chunk.
-
-        Args:
-            part: The chunk's slice of the kept tokens.
-            sequences: The slice of the sequences that these tokens belong to.
-
-        Returns:
-            The PolicyRows of the chunk.
-        """
+        """Take the tokens of one chunk."""
         fields = {name: cut(value, part) for name, value in self._asdict().items()}
         return PolicyRows(**{**fields, "lengths": cut(self.lengths, sequences)})
 
@@ -70,15 +62,7 @@ def cut(value: Any, part: slice) -> Any:
 
 
 def sequence_slices(lengths: Sequence[int], size: int) -> list[tuple[slice, slice]]:
-    """Cut tokens into chunks that end where sequences end.
-
-    Args:
-        lengths: Tokens of each sequence, none above `size`.
-        size: Most tokens of a chunk.
-
-    Returns:
-        (slice of tokens, slice of sequences) of each chunk.
-    """
+    """Cut tokens into chunks that end where sequences end."""
     parts, row, first, end = [], 0, 0, 0
     for i, length in enumerate(lengths):
         if end + length - row > size:
@@ -105,10 +89,6 @@ def policy_parts(
         size: Most tokens of a chunk.
         policy_loss_fwd: objectives.policy_loss_fwd or policy_loss.policy_loss_fwd.
         forward_only: Computes the log-probs [M] of all kept tokens.
-
-    Returns:
-        (slice of tokens, slice of sequences) of each chunk; and what `policy_loss_fwd` returned for all tokens, or None
-        where each chunk computes its own.
     """
     parts = [(part, slice(None)) for part in slices]
     if rows.lengths is None or len(parts) == 1:

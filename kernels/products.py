@@ -17,26 +17,12 @@ CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU, whose cache holds 
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic: fp64 for fp64 inputs (for gradcheck), and fp32 for all others.
-
-    Args:
-        tensor: An input of the operation.
-
-    Returns:
-        torch.float32 or torch.float64.
-    """
+    """Return the dtype of the arithmetic: fp64 for fp64 inputs (for gradcheck), and fp32 for all others."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def no_autocast(tensor: torch.Tensor) -> torch.autocast:
-    """Keep fp32 products in fp32, even inside the caller's torch.autocast.
-
-    Args:
-        tensor: Any tensor on the device of the products.
-
-    Returns:
-        A context manager.
-    """
+    """Keep fp32 products in fp32, even inside the caller's torch.autocast."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
@@ -44,12 +30,6 @@ def needed(*tensors: torch.Tensor | None) -> tuple[bool, ...]:
     """Tell which tensors want a gradient now.
 
     Autograd functions are told this from outside: their ctx.needs_input_grad stays True under no_grad.
-
-    Args:
-        tensors: The inputs of the operation; None is an input that was not given.
-
-    Returns:
-        One bool a tensor.
     """
     grad = torch.is_grad_enabled()
     return tuple(grad and tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -84,9 +64,6 @@ def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[sl
     Args:
         weight: [V, D].
         dtype: The dtype of the blocks.
-
-    Yields:
-        The slice of V, and the rows of the weight there.
     """
     step = max(1, CAST_BYTES // (4 * weight.shape[1])) if weight.device.type == "cpu" else CAST_ROWS
     step = len(weight) if weight.dtype == dtype else step
@@ -134,9 +111,6 @@ def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
         total: [n, m] fp32, changed in place.
         a: [n, k].
         b: [k, m].
-
-    Returns:
-        `total`.
     """
     if a.dtype == torch.float32:
         return total.addmm_(a, b)
@@ -201,9 +175,6 @@ def add_weight_product_(
         v: [n] fp32.
         hidden: H [n, D].
         first: Whether this is the first chunk, which overwrites `total`, so that it need not be zeroed before.
-
-    Returns:
-        `total`.
     """
     scaled, factor = _scaled(hidden, v)
     if factor is None:

@@ -38,25 +38,13 @@ def token_mass(z, top, scale):
     """Return exp((z - top) / T), which is exactly 1 at the top.
 
     The subtraction comes before the product, so that no fused multiply-add can change it.
-
-    Args:
-        z: Logits.
-        top: The maximum of the row.
-        scale: log2(e) / T.
     """
     return tl.exp2((z - top) * scale)
 
 
 @triton.jit
 def load_tile(z_ptr, tile, vocab, TILE: tl.constexpr):
-    """Return the columns and the logits of one tile of a row; the logits are -inf past the row's end.
-
-    Args:
-        z_ptr: The first logit of the row.
-        tile: Number of the tile.
-        vocab: V, the logits of the row.
-        TILE: Columns of a tile.
-    """
+    """Return the columns and the logits of one tile of a row; the logits are -inf past the row's end."""
     cols = tile * TILE + tl.arange(0, TILE)
     return cols, tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf"))
 

@@ -22,9 +22,6 @@ def all_reduce_(
         group: The process group, or its name where an operator of torch.library cannot be handed the group itself.
             None means that there is one process: nothing happens.
         op: The reduction.
-
-    Returns:
-        `values`.
     """
     if group is not None:
         group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
@@ -56,12 +53,6 @@ class Vocabulary(NamedTuple):
         Args:
             weight: [V, D], the shard of this rank.
             group: The process group, or None.
-
-        Returns:
-            The part that this process holds.
-
-        Raises:
-            ValueError: A rank holds no row.
         """
         if group is None:
             if not weight.shape[0]:
@@ -80,9 +71,6 @@ class Vocabulary(NamedTuple):
 
         Args:
             values: A tensor of the same shape on every rank.
-
-        Returns:
-            `values`.
         """
         return all_reduce_(values, self.group)
 
@@ -91,9 +79,6 @@ class Vocabulary(NamedTuple):
 
         Args:
             values: A tensor of the same shape on every rank.
-
-        Returns:
-            `values`.
         """
         return all_reduce_(values, self.group, dist.ReduceOp.MAX)
 
@@ -116,10 +101,6 @@ class Vocabulary(NamedTuple):
         Args:
             targets: [n] int64 ids of the whole.
             size: Entries of this shard.
-
-        Returns:
-            Ids within the shard, ELSEWHERE for those of another rank and NOWHERE for those of none; and the group's
-            name. Without a group, the targets themselves and None.
         """
         if self.group is None:
             return targets, None
@@ -179,9 +160,6 @@ def logit_gradient_(
         g: [n] gradient of the log-prob.
         entropy: [n] entropy H in nats, needed with `h`.
         h: [n] gradient of the entropy, or None.
-
-    Returns:
-        `probs`.
     """
     g = g.to(probs.dtype)
     if h is None:

@@ -137,31 +137,18 @@ class Head(NamedTuple):
                     self.targets.contiguous(), 1.0 / self.temperature, inverse, self.softcap)  # fmt: skip
 
     def cut(self, part: slice) -> "Head":
-        """Return the head of some rows of hidden.
-
-        Args:
-            part: Which rows.
-        """
+        """Return the head of some rows of hidden."""
         temperatures = None if self.temperatures is None else self.temperatures[part]
         return self._replace(hidden=self.hidden[part], targets=self.targets[part], temperatures=temperatures)
 
 
 def blocks_of(table: launch.Blocks) -> launch.Blocks:
-    """Return the block sizes of a launch: the given ones, or small ones under the interpreter.
-
-    Args:
-        table: Block sizes for a GPU, by a function of launch.py.
-    """
+    """Return the block sizes of a launch: the given ones, or small ones under the interpreter."""
     return launch.INTERPRETED if launch.INTERPRET else table
 
 
 def product_options(head: Head, blocks: launch.Blocks) -> dict[str, Any]:
-    """Return the keyword arguments that all kernels with pointer loads take.
-
-    Args:
-        head: The checked arguments of the head.
-        blocks: Block sizes of the launch.
-    """
+    """Return the keyword arguments that all kernels with pointer loads take."""
     n, depth = head.hidden.shape
     return {
         "n_rows": n,

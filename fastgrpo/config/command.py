@@ -36,16 +36,7 @@ Record = TypeVar("Record")
 
 
 def run_command(main: Callable[[list[str]], Any], argv: list[str] | None = None) -> int:
-    """Run a command, and report a mistake in a line or two on stderr.
-
-    Args:
-        main: The command. It takes the arguments without --debug.
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0; 2 for a mistake that the user can fix; 130 after SIGINT; 141 where the reader of the output
-        has left, as `head -1` does; 1 on a rank that ends because another one is lost.
-    """
+    """Run a command, and report a mistake in a line or two on stderr."""
     prepare_streams()
     try:
         try:
@@ -119,14 +110,7 @@ def quiet_libraries() -> None:
 
 
 def explain(error: Exception) -> str | None:
-    """Explain an exception to the user.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        One or two lines; None for a bug, which needs its traceback.
-    """
+    """Explain an exception to the user."""
     text = "\n".join([line for line in str(error).splitlines() if line.strip()][:2])
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"the package {error.name} is not installed: {pip_line(error.name)}"
@@ -178,14 +162,7 @@ _SYSTEM = {
 
 
 def pip_line(module: str) -> str:
-    """Return the command that installs the package of a module.
-
-    Args:
-        module: The name that an import asked for. A hyphen counts as an underscore.
-
-    Returns:
-        A command of pip.
-    """
+    """Return the command that installs the package of a module."""
     root = module.partition(".")[0].replace("-", "_")
     distribution = PACKAGES.get(root, root.replace("_", "-"))
     return TRAIN if root in LIBRARIES else f"pip install {distribution}{FLAGS.get(root, '')}"
@@ -200,23 +177,7 @@ def parse_flags(
     default: Record | None = None,
     aliases: dict[str, str] | None = None,
 ) -> Record:
-    """Read arguments into a record of settings; settings that must be given are positional.
-
-    Args:
-        record: A dataclass.
-        argv: The arguments.
-        prog: How the command is called, for --help.
-        description: What the command does, for --help.
-        default: An instance whose values hold where a flag is not given. None takes those of the class.
-        aliases: The flag that another spelling stands for, both with their hyphens.
-
-    Returns:
-        An instance of `record`.
-
-    Raises:
-        ValueError: A flag that does not exist (the nearest one is named), or a value that is not allowed.
-        SystemExit: With code 0, after --help.
-    """
+    """Read arguments into a record of settings; settings that must be given are positional."""
     import tyro
 
     argv = _spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
@@ -277,17 +238,7 @@ def _is_rule(line):
 
 @contextlib.contextmanager
 def new_file(path: str | None) -> Iterator[TextIO]:
-    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error.
-
-    Args:
-        path: The path that --output names; None opens the null device.
-
-    Yields:
-        The file, open for writing.
-
-    Raises:
-        ValueError: There is such a file, or it cannot be written.
-    """
+    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error."""
     file = _open_new(path)
     try:
         with file:
@@ -299,17 +250,7 @@ def new_file(path: str | None) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def whole_file(path: str | None) -> Iterator[TextIO]:
-    """Open a new file that stays only if it is whole: what was written is deleted where an exception ends the writing.
-
-    Args:
-        path: The path that --output names; None opens the null device.
-
-    Yields:
-        The file, open for writing.
-
-    Raises:
-        ValueError: There is such a file, or it cannot be written.
-    """
+    """Open a new file that stays only if it is whole: what was written is deleted where an exception ends the writing."""
     with new_file(path) as file:
         try:
             yield file

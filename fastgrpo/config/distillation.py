@@ -72,17 +72,7 @@ class DistillConfig(
 
 
 def parse(argv: list[str]) -> DistillConfig:
-    """Read the command line. The default of max_completion_length is that of the task's recipe, if it has one.
-
-    Args:
-        argv: The arguments.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: A flag does not exist, or a value is not allowed.
-    """
+    """Read the command line. The default of max_completion_length is that of the task's recipe, if it has one."""
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}

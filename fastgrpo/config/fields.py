@@ -83,15 +83,7 @@ class Setting:
         return " ".join(parts)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is none of the choices, or a number outside of the interval. None is not a number.
-
-        Args:
-            name: The setting's name.
-            value: Its value; of a tuple, every item is looked at.
-
-        Raises:
-            ValueError: The value is not allowed.
-        """
+        """Refuse a value that is none of the choices, or a number outside of the interval. None is not a number."""
         for item in value if isinstance(value, tuple) else (value,):
             if self.choices is not None and item not in self.choices:
                 raise ValueError(f"{name} must be {self.allowed}, got {item!r}")
@@ -109,20 +101,7 @@ def setting(
     resume: str = "same",
     compared: When | None = None,
 ) -> Any:
-    """Make the field of a setting.
-
-    Args:
-        default: The value of a setting that nobody gives. `REQUIRED` where there is none.
-        help: See `Setting`.
-        choices: See `Setting`.
-        within: See `Setting`.
-        active: See `Setting`.
-        resume: See `Setting`.
-        compared: See `Setting`.
-
-    Returns:
-        A `dataclasses.field`. Its metadata holds the `Setting` and, for tyro, the text that `--help` shows.
-    """
+    """Make the field of a setting."""
     known = Setting(help, None if choices is None else tuple(choices), within, active, resume, compared)
     return dataclasses.field(
         default=default, kw_only=default is REQUIRED, metadata={"help": known.full_help, "setting": known}
@@ -130,47 +109,19 @@ def setting(
 
 
 def setting_of(field: dataclasses.Field) -> Setting:
-    """Return the `Setting` that a field records.
-
-    Args:
-        field: A field that `setting` made.
-
-    Returns:
-        The field's `Setting`.
-    """
+    """Return the `Setting` that a field records."""
     return field.metadata["setting"]
 
 
 def documented(section: type) -> type:
-    """Decorate a dataclass of settings: its docstring lists every setting with its help, for `help(GRPOConfig)`.
-
-    Args:
-        section: A dataclass whose fields `setting` made.
-
-    Returns:
-        The same class.
-    """
+    """Decorate a dataclass of settings: its docstring lists every setting with its help, for `help(GRPOConfig)`."""
     lines = [f"    {field.name}: {setting_of(field).full_help}" for field in dataclasses.fields(section)]
     section.__doc__ = "\n".join([inspect.cleandoc(section.__doc__), "", "Attributes:", *lines])
     return section
 
 
 def typed(where: str, value: Any, kind: Any) -> Any:
-    """Convert a value from a YAML file or from Python to the type of its setting.
-
-    Args:
-        where: What a refusal names first: the setting, and its file if there is one.
-        value: The value. A path counts as text, a single value as a tuple of one, and text that spells a number as the
-            number, because YAML 1.1 reads 5e-5, without a point, as text. Arrays and numbers of NumPy and torch
-            count as lists and numbers of Python, a set as a sorted list, and keyword arguments as their JSON text.
-        kind: The type of the field.
-
-    Returns:
-        The value with the field's type.
-
-    Raises:
-        ValueError: The value is of another type, or too large for its type.
-    """
+    """Convert a value from a YAML file or from Python to the type of its setting."""
     if get_origin(kind) in (UnionType, Union):  # with None, or with text that stands for a choice to be made later
         kinds = get_args(kind)
         if value is None and type(None) in kinds:
@@ -208,18 +159,7 @@ def typed(where: str, value: Any, kind: Any) -> Any:
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
-    """Read keyword arguments: a dictionary, or its JSON text.
-
-    Args:
-        name: What they are called in an error.
-        value: The dictionary, the text, or None.
-
-    Returns:
-        The dictionary; an empty one for None.
-
-    Raises:
-        ValueError: It is neither, or holds what JSON cannot.
-    """
+    """Read keyword arguments: a dictionary, or its JSON text."""
     try:
         value = json.loads(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -230,14 +170,7 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
 
 
 def check_fields(record: Any) -> None:
-    """Refuse a record with a value that its field does not allow.
-
-    Args:
-        record: A dataclass instance whose fields `setting` made.
-
-    Raises:
-        ValueError: A value is not allowed; the setting is named.
-    """
+    """Refuse a record with a value that its field does not allow."""
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if value is None and type(None) not in get_args(field.type):
@@ -246,14 +179,7 @@ def check_fields(record: Any) -> None:
 
 
 def check_conditions(record: Any) -> None:
-    """Refuse a record with a setting that was changed but has no effect, because ignoring it silently would mislead.
-
-    Args:
-        record: A dataclass instance whose fields `setting` made.
-
-    Raises:
-        ValueError: A setting differs from its default where it has no effect; both are named.
-    """
+    """Refuse a record with a setting that was changed but has no effect, because ignoring it silently would mislead."""
     for field in dataclasses.fields(record):
         active = setting_of(field).active
         if active is not None and getattr(record, field.name) != field.default and not active.holds(record):
@@ -265,15 +191,6 @@ def check_conditions(record: Any) -> None:
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """Suggest the known name that is nearest to a misspelt one.
-
-    Args:
-        name: What was written.
-        known: The names that exist.
-        shown: Turns a name into what the suggestion shows.
-
-    Returns:
-        "; did you mean NAME?", to be appended to an error; empty where no known name is near.
-    """
+    """Suggest the known name that is nearest to a misspelt one."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {shown(near[0])}?" if near else ""

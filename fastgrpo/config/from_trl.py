@@ -15,14 +15,7 @@ Record = TypeVar("Record", bound=type)
 
 
 def takes_trl(record: Record) -> Record:
-    """Decorate a record of settings: its constructor takes TRL's arguments as well.
-
-    Args:
-        record: A dataclass.
-
-    Returns:
-        The same class. Fields, signature and everything else of it stay as they are.
-    """
+    """Decorate a record of settings: its constructor takes TRL's arguments as well."""
     plain = record.__init__
 
     @functools.wraps(plain)
@@ -34,17 +27,7 @@ def takes_trl(record: Record) -> Record:
 
 
 def translated(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn arguments of TRL and settings into settings alone.
-
-    Args:
-        stated: Values by name, as a caller stated them.
-
-    Returns:
-        Settings by name. Where no argument is TRL's alone, they are what was stated.
-
-    Raises:
-        ValueError: An argument is refused, or contradicts a setting that was stated too; both are named.
-    """
+    """Turn arguments of TRL and settings into settings alone."""
     stated = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
     stated |= {name: VALUES[name](stated[name]) for name in VALUES.keys() & stated.keys()}
     for name, value in stated.items():

@@ -54,17 +54,7 @@ INSTEAD = {
 
 
 def generation(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate generation_kwargs, a dict or the JSON text of one.
-
-    Args:
-        stated: Arguments of TRL by name, generation_kwargs among them.
-
-    Returns:
-        The settings that its options stand for.
-
-    Raises:
-        ValueError: It is no dict, or an option is refused; the option is named with the remedy.
-    """
+    """Translate generation_kwargs, a dict or the JSON text of one."""
     settings = {}
     for name, value in keywords("generation_kwargs", stated["generation_kwargs"]).items():
         if name in SETTINGS:

@@ -33,21 +33,13 @@ TITLES = {SFTConfig: "Supervised training", SelectionConfig: "Distillation"}
 
 
 def page() -> str:
-    """Write the page of all settings.
-
-    Returns:
-        The text of docs/settings.md.
-    """
+    """Write the page of all settings."""
     rules = "\n".join(f"- *{rule}*: the setting {meaning}." for rule, meaning in RESUME.items())
     return "\n\n".join([INTRODUCTION + "\n" + rules, *map(_table, sections())]) + "\n"
 
 
 def sections() -> list[type]:
-    """Find the sections of `GRPOConfig`, and what supervised training and distillation add to them.
-
-    Returns:
-        The classes that have settings of their own, in the order of the fields.
-    """
+    """Find the sections of `GRPOConfig`, and what supervised training and distillation add to them."""
     return [*(cls for cls in reversed(GRPOConfig.__mro__) if _own(cls)), SFTConfig, SelectionConfig]
 
 

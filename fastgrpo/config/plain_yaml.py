@@ -32,17 +32,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Read a YAML text.
-
-    Args:
-        text: The text.
-
-    Returns:
-        What it holds: None, a number, a text, a list or a dictionary.
-
-    Raises:
-        ValueError: It is not YAML, gives a key twice, has an alias of a list, or is nested too deeply.
-    """
+    """Read a YAML text."""
     try:
         loader = _Loader(text)
         try:

@@ -26,17 +26,7 @@ Config = TypeVar("Config", bound=TrainingConfig)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file with a line `name: value` for each of some names. What the names mean is not looked at.
-
-    Args:
-        path: The file.
-
-    Returns:
-        The values by name.
-
-    Raises:
-        ValueError: There is no such file, it is not YAML, it gives a name twice, or it holds something else.
-    """
+    """Read a YAML file with a line `name: value` for each of some names. What the names mean is not looked at."""
     from fastgrpo.config.plain_yaml import read_yaml
 
     try:
@@ -53,19 +43,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 
 
 def load_yaml(path: str | Path, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
-    """Read a file of settings.
-
-    Args:
-        path: A YAML file with a line `setting: value` for each of some settings of `record`.
-        record: The class of the settings.
-
-    Returns:
-        The settings by name, each of its field's type.
-
-    Raises:
-        ValueError: The file cannot be read, see `read_settings`, it holds the settings of another command, or a name is
-            not a setting (the nearest one is named).
-    """
+    """Read a file of settings."""
     settings = read_settings(path)
     types = {field.name: field.type for field in dataclasses.fields(record)}
     command = _command_of(settings)
@@ -90,17 +68,7 @@ def _command_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def recipe_file(name: str) -> Path:
-    """Return the file that --config names: a path, or the name of a recipe that comes with the package.
-
-    Args:
-        name: What --config was given.
-
-    Returns:
-        The path of the file, which need not exist.
-
-    Raises:
-        ValueError: The name is empty.
-    """
+    """Return the file that --config names: a path, or the name of a recipe that comes with the package."""
     if not name:
         raise ValueError("--config got an empty name; name a YAML file, or a recipe that comes with the package")
     shipped = RECIPES / f"{name}.yaml"
@@ -108,16 +76,7 @@ def recipe_file(name: str) -> Path:
 
 
 def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
-    """Make a record of settings without checking them. It is checked once flags have completed it.
-
-    Args:
-        record: The class of the record.
-        settings: Values by name; what is not among them keeps its default, and a setting that must be given stays
-            missing.
-
-    Returns:
-        The record.
-    """
+    """Make a record of settings without checking them. It is checked once flags have completed it."""
     import tyro
 
     config = object.__new__(record)
@@ -128,33 +87,13 @@ def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
 
 
 def task_defaults(task: str, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
-    """Return the settings that a task recommends.
-
-    Args:
-        task: The task's name.
-        record: The class of the settings.
-
-    Returns:
-        The settings of recipes/TASK.yaml by name, or of recipes/TASK-sft.yaml for supervised training; empty where the
-        task ships none.
-    """
+    """Return the settings that a task recommends."""
     path = RECIPES / (f"{task}.yaml" if record is GRPOConfig else f"{task}-{record.command}.yaml")
     return load_yaml(path, record) if path.exists() else {}
 
 
 def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
-    """Read the command line of a training. A flag overrides --config FILE, and the file overrides the task's recipe.
-
-    Args:
-        argv: The arguments.
-        record: The class of the settings.
-
-    Returns:
-        The settings.
-
-    Raises:
-        ValueError: A setting that is not allowed, or a flag that does not exist (the nearest one is named).
-    """
+    """Read the command line of a training. A flag overrides --config FILE, and the file overrides the task's recipe."""
     argv, config_file = take_flag(argv, "--config")
     from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
     argv, task = take_flag(argv, "--task")
@@ -170,36 +109,13 @@ def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
 
 
 def take_flag(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """Take a flag with one value out of the arguments.
-
-    Args:
-        argv: The arguments.
-        name: The flag, with its hyphens.
-
-    Returns:
-        The arguments without `name VALUE` or `name=VALUE`, and the last value, which is None where the flag is not
-        there.
-
-    Raises:
-        ValueError: The flag stands at the end, without a value.
-    """
+    """Take a flag with one value out of the arguments."""
     rest, values = take_flags(argv, name)
     return rest, values[-1] if values else None
 
 
 def take_flags(argv: list[str], name: str) -> tuple[list[str], list[str]]:
-    """Take every use of a flag with one value out of the arguments.
-
-    Args:
-        argv: The arguments.
-        name: The flag, with its hyphens.
-
-    Returns:
-        The arguments without `name VALUE` or `name=VALUE`, and the values in their order.
-
-    Raises:
-        ValueError: The flag stands at the end, without a value.
-    """
+    """Take every use of a flag with one value out of the arguments."""
     rest, values, wanted = [], [], False
     for argument in argv:
         if wanted:

@@ -46,10 +46,6 @@ class Settings:
     """A record of settings that checks itself; a command inherits it together with the sections it needs.
 
     A setting that is a tuple may also be given as a list or as a single value, and a path as a `pathlib.Path`.
-
-    Raises:
-        TypeError: A name is not a setting; the nearest one is named.
-        ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
     """
 
     # Names that the constructor takes and that are no settings.
@@ -94,14 +90,7 @@ class TrainingConfig(Settings):
         return self.use_peft
 
     def logs(self, step: int) -> bool:
-        """Tell whether a line of metrics.jsonl is due after a step that is not the last one.
-
-        Args:
-            step: The number of steps that are done.
-
-        Returns:
-            True where it is due.
-        """
+        """Tell whether a line of metrics.jsonl is due after a step that is not the last one."""
         return step % self.logging_steps == 0 or (step == 1 and self.logging_first_step)
 
     @property
@@ -193,18 +182,7 @@ class GRPOConfig(
 def check_name(
     name: Any, record: type[Settings], where: str, error: type[Exception], others: Collection[str] = ()
 ) -> None:
-    """Refuse a name that is not a setting of a record.
-
-    Args:
-        name: What was written.
-        record: The class of the record.
-        where: What the refusal says first: a class or a file.
-        error: The exception to raise.
-        others: Further names that could have been meant.
-
-    Raises:
-        Exception: `error`, where there is no such setting; the nearest one is named.
-    """
+    """Refuse a name that is not a setting of a record."""
     if not isinstance(name, str):
         raise error(f"{where}: the name of a setting must be text, got {name!r}")
     names = [field.name for field in dataclasses.fields(record)]

@@ -30,17 +30,7 @@ DECIDED = {
 
 
 def read_stages(name: str) -> dict[str, dict[str, Any]]:
-    """Read and check the settings of all stages.
-
-    Args:
-        name: A YAML file, or the name of one that comes with the package.
-
-    Returns:
-        The settings by name of each section of `STAGES`, with those of `all` that its command has.
-
-    Raises:
-        ValueError: The file cannot be read, its sections are not these, or a setting is not allowed.
-    """
+    """Read and check the settings of all stages."""
     path = recipe.recipe_file(name)
     sections = recipe.read_settings(path)
     wrong = [section for section in sections if section not in ("all", *STAGES)]
@@ -73,14 +63,7 @@ def read_stages(name: str) -> dict[str, dict[str, Any]]:
 
 
 def names_of(record: type[Settings]) -> set[str]:
-    """Return the names of the settings of a record.
-
-    Args:
-        record: The class of the record.
-
-    Returns:
-        The names.
-    """
+    """Return the names of the settings of a record."""
     return {field.name for field in dataclasses.fields(record)}
 
 
@@ -97,14 +80,7 @@ def _check(where, section, settings):
 
 
 def to_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Write settings as arguments of a command.
-
-    Args:
-        settings: Values by name, of the types of their settings.
-
-    Returns:
-        The arguments.
-    """
+    """Write settings as arguments of a command."""
     flags = []
     for name, value in settings.items():
         # One word for a single value, which may itself begin with hyphens.

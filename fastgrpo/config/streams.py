@@ -31,12 +31,6 @@ def prepare_streams() -> None:
 def escape_controls(text: str) -> str:
     """Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
 
-    Args:
-        text: Any text.
-
-    Returns:
-        The text, where an escape character has become the four characters of its escape, for instance.
-
     Example:
         >>> print(escape_controls("a" + chr(27) + "[2J"))
         a\\x1b[2J
@@ -45,11 +39,7 @@ def escape_controls(text: str) -> str:
 
 
 def reader_left() -> bool:
-    """Tell whether the reader of stdout or stderr has left; what is printed afterwards goes to the null device.
-
-    Returns:
-        Whether one of them has left.
-    """
+    """Tell whether the reader of stdout or stderr has left; what is printed afterwards goes to the null device."""
     gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
     for stream in gone:
         _drop(stream)
@@ -77,12 +67,7 @@ def _nothing():
 
 
 class Guarded:
-    """A text stream that reports once that its reader has left, and drops what is written afterwards.
-
-    Args:
-        stream: The stream.
-        left: Called where the reader has left.
-    """
+    """A text stream that reports once that its reader has left, and drops what is written afterwards."""
 
     def __init__(self, stream: TextIO, left: Callable[[], None]) -> None:
         self._stream, self._left = stream, left
@@ -91,14 +76,7 @@ class Guarded:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text.
-
-        Args:
-            text: The text.
-
-        Returns:
-            The number of its characters.
-        """
+        """Write a text."""
         try:
             return self._stream.write(text)
         except BrokenPipeError:

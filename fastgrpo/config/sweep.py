@@ -65,17 +65,7 @@ class SweepRun:
 
 
 def take_sweep(argv: list[str]) -> tuple[list[str], Sweep | None]:
-    """Take the flags of a sweep out of the arguments of training.
-
-    Args:
-        argv: The arguments.
-
-    Returns:
-        The arguments of all runs, and the sweep, which is None where there is neither --sweep nor --sweep_seeds.
-
-    Raises:
-        ValueError: A flag has no value or one that cannot be read, a name is no setting, or something is given twice.
-    """
+    """Take the flags of a sweep out of the arguments of training."""
     rest, grids = take_flags(argv, "--sweep")
     rest, seeds = take_flags(rest, "--sweep_seeds")
     rest, jobs = take_flags(rest, "--sweep_jobs")
@@ -115,18 +105,7 @@ def _values(flag, text):
 
 
 def runs_of(argv: list[str], sweep: Sweep) -> list[SweepRun]:
-    """Make the runs of a sweep: every combination of the settings, with every seed. All are parsed and checked here.
-
-    Args:
-        argv: The arguments that all runs share.
-        sweep: What varies.
-
-    Returns:
-        The runs, with the seeds of a combination one after another.
-
-    Raises:
-        ValueError: The settings of a run are not allowed; the run is named. Or two runs have the same settings.
-    """
+    """Make the runs of a sweep: every combination of the settings, with every seed. All are parsed and checked here."""
     types = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
     runs, (shared, _) = [], take_flag(argv, "--output_dir")
     for values in itertools.product(*sweep.grid.values()):

@@ -69,11 +69,7 @@ TRL's default is taken, and so is what stands behind a name in brackets. Any oth
 
 
 def page() -> str:
-    """Write the page of TRL's arguments.
-
-    Returns:
-        The text of docs/from-trl.md.
-    """
+    """Write the page of TRL's arguments."""
     ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
     plain = [name for name, text in SAME.items() if not text and name not in OTHER_DEFAULTS]
     same = [

@@ -29,17 +29,7 @@ _LOADING = {
 
 
 def batch(stated: Stated) -> dict[str, Any]:
-    """Translate the sizes of batches: a rollout is one generation batch of TRL, over all processes.
-
-    Args:
-        stated: The arguments that were stated.
-
-    Returns:
-        prompts_per_step and updates_per_rollout.
-
-    Raises:
-        ValueError: The sizes do not divide each other, or a minibatch would be less than a group.
-    """
+    """Translate the sizes of batches: a rollout is one generation batch of TRL, over all processes."""
     sizes = {name: stated.get(name, THEIRS[name][0]) for name in BATCH}
     sizes = {name: value if value is None else typed(name, value, int) for name, value in sizes.items()}
     for name, value in sizes.items():
@@ -86,16 +76,6 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
     """Turn counts of updates into counts of steps, those that TRL's defaults give among them.
 
     A checkpoint that came with every N-th evaluation, or line of metrics.jsonl, still does after both were rounded.
-
-    Args:
-        settings: Settings by name.
-        updates: How many updates a step makes.
-
-    Returns:
-        The settings with the counts of steps.
-
-    Raises:
-        ValueError: max_steps or ref_model_sync_steps was stated and is no whole number of steps.
     """
     defaults = {"logging_steps": 10, "save_steps": 500}
     if settings.get("sync_ref_model"):
@@ -119,17 +99,7 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
 
 
 def evaluation(stated: Stated) -> dict[str, Any]:
-    """Translate eval_strategy.
-
-    Args:
-        stated: The arguments that were stated.
-
-    Returns:
-        eval_steps and eval_on_start.
-
-    Raises:
-        ValueError: The strategy is none that there is here.
-    """
+    """Translate eval_strategy."""
     strategy, steps = stated["eval_strategy"], None
     if strategy == "steps":
         steps = stated.get("eval_steps") or stated.get("logging_steps", 10)
@@ -139,14 +109,7 @@ def evaluation(stated: Stated) -> dict[str, Any]:
 
 
 def draws(stated: Stated) -> dict[str, Any]:
-    """Translate num_generations_eval. TRL draws an evaluation's completions as those of training.
-
-    Args:
-        stated: The arguments that were stated.
-
-    Returns:
-        eval_num_generations, and what the completions are drawn by unless that was stated.
-    """
+    """Translate num_generations_eval. TRL draws an evaluation's completions as those of training."""
     count = stated["num_generations_eval"]
     if count is None:
         return {}
@@ -157,17 +120,7 @@ def draws(stated: Stated) -> dict[str, Any]:
 
 
 def saving(stated: Stated) -> dict[str, Any]:
-    """Translate save_strategy.
-
-    Args:
-        stated: The arguments that were stated.
-
-    Returns:
-        save_steps where nothing is saved before the end.
-
-    Raises:
-        ValueError: The strategy is none that there is here.
-    """
+    """Translate save_strategy."""
     strategy = stated["save_strategy"]
     if strategy not in ("steps", "no"):
         remedy = "use save_strategy='steps' with save_steps" + "; metric_for_best_model marks the best" * (
@@ -178,17 +131,7 @@ def saving(stated: Stated) -> dict[str, Any]:
 
 
 def logging(stated: Stated) -> dict[str, Any]:
-    """Check logging_strategy.
-
-    Args:
-        stated: The arguments that were stated.
-
-    Returns:
-        Nothing: logging_steps is a setting here.
-
-    Raises:
-        ValueError: The strategy is none that there is here.
-    """
+    """Check logging_strategy."""
     if stated["logging_strategy"] != "steps":
         remedy = "metrics.jsonl is written in any case: use logging_strategy='steps' with logging_steps"
         _refuse_strategy("logging_strategy", stated["logging_strategy"], remedy)
@@ -200,17 +143,7 @@ def _refuse_strategy(name, value, remedy):
 
 
 def precision(stated: Stated) -> dict[str, Any]:
-    """Translate bf16, fp16 and model_init_kwargs.
-
-    Args:
-        stated: The arguments that were stated.
-
-    Returns:
-        dtype and trust_remote_code, as far as they were told.
-
-    Raises:
-        ValueError: fp16 is True, or the model would be loaded in a way that there is not here.
-    """
+    """Translate bf16, fp16 and model_init_kwargs."""
     if stated.get("fp16"):
         raise ValueError("fp16=True is not for fastgrpo; use bf16=True")
     bf16, loading = stated.get("bf16"), stated.get("model_init_kwargs") or {}

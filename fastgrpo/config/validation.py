@@ -11,14 +11,7 @@ from fastgrpo.config.fields import check_conditions, check_fields
 
 
 def validate(record: Any) -> None:
-    """Refuse a record whose settings are not allowed, do not go together, or have no effect.
-
-    Args:
-        record: A dataclass instance whose fields `fastgrpo.config.fields.setting` made.
-
-    Raises:
-        ValueError: A setting is not allowed, does not go with another, or has no effect; it is named with the remedy.
-    """
+    """Refuse a record whose settings are not allowed, do not go together, or have no effect."""
     check_fields(record)
     for rule in RULES:
         names = inspect.signature(rule).parameters

@@ -32,14 +32,7 @@ class Example:
 
 
 def is_example(row: dict) -> bool:
-    """Tell whether a row has something to learn, beyond a prompt.
-
-    Args:
-        row: A row.
-
-    Returns:
-        Whether it has a `completion` or `messages`.
-    """
+    """Tell whether a row has something to learn, beyond a prompt."""
     return isinstance(row, Mapping) and any(row.get(name) is not None for name in ("completion", "messages"))
 
 
@@ -49,22 +42,7 @@ def to_examples(
     stops: Sequence[int] = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Example]:
-    """Tokenize a row for supervised training.
-
-    Args:
-        row: A row with `prompt` and `completion`, or with `messages`.
-        tokenizer: The policy's tokenizer. Messages go through its chat template.
-        stops: The ids at which rollouts stop, see `stop_token_ids`. The tokenizer's end token is one of them, where it
-            has one; empty stands for it alone.
-        template_kwargs: Keyword arguments of the chat template by name, or None.
-
-    Returns:
-        One example for a row with a completion, and one for each assistant message of a row with messages.
-
-    Raises:
-        ValueError: The row has neither, a text is empty or of another type, or the chat template writes a conversation
-            otherwise than its beginning, so that prompt and completion cannot be told apart.
-    """
+    """Tokenize a row for supervised training."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt and a completion, got {brief(row)}")
     turns = [_pair(row)] if row.get("messages") is None else _turns(row["messages"])

@@ -68,18 +68,7 @@ def _load_from_hub(name, config, split, columns):
 
 
 def read_jsonl(path: Path, columns: Sequence[str] = ()) -> Rows:
-    """Read a file of one JSON object a line; empty lines are passed over.
-
-    Args:
-        path: The file.
-        columns: Names that every object must have.
-
-    Returns:
-        The objects, which know their line.
-
-    Raises:
-        ValueError: A line is not UTF-8, not JSON that Python can read, not an object, or lacks a column; it is named.
-    """
+    """Read a file of one JSON object a line; empty lines are passed over."""
     rows, numbers = [], []
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

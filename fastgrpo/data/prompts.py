@@ -21,20 +21,7 @@ _UNCHANGING = {type(None), bool, int, float, complex, str, bytes}  # these types
 def to_prompt(
     row: dict, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
 ) -> Prompt:
-    """Tokenize the prompt of a row: a list of messages through the chat template, a string as it is.
-
-    Args:
-        row: A data row.
-        tokenizer: The policy's tokenizer.
-        template_kwargs: Keyword arguments of the chat template by name, or None.
-
-    Returns:
-        The `Prompt`, with the row's other columns.
-
-    Raises:
-        ValueError: The row is no dict with a `prompt`, the prompt is neither text nor messages with a text each, the
-            tokenizer or its chat template cannot take it, or reward functions cannot get a column.
-    """
+    """Tokenize the prompt of a row: a list of messages through the chat template, a string as it is."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt, got {brief(row)}")
     if "prompt" not in row:
@@ -58,15 +45,7 @@ def _check(prompt: Any) -> None:
 
 
 def check_text(value: Any, name: str) -> None:
-    """Refuse text, or messages, that a line of JSON could not hold.
-
-    Args:
-        value: The text, or nested lists and dicts with texts.
-        name: What the error calls it.
-
-    Raises:
-        ValueError: It has half of a character, or holds something else than JSON can.
-    """
+    """Refuse text, or messages, that a line of JSON could not hold."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -135,17 +114,7 @@ def _check_columns(columns):
 
 
 def copied(value: Any) -> Any:
-    """Copy a value of a row with all that is in it. Lists and dicts take a tenth of the time of `deepcopy`.
-
-    Args:
-        value: The value.
-
-    Returns:
-        A copy that shares nothing with the value that could be changed.
-
-    Raises:
-        Exception: Whatever the class of a value raises where it cannot be copied.
-    """
+    """Copy a value of a row with all that is in it. Lists and dicts take a tenth of the time of `deepcopy`."""
     kind = type(value)
     if kind is list:
         return [item if type(item) in _UNCHANGING else copied(item) for item in value]
@@ -155,15 +124,7 @@ def copied(value: Any) -> Any:
 
 
 def shortened(text: str | list, limit: int = 60) -> str:
-    """Show the beginning of a prompt or a completion on one line, for an error message.
-
-    Args:
-        text: A string, or messages, the last of which is shown.
-        limit: How many characters are shown at most.
-
-    Returns:
-        The text in quotes.
-    """
+    """Show the beginning of a prompt or a completion on one line, for an error message."""
     if isinstance(text, list) and text:
         text = text[-1].get("content", text[-1]) if isinstance(text[-1], dict) else text[-1]
     shown = repr(str(text))
@@ -171,16 +132,7 @@ def shortened(text: str | list, limit: int = 60) -> str:
 
 
 def to_completion(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    """Decode what was drawn for a prompt.
-
-    Args:
-        prompt: The prompt.
-        rollout: What was drawn.
-        tokenizer: The policy's tokenizer.
-
-    Returns:
-        A `Completion` without rewards; its content is a string, or a list of one message where the prompt is a list.
-    """
+    """Decode what was drawn for a prompt."""
     text = tokenizer.decode(rollout.ids, skip_special_tokens=True)
     content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
     return Completion(prompt, rollout, content)

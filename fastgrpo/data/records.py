@@ -19,11 +19,7 @@ class Stateful(Protocol):
         """Return the state: tensors, numbers and text in nested dicts and lists."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Take over a state."""
 
 
 @dataclass(frozen=True)

@@ -78,34 +78,13 @@ class Rows(Sequence):
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """Put rows one after the other.
-
-    Args:
-        parts: The rows of each part.
-
-    Returns:
-        All of them, whose places are those that they have in their parts.
-    """
+    """Put rows one after the other."""
     places = [(part, index) for part in parts for index in range(len(part))]
     return Rows([row for part in parts for row in part], lambda n: places[n][0].where(places[n][1]))
 
 
 def as_rows(data: Any, name: str, limit: int | None = None, setting: str = "a list in its place") -> Rows:
-    """Return the `Rows` of a data set that a person gave from Python, or refuse it by name.
-
-    Args:
-        data: A sequence of rows (a list, a datasets.Dataset), a pandas.DataFrame, or an IterableDataset of torch or of
-            datasets, of which as many rows are read as the run can need.
-        name: What messages call the data set, such as train_dataset.
-        limit: How many rows of an IterableDataset are read; None refuses it, because it may have no end.
-        setting: What to pass so that there is a limit.
-
-    Returns:
-        The rows. A DataFrame becomes dicts of Python's own types; the rows of other data are the very same objects.
-
-    Raises:
-        ValueError: The data is none of these; its type and the remedy are named.
-    """
+    """Return the `Rows` of a data set that a person gave from Python, or refuse it by name."""
     if isinstance(data, Rows):
         return data
     if isinstance(data, (str, PathLike)):

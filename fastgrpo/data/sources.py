@@ -52,21 +52,7 @@ class Source(Stateful, Protocol):
 
 
 def as_source(data: Any, *, seed: int, shuffle: bool, needed: int | None = None) -> Source:
-    """Return a `Source` for training data that may be rows or already a `Source`.
-
-    Args:
-        data: A source, or what `as_rows` takes.
-        seed: Decides the order of rows.
-        shuffle: Whether rows are shuffled.
-        needed: How many rows the run can need, which is how far an IterableDataset is read. None where that is not
-            known.
-
-    Returns:
-        The source itself, or a new one of the rows.
-
-    Raises:
-        ValueError: The data is neither rows nor a source, or it has no rows.
-    """
+    """Return a `Source` for training data that may be rows or already a `Source`."""
     if isinstance(data, Source):
         if not len(data):
             raise ValueError("train_dataset has no rows: its len() is 0")

@@ -17,9 +17,6 @@ class TokenText:
     The text of most tokens does not depend on their neighbours. So each id is decoded alone, once, and the pieces are
     compared with the whole text. Where they differ (a character of several tokens, a space that a decoder leaves out at
     the beginning), each token is decoded once more with few tokens before it.
-
-    Args:
-        tokenizer: The tokenizer.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -52,11 +49,6 @@ class TokenText:
         Args:
             ids: [T] token ids.
             ends: Rising numbers of characters up to the end of each part.
-
-        Returns:
-            For each part how many tokens there are up to its end, counting the one that holds its last character. At
-            most T, which is also the end of the last part where the text ends with it, so that it has the stop token
-            too.
         """
         of_tokens = self.ends(ids)
         length = of_tokens[-1] if of_tokens else 0

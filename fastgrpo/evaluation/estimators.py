@@ -79,12 +79,6 @@ def _ways(others, silent, top, rest):
     """Count the ways to choose `rest` completions among those with other answers, no answer more than `top` times.
 
     A way in which t other answers also occur `top` times, and so tie with the winner, counts 1 / (t + 1).
-
-    Args:
-        others: How many other answers have each number of completions.
-        silent: The number of completions without an answer.
-        top: How often the winning answer was chosen.
-        rest: How many completions are left to choose.
     """
     ways = np.zeros((rest + 1, 1))  # indices: completions chosen, answers that tie
     ways[: min(silent, rest) + 1, 0] = [math.comb(silent, i) for i in range(min(silent, rest) + 1)]

@@ -21,21 +21,7 @@ def reaches(
     first: int,
     every: int,
 ) -> Callable[[int], bool]:
-    """Make the test whether a policy's greedy completions reach an accuracy.
-
-    Args:
-        accuracy: The mean reward to reach.
-        policy: The policy, looked at as it is when the test is called.
-        tokenizer: Its tokenizer.
-        rows: The rows to complete, with `prompt` and the columns of the reward.
-        reward: A reward function, which gives 1.0 for a right completion and 0.0 for others.
-        max_tokens: The most tokens of a completion.
-        first: The first step at which the policy is looked at.
-        every: The number of steps from one look to the next.
-
-    Returns:
-        A function of the number of steps done. It is False where the policy is not looked at.
-    """
+    """Make the test whether a policy's greedy completions reach an accuracy."""
     ids = [to_prompt(row, tokenizer).ids for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     engine = RolloutEngine(policy, max_num_seqs=len(rows))

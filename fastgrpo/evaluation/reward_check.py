@@ -170,11 +170,7 @@ def check_reward(
 
 
 def _without_late(function, groups, state, timeout):
-    """Judge in processes that can be killed. Return the groups without what takes too long or ends its process.
-
-    Returns:
-        (the groups, the completions that are late, what is to be told of each that ends its process).
-    """
+    """Judge in processes that can be killed. Return the groups without what takes too long or ends its process."""
     late, deaths, kept = [], [], []
     try:
         rewards = Rewards(function, timeout=timeout)

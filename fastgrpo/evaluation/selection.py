@@ -21,14 +21,7 @@ REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate"
 def repetition(ids: Sequence[int], length: int) -> float:
     """Measure how much of a completion repeats itself.
 
-        repetition = 1 - (distinct runs of `length` tokens) / (runs of `length` tokens)
-
-    Args:
-        ids: Token ids.
-        length: The length of a run, in tokens.
-
-    Returns:
-        A share from 0 to 1; 0 where the completion has no more than one run.
+    repetition = 1 - (distinct runs of `length` tokens) / (runs of `length` tokens)
     """
     runs = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
@@ -42,14 +35,6 @@ def select(
     Kept are those that the first reward function calls right, that have text and the full mark of every function named
     ...format_reward, that ended by themselves, that do not repeat themselves, and that no other one equals. Of more
     than max_per_prompt, those with the highest reward are kept, and of equal ones the first.
-
-    Args:
-        completions: Judged completions, those of a prompt side by side.
-        rewards: The reward functions that judged them.
-        config: The limits.
-
-    Returns:
-        The kept completions with their total rewards, in their order, and how many were left out for which reason.
     """
     totals = rewards.total(reward_matrix(completions)).tolist()
     forms = [

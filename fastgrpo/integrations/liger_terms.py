@@ -42,17 +42,6 @@ def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective
     LUSPO with ratios per token, which `Objective` refuses by that name, is a sum over the tokens of a sequence and a
     mean over sequences: dr_grpo with the constant 1. A cap of CISPO below 1 is left to `translate`. A setting that the
     surrogate does not read may have any value, as in Liger.
-
-    Args:
-        loss_type: Liger's.
-        epsilon_high: Liger's: the distance of the upper bound from 1, or the cap itself for cispo.
-        knobs: Further fields of `Objective`.
-
-    Returns:
-        The objective.
-
-    Raises:
-        ValueError: `Objective` refuses a field, or the cap of cispo is not positive.
     """
     surrogate = LOSS_TYPES.get(loss_type, ("clip",))[0]
     if surrogate == "cispo":
@@ -84,9 +73,6 @@ def translate(
         mask: [B, T] bool.
         old_logps: [B, T], or None.
         ratio: I: [B, T], or [B, 1] or [B] for one of the whole sequence, or None.
-
-    Returns:
-        The terms.
 
     Raises:
         ValueError: The ratio has another shape.
@@ -132,9 +118,6 @@ def step_tokens(objective: Objective, mask: Tensor, num_items_in_batch: float | 
         mask: [B, T] bool.
         num_items_in_batch: The tokens of all processes and micro-batches, or None for those of this call on all
             processes.
-
-    Returns:
-        What our losses take as `num_items_in_batch`.
     """
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     processes = torch.distributed.get_world_size() if ranks else 1

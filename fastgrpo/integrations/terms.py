@@ -28,14 +28,7 @@ LAMBDA_MIN = 1e-4  # TRL and Liger hold vespo's lambda above it
 
 
 def vespo_knobs(settings: Mapping[str, float]) -> dict[str, Any]:
-    """Make fields of `Objective` of settings of VESPO.
-
-    Args:
-        settings: Those of `READ["vespo"]` by name, or some of them.
-
-    Returns:
-        The fields. Importance weights have no bounds of their own, because VESPO bounds them inside of W.
-    """
+    """Make fields of `Objective` of settings of VESPO."""
     held = {name: max(value, LAMBDA_MIN) if "lambda" in name else value for name, value in settings.items()}
     return held | {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": None}
 
@@ -68,9 +61,6 @@ def cap_below_1(
         objective: That of CISPO with a cap of 1.
         advantages: A, of any shape.
         old_logps: [B, T], or None where the ratio is 1, so that min(r, c) is c.
-
-    Returns:
-        The objective, the advantages and the old log-probs to compute the loss of.
     """
     if old_logps is None:
         return objective, cap * advantages, None

@@ -83,9 +83,6 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
         model: A causal language model after `add_fused_lm_head` of TRL.
         temperature: Temperature of the logits.
         cast_lm_head_to_fp32: Whether the head computes in fp32, also under autocast.
-
-    Raises:
-        ValueError: The model multiplies its logits by a number that is not positive.
     """
     theirs, config = model.forward, model.config.get_text_config()
     scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)

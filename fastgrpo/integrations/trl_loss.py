@@ -25,17 +25,7 @@ SURROGATES = {
 
 
 def objective_of(trainer: GRPOTrainer) -> Objective:
-    """Translate TRL's settings into the surrogate and the KL of the loss.
-
-    Args:
-        trainer: The trainer.
-
-    Returns:
-        The objective, without an entropy bonus.
-
-    Raises:
-        ValueError: A setting is out of its range.
-    """
+    """Translate TRL's settings into the surrogate and the KL of the loss."""
     args, loss_type = trainer.args, SURROGATES[trainer.loss_type]
     knobs = {"beta": trainer.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
     if loss_type != "vespo":  # which has no ratio but that of the sequence
@@ -52,11 +42,6 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
 
 def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> tuple[torch.Tensor, Scores]:
     """Compute TRL's loss of a micro-batch, and the scores of all completions, of which TRL makes its metrics.
-
-    Args:
-        trainer: The trainer.
-        inputs: What TRL's `_compute_loss` reads.
-        head: The head, with the states of prompts and completions.
 
     Returns:
         The loss, without that of mixtures of experts, and the scores [B, T], without gradient.

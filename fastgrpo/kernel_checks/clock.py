@@ -15,13 +15,7 @@ PRODUCT = 8192  # rows and columns of the square product that shows what the dev
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device, cache: torch.Tensor | None = None) -> float:
-    """Time one call: on a GPU between two events with a cold L2 cache, on a CPU by the clock on the wall.
-
-    Args:
-        call: What is timed.
-        device: Where it runs.
-        cache: On a GPU, L2_BYTES to zero.
-    """
+    """Time one call: on a GPU between two events with a cold L2 cache, on a CPU by the clock on the wall."""
     if device.type != "cuda":
         start = time.perf_counter()
         call()
@@ -38,16 +32,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device, cache: torch.Tenso
 
 
 def medians(calls: dict[str, Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
-    """Time several calls in turns, after one call of each that warms up.
-
-    Args:
-        calls: By name. One that has not enough memory on the GPU is left out.
-        device: Where they run.
-        rounds: How often each is timed.
-
-    Returns:
-        The median of each call's time in seconds.
-    """
+    """Time several calls in turns, after one call of each that warms up."""
     cache = torch.empty(L2_BYTES, dtype=torch.uint8, device=device) if device.type == "cuda" else None
     times = {}
     for name, call in calls.items():
@@ -65,22 +50,13 @@ def medians(calls: dict[str, Callable[[], Any]], device: torch.device, rounds: i
 
 
 def copy_limit(device: torch.device) -> float:
-    """Return the bytes a second that a large copy reads and writes.
-
-    Args:
-        device: A GPU.
-    """
+    """Return the bytes a second that a large copy reads and writes."""
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * COPIED_BYTES / medians({"copy": lambda: target.copy_(source)}, device)["copy"]
 
 
 def product_limit(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the operations a second that a large square product does.
-
-    Args:
-        device: A GPU.
-        dtype: Dtype of the operands.
-    """
+    """Return the operations a second that a large square product does."""
     left = torch.randn(PRODUCT, PRODUCT, device=device).to(dtype)
     return 2 * PRODUCT**3 / medians({"product": lambda: left @ left}, device)["product"]

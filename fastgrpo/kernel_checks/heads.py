@@ -59,12 +59,7 @@ class Head:
     grad_entropy: torch.Tensor | None = None
 
     def rows(self, objective: Any, **fields: Any) -> PolicyRows:
-        """Return what the loss reads of the tokens.
-
-        Args:
-            objective: An Objective.
-            fields: Further fields of `PolicyRows`.
-        """
+        """Return what the loss reads of the tokens."""
         coupled = objective.couples_tokens(fields.get("sampler_logps") is not None)
         return PolicyRows(
             index=None, targets=self.targets, temperature=self.temperature, advantages=self.advantages,
@@ -83,20 +78,7 @@ def random_head(
     temperature: float | str = 1.0, softcap: float | None = None, scale: float = 1.0, seed: int = 0,
     device: str | torch.device = "cpu",
 ) -> Head:  # fmt: skip
-    """Draw a head whose targets are likely ones for half of the tokens.
-
-    Args:
-        n: Tokens.
-        d: Width of the hidden states.
-        v: Size of the vocabulary.
-        dtype: Dtype of hidden states, weight and bias.
-        bias: Whether the head has a bias.
-        temperature: A float, or "row" for one a token.
-        softcap: Cap of the logits, or None.
-        scale: Standard deviation of the logits.
-        seed: Seed of the draw.
-        device: Where the tensors lie.
-    """
+    """Draw a head whose targets are likely ones for half of the tokens."""
     g = torch.Generator(device).manual_seed(seed)
 
     def randn(*shape):
@@ -140,9 +122,6 @@ def truth_of(
         temperature: A float, or [N].
         softcap: Cap of the logits, or None.
         grad_output: Gradient of the loss.
-
-    Returns:
-        logps, entropy, loss, and a gradient by the name of each leaf.
     """
     logps, entropy = reference.linear_logprob(
         leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"), logit_softcap=softcap,
@@ -161,9 +140,6 @@ def policy_loss(logps: torch.Tensor, rows: PolicyRows, objective: Any) -> tuple[
         logps: [M] log-probs.
         rows: The kept tokens.
         objective: An Objective.
-
-    Returns:
-        The loss and the metrics.
     """
     old, ref, advantages, weights, sampler = (
         None if x is None else x.to(logps.dtype)
@@ -173,12 +149,7 @@ def policy_loss(logps: torch.Tensor, rows: PolicyRows, objective: Any) -> tuple[
 
 
 def policy_scalar(rows: PolicyRows, objective: Any) -> Scalar:
-    """Return the loss of an objective, with its entropy bonus, as a function of log-probs and entropy.
-
-    Args:
-        rows: The kept tokens.
-        objective: An Objective.
-    """
+    """Return the loss of an objective, with its entropy bonus, as a function of log-probs and entropy."""
 
     def scalar(logps: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         loss, _ = policy_loss(logps, rows, objective)
@@ -189,23 +160,13 @@ def policy_scalar(rows: PolicyRows, objective: Any) -> Scalar:
 
 
 def truth(head: Head, scalar: Scalar) -> dict[str, torch.Tensor]:
-    """Compute `truth_of` a head in fp64.
-
-    Args:
-        head: The head.
-        scalar: The loss, a function of log-probs and entropy.
-    """
+    """Compute `truth_of` a head in fp64."""
     leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in head.leaves().items()}
     return truth_of(leaves, head.targets, scalar, temperature=head.temperature, softcap=head.softcap)
 
 
 def plain(head: Head, scalar: Scalar) -> dict[str, torch.Tensor]:
-    """Compute the same in the inputs' dtype with fp32 logits; see the module docstring.
-
-    Args:
-        head: The head.
-        scalar: The loss, a function of log-probs and entropy.
-    """
+    """Compute the same in the inputs' dtype with fp32 logits; see the module docstring."""
     dtype = head.hidden.dtype
     x = _product(head.hidden, head.weight.T).requires_grad_()
     y = x if head.bias is None else x + head.bias.float()
@@ -252,16 +213,7 @@ def error(name: str, value: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def judge(ours: dict[str, torch.Tensor], head: Head, scalar: Scalar) -> dict[str, tuple[float, float]]:
-    """Compare what a kernel computed with the truth and with plain PyTorch.
-
-    Args:
-        ours: Some of the entries of `truth`.
-        head: The head.
-        scalar: The loss, a function of log-probs and entropy.
-
-    Returns:
-        The error of each entry, and the largest one that is allowed.
-    """
+    """Compare what a kernel computed with the truth and with plain PyTorch."""
     true, simple = truth(head, scalar), plain(head, scalar)
     return {
         name: (error(name, value, true[name]), FACTORS[name] * error(name, simple[name], true[name]) + SLACK)

@@ -46,13 +46,7 @@ FLAGGED = 40.0  # standard deviation of the logits of every seventh token, whose
 
 
 def head_at(place: Place, flagged: bool = False, **options: Any) -> Head | None:
-    """Draw a head of the place's size.
-
-    Args:
-        place: Where.
-        flagged: Whether some tokens have a target too unlikely for the anchored exponentials.
-        options: Those of `heads.random_head`.
-    """
+    """Draw a head of the place's size."""
     size = place.size(HEAD_SIZES)
     if size is None:
         return None
@@ -70,13 +64,7 @@ def head_at(place: Place, flagged: bool = False, **options: Any) -> Head | None:
 
 
 def plain_head(head: Head, scalar: heads.Scalar, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Compute loss and gradients as a loop without a fused head does: logits in the operands' dtype, then in fp32.
-
-    Args:
-        head: The head.
-        scalar: The loss, a function of log-probs and entropy.
-        leaves: Its leaves.
-    """
+    """Compute loss and gradients as a loop without a fused head does: logits in the operands' dtype, then in fp32."""
     logits = torch.nn.functional.linear(leaves["hidden"], leaves["weight"], leaves.get("bias")).float()
     logits = logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
     logps, entropy = reference.logits_logprob(logits, head.targets, temperature=head.temperature, return_entropy=True)
@@ -84,11 +72,7 @@ def plain_head(head: Head, scalar: heads.Scalar, leaves: dict[str, Tensor]) -> t
 
 
 def products_of(head: Head) -> int:
-    """Return the operations of the three products that a head with gradients needs.
-
-    Args:
-        head: The head.
-    """
+    """Return the operations of the three products that a head with gradients needs."""
     return 6 * head.hidden.numel() * len(head.weight)
 
 
@@ -96,17 +80,7 @@ def fused_loss(
     place: Place, *, path: str = "anchored", chunks: int = 1, bonus: bool = False, sharded: bool = False,
     objective: Objective = DAPO, **options: Any,
 ) -> Trial | None:  # fmt: skip
-    """Make the trial of the fused loss.
-
-    Args:
-        place: Where.
-        path: "anchored" or "recompute"; on a GPU it must be the path of the dtype.
-        chunks: Chunks of tokens.
-        bonus: Whether there is an entropy bonus.
-        sharded: Whether the vocabulary is sharded, over a group of this process alone.
-        objective: The objective.
-        options: Those of `head_at`.
-    """
+    """Make the trial of the fused loss."""
     head = head_at(place, **options)
     if head is None:
         return None
@@ -140,14 +114,7 @@ def fused_loss(
 
 
 def logprob(place: Place, *, path: str = "anchored", entropy: bool = True, **options: Any) -> Trial | None:
-    """Make the trial of the log-probs.
-
-    Args:
-        place: Where.
-        path: "anchored" or "recompute"; on a GPU it must be the path of the dtype.
-        entropy: Whether the entropy is computed, and carries gradient.
-        options: Those of `head_at`.
-    """
+    """Make the trial of the log-probs."""
     head = head_at(place, **options)
     if head is None:
         return None
@@ -176,13 +143,7 @@ def logprob(place: Place, *, path: str = "anchored", entropy: bool = True, **opt
 
 
 def kept_columns(place: Place, *, softcap: float = 5.0, share: float = 0.3) -> Trial | None:
-    """Make the trial of the step that moves the columns of a bounded backward side by side, times the soft-cap's slope.
-
-    Args:
-        place: Where.
-        softcap: Cap of the logits.
-        share: Of the columns, those that are kept.
-    """
+    """Make the trial of the step that moves the columns of a bounded backward side by side, times the soft-cap's slope."""
     size = place.size(HEAD_SIZES)
     if size is None:
         return None
@@ -209,12 +170,7 @@ def kept_columns(place: Place, *, softcap: float = 5.0, share: float = 0.3) -> T
 
 
 def logits_loss(place: Place, *, inplace: bool = False) -> Trial | None:
-    """Make the trial of the loss of given logits.
-
-    Args:
-        place: Where.
-        inplace: Whether the gradient takes the place of the logits.
-    """
+    """Make the trial of the loss of given logits."""
     head = head_at(place)
     if head is None:
         return None
@@ -259,11 +215,7 @@ def logits_loss(place: Place, *, inplace: bool = False) -> Trial | None:
 
 
 def token_losses(place: Place) -> Trial | None:
-    """Make the trial of the loss of given log-probs, with every surrogate.
-
-    Args:
-        place: Where.
-    """
+    """Make the trial of the loss of given log-probs, with every surrogate."""
     if place.size(HEAD_SIZES) is None:
         return None
     head = heads.random_head(5000 if place.mode == "gpu" else 300, 8, 50, device=place.device)
@@ -302,11 +254,7 @@ def token_losses(place: Place) -> Trial | None:
 
 
 def located(head: Head) -> tuple[Tensor, str]:
-    """Return targets and group of a vocabulary that is sharded over this process alone.
-
-    Args:
-        head: The head.
-    """
+    """Return targets and group of a vocabulary that is sharded over this process alone."""
     if not dist.is_initialized():
         backend = "nccl" if head.weight.is_cuda else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

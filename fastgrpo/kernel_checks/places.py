@@ -22,11 +22,7 @@ class Place(NamedTuple):
     timed: bool
 
     def size(self, sizes: dict[str, tuple]) -> tuple[int, ...] | None:
-        """Return the size of this place, or None where there is none.
-
-        Args:
-            sizes: The sizes of the values and of the time for each mode.
-        """
+        """Return the size of this place, or None where there is none."""
         return sizes[self.mode][self.timed]
 
 

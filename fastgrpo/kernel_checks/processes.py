@@ -31,12 +31,7 @@ class Ended(NamedTuple):
 
 
 class Server:
-    """A process that answers each line of its input with a JSON object on a line of its output.
-
-    Args:
-        command: The program and its arguments.
-        environment: All variables of its environment.
-    """
+    """A process that answers each line of its input with a JSON object on a line of its output."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]):
         self.errors, self.unread = tempfile.TemporaryFile(), b""  # noqa: SIM115 - `close` closes it
@@ -45,15 +40,7 @@ class Server:
         )
 
     def ask(self, line: str, seconds: float) -> dict[str, Any]:
-        """Hand a line to the process and wait for the answer. Lines that are no JSON object are passed over.
-
-        Args:
-            line: The line.
-            seconds: How long the answer may take.
-
-        Returns:
-            The answer; or a "problem" in one line, after which there is nothing more to ask.
-        """
+        """Hand a line to the process and wait for the answer. Lines that are no JSON object are passed over."""
         with contextlib.suppress(BrokenPipeError):  # it has ended, which is told below
             self.process.stdin.write(line.encode() + b"\n")
         end, output = time.monotonic() + seconds, self.process.stdout
@@ -97,14 +84,7 @@ class Server:
 def run_limited(
     command: Sequence[str], seconds: float, environment: dict[str, str], folder: str | None = None
 ) -> Ended:
-    """Run a command in a process group of its own; when its time is over, all processes of the group are killed.
-
-    Args:
-        command: The program and its arguments.
-        seconds: Its time limit.
-        environment: All variables of its environment.
-        folder: Where it runs; None is here.
-    """
+    """Run a command in a process group of its own; when its time is over, all processes of the group are killed."""
     # Files and no pipes: a process that the command leaves behind could hold a pipe open for ever.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(

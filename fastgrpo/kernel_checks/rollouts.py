@@ -57,12 +57,6 @@ def draw_errors(
         uniforms: [R] fp32.
         temperature: T; 0 is greedy.
         filters: Those of top_k, top_p and min_p that are on.
-
-    Returns:
-        By name, the largest error and the largest one that is allowed: of the log-probs in nats, beyond a millionth of
-        their size; of the kept mass, beyond what the boundaries leave open; and the distance of a uniform from its
-        token's interval. A token that was cut, or has no probability, is infinitely far. Greedy draws have the share of
-        wrong ones. Then the share of the lanes whose interval was looked at.
     """
     tokens, logps, kept = drawn
     lanes = torch.arange(len(logits), device=logits.device)
@@ -136,12 +130,7 @@ def random_decode(
 
 
 def lane_attention(case: dict[str, Any], lane: int) -> torch.Tensor:
-    """Return the output [H, d] of one lane by PyTorch's own attention, in the dtype of the case.
-
-    Args:
-        case: Arguments of group_decode.
-        lane: The lane.
-    """
+    """Return the output [H, d] of one lane by PyTorch's own attention, in the dtype of the case."""
     own = slice(case["lengths"][lane].item())
     keys, values = case["keys"][lane, :, own], case["values"][lane, :, own]
     for prompt in (case["members"] == lane).any(-1).nonzero()[:, 0].tolist():
@@ -156,13 +145,7 @@ def lane_attention(case: dict[str, Any], lane: int) -> torch.Tensor:
 
 
 def decode(place: Place, heads_of: tuple[int, int], depth: int) -> Trial | None:
-    """Make the trial of one decode step's attention.
-
-    Args:
-        place: Where.
-        heads_of: Query heads and key heads.
-        depth: Width of a head.
-    """
+    """Make the trial of one decode step's attention."""
     size = place.size(DECODE_SIZES)
     if size is None:
         return None
@@ -198,13 +181,7 @@ def decode(place: Place, heads_of: tuple[int, int], depth: int) -> Trial | None:
 
 
 def draws(place: Place, temperature: float = 0.8, **filters: float) -> Trial | None:
-    """Make the trial of drawing one token for each lane.
-
-    Args:
-        place: Where.
-        temperature: T; 0 is greedy.
-        filters: Those of top_k, top_p and min_p that are on.
-    """
+    """Make the trial of drawing one token for each lane."""
     size = place.size(SAMPLE_SIZES)
     if size is None:
         return None

@@ -64,14 +64,7 @@ class Line(NamedTuple):
 
 
 def worst_of(found: dict[str, Any]) -> tuple[str, float, float] | None:
-    """Return the name, the error and the largest allowed one of what is nearest to its limit or farthest beyond it.
-
-    Args:
-        found: What the worker found.
-
-    Returns:
-        None where it found no errors.
-    """
+    """Return the name, the error and the largest allowed one of what is nearest to its limit or farthest beyond it."""
     errors = [(name, *pair) for name, pair in found.get("errors", {}).items()]
 
     def share(entry: tuple[str, float, float]) -> float:
@@ -83,11 +76,7 @@ def worst_of(found: dict[str, Any]) -> tuple[str, float, float] | None:
 
 
 def reason(found: dict[str, Any]) -> str | None:
-    """Say in one line why a check failed, or return None where it passed.
-
-    Args:
-        found: What the worker found.
-    """
+    """Say in one line why a check failed, or return None where it passed."""
     if "problem" in found:
         return found["problem"]
     beyond = {name: (error, allowed) for name, (error, allowed) in found.get("errors", {}).items()
@@ -98,14 +87,7 @@ def reason(found: dict[str, Any]) -> str | None:
 
 
 class Checks:
-    """Runs checks of a table, in one process as long as they pass; the next one after a failure has a fresh process.
-
-    Args:
-        table: A table of cases, as module:attribute.
-        mode: Where they run.
-        variables: Variables of the processes' environment, beside those of this process.
-        seconds: Time limit of a step.
-    """
+    """Runs checks of a table, in one process as long as they pass; the next one after a failure has a fresh process."""
 
     def __init__(self, table: str, mode: str, variables: dict[str, str], seconds: float = SECONDS):
         self.command = [sys.executable, "-m", "fastgrpo.kernel_checks.worker", table, mode]
@@ -119,15 +101,7 @@ class Checks:
         self.environment |= variables
 
     def run(self, name: str, steps: Iterable[str] = STEPS) -> dict[str, Any]:
-        """Run steps of a check, until one fails.
-
-        Args:
-            name: The case.
-            steps: Keys of `STEPS`.
-
-        Returns:
-            What the worker found, with the "problem" in one line where a step did not end.
-        """
+        """Run steps of a check, until one fails."""
         found = {}
         for step in steps:
             self.server = self.server or Server(self.command, self.environment)
@@ -145,11 +119,7 @@ class Checks:
 
 
 def other_assembler() -> dict[str, str]:
-    """Return the variable that makes Triton take the other assembler of its wheel on this GPU.
-
-    Returns:
-        Nothing where the wheel has no other one.
-    """
+    """Return the variable that makes Triton take the other assembler of its wheel on this GPU."""
     bundled = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
     before_blackwell = torch.cuda.get_device_capability() < (10, 0)
     variable, program = (
@@ -163,20 +133,7 @@ def check(
     table: str, cases: Sequence[Case], mode: str, other: dict[str, str] | None = None, steps: Sequence[str] = (*STEPS,),
     seconds: float = SECONDS, start: Callable[..., Checks] = Checks,
 ) -> Iterator[Line]:  # fmt: skip
-    """Run the checks of a mode, a failed one a second time with the other assembler.
-
-    Args:
-        table: The table that the cases are from, as module:attribute.
-        cases: The cases.
-        mode: Where they run.
-        other: The variable that chooses the other assembler; None or empty for no second try.
-        steps: Keys of `STEPS`.
-        seconds: Time limit of a step.
-        start: Makes what runs the checks, as `Checks`.
-
-    Yields:
-        The outcome of each check, as soon as it is known.
-    """
+    """Run the checks of a mode, a failed one a second time with the other assembler."""
     with closing(start(table, mode, {}, seconds)) as checks:
         for case in cases:
             if mode in case.modes:
@@ -187,18 +144,7 @@ def check(
 def try_again(
     table: str, line: Line, other: dict[str, str], seconds: float = SECONDS, start: Callable[..., Checks] = Checks
 ) -> Line:
-    """Compare the values of a failed check again, with the other assembler.
-
-    Args:
-        table: The table that the case is from.
-        line: What came of the check.
-        other: The variable that chooses the other assembler.
-        seconds: Time limit of a step.
-        start: As in `check`.
-
-    Returns:
-        The outcome, with a note that says whether it helped.
-    """
+    """Compare the values of a failed check again, with the other assembler."""
     with closing(start(table, line.mode, other, seconds)) as checks:
         again = reason(checks.run(line.name, ("values",)))
     ((variable, path),) = other.items()
@@ -207,14 +153,7 @@ def try_again(
 
 
 def check_all(table: str) -> int:
-    """Check all kernels of a table on this machine, and print a line for each.
-
-    Args:
-        table: A table of cases, as module:attribute.
-
-    Returns:
-        How many failed.
-    """
+    """Check all kernels of a table on this machine, and print a line for each."""
     modes = modes_here()
     other = other_assembler() if "gpu" in modes else {}
     print(HEADER, flush=True)

@@ -22,53 +22,25 @@ from fastgrpo.kernel_checks.places import Place
 
 
 def find_cases(table: str) -> tuple[Case, ...]:
-    """Return a table of cases.
-
-    Args:
-        table: Its module and attribute, as module:attribute.
-    """
+    """Return a table of cases."""
     module, _, attribute = table.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def place_of(case: Case, mode: str, timed: bool) -> Place:
-    """Return where a case runs.
-
-    Args:
-        case: The case.
-        mode: A mode of `Place`.
-        timed: Whether it runs at the size of the time, not at that of the values.
-    """
+    """Return where a case runs."""
     on_gpu = mode == "gpu"
     return Place(mode, torch.device("cuda" if on_gpu else "cpu"), case.dtype if on_gpu else torch.float32, timed)
 
 
 def values_of(case: Case, mode: str) -> dict[str, Any]:
-    """Compare a kernel with its specification.
-
-    Args:
-        case: The case.
-        mode: A mode of `Place`.
-
-    Returns:
-        "errors" with a pair for each name: the error, and the largest one that is allowed.
-    """
+    """Compare a kernel with its specification."""
     trial = case.make(place_of(case, mode, timed=False))
     return {"errors": trial.judge(trial.ours())}
 
 
 def times_of(case: Case, mode: str) -> dict[str, Any]:
-    """Time a kernel, and say what share of the device's limit it reaches.
-
-    Args:
-        case: The case.
-        mode: A mode of `Place`.
-
-    Returns:
-        Nothing where the mode has no size for that, or not enough memory. Else "ms" of the kernel and "plain_ms" of
-        plain PyTorch (None where that has not enough); and on a GPU, where the case says what bounds it, the "rate" and
-        its share "of_limit".
-    """
+    """Time a kernel, and say what share of the device's limit it reaches."""
     place = place_of(case, mode, timed=True)
     trial = case.make(place)
     seconds = {} if trial is None else medians({"ours": trial.ours, "plain": trial.plain}, place.device)
@@ -88,11 +60,7 @@ STEPS = {"values": values_of, "times": times_of}
 
 
 def main(argv: list[str]) -> None:
-    """Run the steps that the input asks for, and print what each found.
-
-    Args:
-        argv: The table and the mode.
-    """
+    """Run the steps that the input asks for, and print what each found."""
     table, mode = argv
     cases = {case.name: case for case in find_cases(table)}
     if mode == "interpreter":

@@ -154,9 +154,6 @@ def process_advantages(
 
     Returns:
         [T_i] fp64 advantages for each completion. A group whose step rewards are all equal gets exact zeros.
-
-    Raises:
-        ValueError: As in `group_advantages`; or a step ends after its completion, or not after the one before it.
     """
     for i, (of_one, length) in enumerate(zip(steps, lengths, strict=True)):
         ends = [end for end, _ in of_one]

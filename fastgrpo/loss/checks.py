@@ -71,20 +71,7 @@ def check_token_ids(targets: torch.Tensor, like: torch.Tensor, name: str) -> Non
 
 
 def choose_backend(backend: str, chunked_alone: Sequence[str] = (), **tensors: torch.Tensor) -> str:
-    """Choose the code path of a loss.
-
-    Args:
-        backend: "auto", "chunked" or "triton".
-        chunked_alone: What was asked for that the chunked path alone computes, as the caller would write it.
-        tensors: The inputs that the kernels would read, by the names that errors call them.
-
-    Returns:
-        "chunked" or "triton".
-
-    Raises:
-        ValueError: The backend is unknown, or "triton" was asked for and cannot run on these tensors or does not
-            compute what was asked for.
-    """
+    """Choose the code path of a loss."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
@@ -109,15 +96,7 @@ def choose_backend(backend: str, chunked_alone: Sequence[str] = (), **tensors: t
 
 
 def check_backward_tolerance(tolerance: float, objective: Objective | None = None) -> None:
-    """Check how much of a row's gradient may be left out.
-
-    Args:
-        tolerance: What the caller gave.
-        objective: The objective of the loss; None for a function of log-probs alone.
-
-    Raises:
-        ValueError: It is no number of [0, 1), or the gradient has parts that it does not bound.
-    """
+    """Check how much of a row's gradient may be left out."""
     check_number(tolerance, "backward_tolerance", BACKWARD_TOLERANCE)
     if tolerance == 0 or objective is None:
         return
@@ -156,17 +135,6 @@ def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
     """Tell whether the host shall find out which rows carry gradient, so that the others can be left out.
 
     On the CPU this is free. On a GPU the host must wait for the device.
-
-    Args:
-        compact: None, or "sync" where the caller accepts the wait.
-        backend: "chunked" or "triton".
-        tokens: Any tensor on the device of the tokens.
-
-    Returns:
-        Whether to leave these rows out.
-
-    Raises:
-        ValueError: `compact` is neither None nor "sync".
     """
     if compact not in (None, "sync"):
         raise ValueError(f"compact must be None or 'sync', got {compact!r}")

@@ -32,9 +32,6 @@ def reference_head(
         ref_bias: [V] the bias of that head, or None.
         process_group: The group over which the policy's head is sharded, or None.
 
-    Returns:
-        The reference's states, flat, and its head; None where the objective does not read them.
-
     Raises:
         ValueError: Something that the KL of the full distributions needs is missing, has the wrong shape, device or
             kind of numbers, or requires grad; it was given something that it does not read, or another KL was given
@@ -78,15 +75,7 @@ def reference_head(
 
 
 def refuse_full_kl(objective: Objective, given: str) -> None:
-    """Refuse the KL of the full distributions in a loss that is not given the reference's head.
-
-    Args:
-        objective: The objective of the loss.
-        given: What the loss is given, as the error calls it.
-
-    Raises:
-        ValueError: The objective has that KL.
-    """
+    """Refuse the KL of the full distributions in a loss that is not given the reference's head."""
     if objective.full_kl:
         raise ValueError(
             f"kl='full' cannot be computed from {given} and ref_logps: use linear_grpo_loss with ref_hidden and "

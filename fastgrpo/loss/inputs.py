@@ -63,11 +63,7 @@ class TokenInputs(NamedTuple):
     entropy_weights: torch.Tensor | None = None
 
     def check(self) -> None:
-        """Check each field by itself. `check_kept` looks at the numbers of the tokens that are used.
-
-        Raises:
-            ValueError: A field is not what it must be, is on another device than the tokens, or requires grad.
-        """
+        """Check each field by itself. `check_kept` looks at the numbers of the tokens that are used."""
         for name, kind in KIND_OF.items():
             value = getattr(self, name)
             if value is not None or name == "advantages":
@@ -108,9 +104,6 @@ def check_whole(rows: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor
         rows: [M] int64 indices, on the host or on the device of the tokens.
         mask: [N] bool.
         cu_seqlens: [S+1] int64 on the device of the tokens.
-
-    Raises:
-        ValueError: On the CPU, a sequence is there in part, or with a token that the mask leaves out.
     """
 
     def legal(mask):
@@ -140,13 +133,6 @@ def check_kept(kept: PolicyRows) -> None:
 
     What models compute, the old and the reference's log-probs, may be NaN: the loss is NaN then, as it is where the
     policy's own log-probs are, and a trainer that skips such updates goes on.
-
-    Args:
-        kept: The kept rows.
-
-    Raises:
-        ValueError: A number on the CPU is not finite (the sampler's log-probs may be NaN), or a temperature is outside
-            of its range.
     """
     for name, values in (("advantages", kept.advantages), ("token_weights", kept.weights)):
         check_numbers(values, name, "be finite on active rows", torch.isfinite, kept.index)

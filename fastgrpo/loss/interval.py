@@ -45,15 +45,7 @@ class Interval:
         return "finite"
 
     def check(self, name: str, value: float) -> None:
-        """Refuse a number outside of the interval.
-
-        Args:
-            name: What the refusal calls the number.
-            value: The number.
-
-        Raises:
-            ValueError: It is no number, is not finite, or lies outside of the interval.
-        """
+        """Refuse a number outside of the interval."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{name} must be a number, got {value!r}")
         try:

@@ -52,9 +52,6 @@ def loss_output(
             `sampler_gap`, `kept_columns` and `dropped_mass`.
         kept: The kept rows.
         like: A tensor in the shape of the tokens, [B, T] or [N].
-
-    Returns:
-        The output of the loss.
     """
     logps, index = outputs.pop("logps"), kept.index
     count, active = len(logps), torch.ones(like.shape, dtype=torch.bool, device=like.device)

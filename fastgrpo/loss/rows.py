@@ -38,12 +38,6 @@ class Layout:
         Args:
             per_token: [B, T], or packed [N].
             cu_seqlens: [S+1] integers of the packed layout, or None.
-
-        Returns:
-            The layout.
-
-        Raises:
-            ValueError: cu_seqlens does not partition the packed tokens, or comes with padded ones.
         """
         shape = per_token.shape
         if per_token.ndim == 2:
@@ -137,9 +131,6 @@ def keep_rows(
             and the others follow them with finite values in place of their own.
         dtype: Dtype in which the log-probs are computed, fp32 or fp64. Weights and advantages get it too, or fp64 for
             fp64 advantages.
-
-    Returns:
-        The kept rows.
 
     Raises:
         ValueError: An input is refused, by itself or because of its shape or of a number in an active row; or something

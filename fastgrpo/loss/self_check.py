@@ -56,23 +56,6 @@ def trusted(
     """Tell whether to use a kernel, and try it where this variant of it has not been tried yet.
 
     Nothing is tried while a CUDA graph is recorded or torch.compile traces: the kernel is then taken as it is.
-
-    Args:
-        kernel: The name of the public function.
-        device: The device that it runs on.
-        variant: What decides which code runs, by name: dtypes, options, shapes.
-        compare: A function that runs the plain path and the kernel on a sample. It returns None or how they differ, and
-            raises `Unchecked` where it cannot tell.
-        remedy: What goes without this kernel, as a sentence for people, where they asked for it by name. A kernel that
-            fails is then an error. None where the choice was ours.
-
-    Returns:
-        Whether to use the kernel; if not, the plain path must compute.
-
-    Raises:
-        RuntimeError: The kernel failed, and it was asked for by name or the variable is "raise"; or it broke the CUDA
-            context, which ends every use of the GPU in this process.
-        ValueError: The variable has another value than 0, 1 and raise.
     """
     if torch.compiler.is_compiling():
         return True
@@ -151,22 +134,7 @@ def losses_differ(
     fused: Callable[[torch.Tensor, PolicyRows], Loss], plain: Callable[[torch.Tensor, PolicyRows], Loss],
     states: torch.Tensor, kept: PolicyRows, gradient: bool, tolerance: float = 0.0,
 ) -> str | None:  # fmt: skip
-    """Compare two ways to compute a loss on a sample of its rows.
-
-    Args:
-        fused: The kernel: states and kept rows -> the loss, a scalar, and log-probs and more by name.
-        plain: The same in plain PyTorch.
-        states: As for `sample_of`.
-        kept: The M kept rows, at least one.
-        gradient: Whether the gradients of the states are compared.
-        tolerance: As for `difference`.
-
-    Returns:
-        None, or how they differ.
-
-    Raises:
-        Unchecked: The plain path cannot compute the sample.
-    """
+    """Compare two ways to compute a loss on a sample of its rows."""
     sample, rows = sample_of(states, kept)
     return difference(lambda x: fused(x, rows), lambda x: plain(x, rows), sample, gradient, tolerance)
 
@@ -179,13 +147,6 @@ def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, Pol
     Args:
         states: [N, D] hidden states, [N, V] logits or [M] log-probs of the kept rows.
         kept: The M kept rows, at least one.
-
-    Returns:
-        The states of m rows, 0 where the device alone knows that a row does not count; and these rows, all of them
-        kept.
-
-    Raises:
-        Unchecked: A sequence is too long.
     """
     count, sequences = min(ROWS, len(kept.targets)), slice(None)
     if kept.lengths is not None:
@@ -225,12 +186,6 @@ def difference(
         gradient: Whether the gradients of the states are compared.
         tolerance: Which share of a row's gradient by its logits the kernel may leave out, where the plain path does
             not.
-
-    Returns:
-        None, or how they differ.
-
-    Raises:
-        Unchecked: The plain path cannot compute the sample.
     """
     loose = TF32 if states.dtype == torch.float32 and launch.precision(states.dtype) == "tf32" else 1
     try:
@@ -271,9 +226,6 @@ def values_differ(found: torch.Tensor, expected: torch.Tensor, loose: float = 1)
         found: [m] of the kernel.
         expected: [m] of the plain path.
         loose: A factor on what is allowed.
-
-    Returns:
-        None, or how they differ.
     """
     found, expected = found.detach().float(), expected.detach().float()
     far = (found - expected).abs() - VALUES * loose * (1 + expected.abs())

@@ -9,15 +9,7 @@ import torch
 
 
 def staged(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Put a tensor of the host into pinned memory where it will be copied to a GPU.
-
-    Args:
-        value: A tensor on any device.
-        device: Where it will be copied to.
-
-    Returns:
-        A pinned copy, or the tensor itself where it is not on the host or the device is no GPU.
-    """
+    """Put a tensor of the host into pinned memory where it will be copied to a GPU."""
     to_gpu = value.device.type == "cpu" and torch.device(device).type == "cuda"
     if not to_gpu or not value.numel() or torch.compiler.is_compiling():
         return value
@@ -25,13 +17,5 @@ def staged(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def to_device(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Move a tensor without waiting for the device.
-
-    Args:
-        value: A tensor on any device.
-        device: Where it goes.
-
-    Returns:
-        `value` on the device.
-    """
+    """Move a tensor without waiting for the device."""
     return staged(value, device).to(device, non_blocking=True)

@@ -22,18 +22,7 @@ KINDS = {
 
 
 def check_tensor(value: Any, name: str, kind: str, like: torch.Tensor | None = None, like_name: str = "") -> None:
-    """Check that a value is a tensor of one kind of numbers.
-
-    Args:
-        value: What the caller gave.
-        name: What errors call it.
-        kind: A key of `KINDS`.
-        like: A tensor on the device on which the value must be, or None for any device.
-        like_name: What errors call `like`.
-
-    Raises:
-        ValueError: The value is no tensor, of another kind, or on another device.
-    """
+    """Check that a value is a tensor of one kind of numbers."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     if not KINDS[kind](value.dtype):
@@ -43,33 +32,14 @@ def check_tensor(value: Any, name: str, kind: str, like: torch.Tensor | None = N
 
 
 def check_constant(value: Any, name: str, kind: str, tokens: torch.Tensor) -> None:
-    """Check a tensor by which the loss is not differentiated.
-
-    Args:
-        value: What the caller gave.
-        name: What errors call it.
-        kind: A key of `KINDS`.
-        tokens: Any tensor on the device of the tokens.
-
-    Raises:
-        ValueError: The value is no tensor of this kind on the device of the tokens, or requires grad.
-    """
+    """Check a tensor by which the loss is not differentiated."""
     check_tensor(value, name, kind, tokens, "the tokens")
     if value.requires_grad:
         raise ValueError(f"{name} must not require grad: the loss differentiates by the policy alone; detach it")
 
 
 def check_number(value: Any, name: str, interval: Interval) -> None:
-    """Check a number of the host.
-
-    Args:
-        value: What the caller gave.
-        name: What errors call it.
-        interval: Its range.
-
-    Raises:
-        ValueError: The value is no number of the range.
-    """
+    """Check a number of the host."""
     if not torch.compiler.is_compiling():
         interval.check(name, value)
 
@@ -86,9 +56,6 @@ def check_numbers(
         rule: The rule in words that follow "must".
         legal: Tells for each number, [...] bool, whether it keeps the rule.
         index: [...] places of the numbers in what the caller gave, or None where `values` are all of that.
-
-    Raises:
-        ValueError: A number on the CPU breaks the rule.
     """
     if not values.numel() or torch.compiler.is_compiling():
         return
@@ -126,24 +93,13 @@ def check_targets(targets: torch.Tensor, vocab_size: int, index: torch.Tensor | 
         targets: [M] token ids of the active rows.
         vocab_size: V.
         index: [M] their places among all tokens, or None where all rows are active.
-
-    Raises:
-        ValueError: A target on the CPU lies outside [0, V).
     """
     rule = f"be in [0, {vocab_size}) on active rows"
     check_numbers(targets, "targets", rule, lambda ids: (ids >= 0) & (ids < vocab_size), index)
 
 
 def check_temperature(temperature: Any, tokens: torch.Tensor) -> None:
-    """Check a temperature, but for the numbers of a tensor: `check_temperatures` looks at those that are used.
-
-    Args:
-        temperature: A float or a tensor.
-        tokens: Any tensor on the device of the tokens.
-
-    Raises:
-        ValueError: A float is outside of `TEMPERATURE`; a tensor has the wrong kind or device, or requires grad.
-    """
+    """Check a temperature, but for the numbers of a tensor: `check_temperatures` looks at those that are used."""
     if isinstance(temperature, torch.Tensor):
         check_constant(temperature, "temperature", "real numbers", tokens)
     else:
@@ -156,9 +112,6 @@ def check_temperatures(temperatures: torch.Tensor, index: torch.Tensor | None = 
     Args:
         temperatures: [M], those of active rows.
         index: [M] their places among all tokens, or None where all rows are active.
-
-    Raises:
-        ValueError: One on the CPU is outside of `TEMPERATURE`.
     """
     lowest = TEMPERATURE.at_least
     rule = f"be finite and {TEMPERATURE.text} on active rows"

@@ -6,14 +6,7 @@ ENDS = 10  # logged steps at the beginning and at the end of training, which a f
 
 
 def headline(run: Run) -> list[dict[str, str]]:
-    """Say in a few figures how a run went.
-
-    Args:
-        run: The record of the run.
-
-    Returns:
-        The `label`, `value` and `detail` of each figure. A figure that the run does not have is left out.
-    """
+    """Say in a few figures how a run went."""
     steps = run.summary.get("steps", run.last_step) if run.finished else run.last_step
     planned = run.config.get("max_steps")
     state = "finished" if run.finished else "not finished: it goes on, or was stopped"
@@ -33,14 +26,7 @@ def headline(run: Run) -> list[dict[str, str]]:
 
 
 def about(run: Run) -> list[dict[str, str]]:
-    """Say what a run was.
-
-    Args:
-        run: The record of the run.
-
-    Returns:
-        The `label` and the `value` of each fact. One that config.json does not hold is left out.
-    """
+    """Say what a run was."""
     config, names = run.config, {"train": "GRPO", "sft": "supervised training"}
     command = config.get("command")
     model = config.get("model_name_or_path") or ("the task's own small model" if "task" in config else None)
@@ -126,14 +112,7 @@ def _memory(run):
 
 
 def cumulative_seconds(run: Run) -> dict[int, float]:
-    """Add up the seconds of the steps. The time of evaluations and checkpoints is in no step.
-
-    Args:
-        run: The record of the run.
-
-    Returns:
-        The seconds from the beginning to each logged step. A line that averages several steps counts for all of them.
-    """
+    """Add up the seconds of the steps. The time of evaluations and checkpoints is in no step."""
     seconds, total, before = {}, 0.0, 0
     for step, value in zip(*run.series.get("step_time", ([], [])), strict=True):
         total += value * max(step - before, 0)
@@ -142,26 +121,12 @@ def cumulative_seconds(run: Run) -> dict[int, float]:
 
 
 def number(value: float) -> str:
-    """Write a figure with three digits behind the point, or three in all where it is far from 1.
-
-    Args:
-        value: The figure.
-
-    Returns:
-        Its text.
-    """
+    """Write a figure with three digits behind the point, or three in all where it is far from 1."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """Write a time for people.
-
-    Args:
-        seconds: The time in seconds.
-
-    Returns:
-        Its text, such as "1 h 5 min" or "12.3 s".
-    """
+    """Write a time for people."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

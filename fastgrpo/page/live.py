@@ -23,17 +23,7 @@ _HEAD = '<meta charset="utf-8">'  # the version of the page is written behind th
 
 
 def serve(runs: Sequence[Path], make: Callable[[], str], port: int) -> None:
-    """Serve the page until the user presses Ctrl-C. The address is printed.
-
-    Args:
-        runs: The folders whose files the page is made of.
-        make: Makes the page, as HTML, from what is in the folders now.
-        port: The port; 0 takes one that is free.
-
-    Raises:
-        KeyboardInterrupt: The user pressed Ctrl-C.
-        ValueError: The port is in use, or may not be used.
-    """
+    """Serve the page until the user presses Ctrl-C. The address is printed."""
     with listen(runs, make, port) as server:
         print(
             f"http://{ADDRESS}:{server.server_port}/ shows the page while the runs go on; Ctrl-C ends this", flush=True
@@ -42,19 +32,7 @@ def serve(runs: Sequence[Path], make: Callable[[], str], port: int) -> None:
 
 
 def listen(runs: Sequence[Path], make: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """Open the server. `serve_forever` of what is returned answers requests.
-
-    Args:
-        runs: As in `serve`.
-        make: As in `serve`.
-        port: As in `serve`.
-
-    Returns:
-        The server.
-
-    Raises:
-        ValueError: As in `serve`.
-    """
+    """Open the server. `serve_forever` of what is returned answers requests."""
     pages = _Pages(list(runs), make)
     try:
         return _Server((ADDRESS, port), pages)
@@ -71,15 +49,7 @@ def listen(runs: Sequence[Path], make: Callable[[], str], port: int) -> Threadin
 
 
 def version(runs: Sequence[Path]) -> str:
-    """Name the state of the files of runs.
-
-    Args:
-        runs: The folders.
-
-    Returns:
-        A text that changes when a file in one of the folders changes, comes or goes. Files in folders below are not
-        looked at: the page shows nothing of checkpoints.
-    """
+    """Name the state of the files of runs."""
     seen = []
     for run in runs:
         try:

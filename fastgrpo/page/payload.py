@@ -29,16 +29,7 @@ COLORS = (
 
 
 def payload(runs: Sequence[Run], panels: Sequence[Panel], live: bool = False) -> dict[str, Any]:
-    """Make what a page shows.
-
-    Args:
-        runs: The records of the runs.
-        panels: The charts that the page begins with.
-        live: Whether the page is served while runs go on.
-
-    Returns:
-        The payload.
-    """
+    """Make what a page shows."""
     points = max(FEWEST, min(POINTS, 2 * POINTS // len(runs)))
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -119,14 +110,7 @@ def _axes(run, steps):
 
 
 def text_of(value: Any) -> str:
-    """Write the value of a setting as the page shows it.
-
-    Args:
-        value: The value from config.json.
-
-    Returns:
-        Text as it is, and anything else as JSON.
-    """
+    """Write the value of a setting as the page shows it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -53,17 +53,7 @@ class Run:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Find the runs that a command line names.
-
-    Args:
-        folders: Folders of runs. That of a sweep or of stages stands for all runs in it.
-
-    Returns:
-        The folders of the runs, each once.
-
-    Raises:
-        ValueError: A folder is not that of a run.
-    """
+    """Find the runs that a command line names."""
     found = [run for folder in folders for run in _runs_of(folder)]
     return list({run.resolve(): run for run in found}.values())
 
@@ -81,14 +71,7 @@ def _runs_of(folder):
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Give each run a name: that of its folder, with as many folders above it as tell it from the others.
-
-    Args:
-        folders: The folders of the runs, each once.
-
-    Returns:
-        A name for each.
-    """
+    """Give each run a name: that of its folder, with as many folders above it as tell it from the others."""
     paths, depths = [folder.resolve() for folder in folders], [1] * len(folders)
     while True:
         names = ["/".join(path.parts[-depth:]) for path, depth in zip(paths, depths, strict=True)]
@@ -99,16 +82,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def read_run(folder: Path, name: str, say: Callable[[str], None] = print) -> Run:
-    """Read the folder of a run.
-
-    Args:
-        folder: The folder, with its metrics.jsonl.
-        name: What the page calls the run.
-        say: A function that prints a line for the user.
-
-    Returns:
-        The record.
-    """
+    """Read the folder of a run."""
     warnings = [
         {"step": row["step"], "text": row["text"]}
         for row in json_lines(folder / "warnings.jsonl")
@@ -126,14 +100,7 @@ def read_run(folder: Path, name: str, say: Callable[[str], None] = print) -> Run
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the objects of a file of JSON lines, one after the other. A line that is no object is passed over.
-
-    Args:
-        path: The file. One that is missing has no lines.
-
-    Yields:
-        The object of each line.
-    """
+    """Read the objects of a file of JSON lines, one after the other. A line that is no object is passed over."""
     try:
         file = open(path, "rb")  # noqa: SIM115 (an error while it is read is no missing file)
     except OSError:
@@ -170,14 +137,7 @@ def _versions(folder):
 
 
 def finite(value: Any) -> float | int | None:
-    """Tell whether a value of JSON is a number that a page can show.
-
-    Args:
-        value: The value.
-
-    Returns:
-        It, or None where it is no number, is not finite, or is an integer that no float holds.
-    """
+    """Tell whether a value of JSON is a number that a page can show."""
     try:
         return value if type(value) in (int, float) and math.isfinite(value) else None
     except OverflowError:

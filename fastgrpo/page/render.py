@@ -22,14 +22,7 @@ ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", 
 
 
 def render(payload: dict[str, Any]) -> str:
-    """Write the page.
-
-    Args:
-        payload: What the page shows, as JSON can hold it.
-
-    Returns:
-        The HTML.
-    """
+    """Write the page."""
     from plotly.offline import get_plotlyjs
 
     text = json.dumps(payload, ensure_ascii=False, allow_nan=False).translate(str.maketrans(ESCAPES))
@@ -45,14 +38,7 @@ def render(payload: dict[str, Any]) -> str:
 
 
 def policy(page: str) -> str:
-    """Name what a page may do: run the scripts that it has now, and ask nobody for anything.
-
-    Args:
-        page: The HTML.
-
-    Returns:
-        A Content-Security-Policy. Connections to the page's own server are for the live page.
-    """
+    """Name what a page may do: run the scripts that it has now, and ask nobody for anything."""
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     return "; ".join(
@@ -69,12 +55,5 @@ def policy(page: str) -> str:
 
 
 def asset(name: str) -> str:
-    """Read a file of the page.
-
-    Args:
-        name: Its name in the folder assets.
-
-    Returns:
-        Its text.
-    """
+    """Read a file of the page."""
     return (files("fastgrpo.page") / "assets" / name).read_text(encoding="utf-8")

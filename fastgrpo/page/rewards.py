@@ -13,17 +13,7 @@ COLUMNS = 200  # at most; more logged steps are joined, so many to a column
 
 
 def reward_histogram(folder: Path, weights: Sequence[float] = ()) -> dict[str, Any] | None:
-    """Count how often which total reward was given, step by step.
-
-    Args:
-        folder: The folder of the run.
-        weights: The weight of each reward function in their order; empty where each counts 1.
-
-    Returns:
-        The last step of each column (`step`), the edges of the bins (`edges`, one more than bins), how many completions
-        have a reward in each bin (`counts`, a list a column), and what the figures rest on (`note`). None where
-        samples.jsonl holds no reward.
-    """
+    """Count how often which total reward was given, step by step."""
     totals = _totals(folder / "samples.jsonl", weights)
     if not totals:
         return None

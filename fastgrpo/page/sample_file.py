@@ -38,9 +38,6 @@ class SampleFile:
         damaged: Number of lines that are no samples. Lines that are read later are judged when they are read.
         half: Whether the last line is not whole, as it is while a run writes it.
         replaced: The steps that were forgotten because they were written again.
-
-    Args:
-        file: The file, open for reading.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -89,15 +86,7 @@ class SampleFile:
         self._last = place
 
     def read(self, step: int, block: Block) -> Iterator[dict[str, Any]]:
-        """Read the lines of a group.
-
-        Args:
-            step: The step.
-            block: The place of the group.
-
-        Yields:
-            The value of each line. Damaged lines are left out, and so is what a resume has cut off meanwhile.
-        """
+        """Read the lines of a group."""
         self._file.seek(block.offset)
         for _ in range(block.count):
             row = parse(self._file.readline(LONGEST))
@@ -117,14 +106,7 @@ def _place(line):
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Read one line.
-
-    Args:
-        line: The line.
-
-    Returns:
-        Its value, with `step` and `group` as integers that are not negative; None where the line is damaged.
-    """
+    """Read one line."""
     try:
         text = line.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:

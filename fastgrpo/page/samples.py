@@ -42,14 +42,7 @@ class Plan:
     cut: int | None = None
 
     def smaller(self, fitted: int) -> "Plan | None":
-        """Plan to keep less.
-
-        Args:
-            fitted: How many steps of this plan fitted in.
-
-        Returns:
-            The next plan; None where nothing more can be left out.
-        """
+        """Plan to keep less."""
         few = min(self.steps, FEW_STEPS)
         cuts = [cut for cut in CUTS if self.cut is None or cut < self.cut]
         if self.steps > few:
@@ -64,15 +57,7 @@ class Plan:
 
 
 def samples_of(folder: Path, budget: int) -> dict[str, Any]:
-    """Read what the page shows of a run's samples.jsonl.
-
-    Args:
-        folder: The folder of the run.
-        budget: The largest size of the steps as JSON inside of the page, in bytes.
-
-    Returns:
-        `note`, sentences that tell what was left out, and `steps`, a list of steps with their groups.
-    """
+    """Read what the page shows of a run's samples.jsonl."""
     try:
         with open(folder / "samples.jsonl", "rb") as file:
             return _thinned(SampleFile(file), budget)

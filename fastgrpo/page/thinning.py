@@ -12,16 +12,7 @@ POINTS = 2000  # a curve at most; a chart on a page is narrower
 
 
 def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
-    """Choose which points of a curve stay.
-
-    Args:
-        values: The values in their order.
-        points: How many may stay, at least 4.
-
-    Returns:
-        The places of those that stay, ascending: all of a short curve; of a long one, the first, the last, and the
-        smallest and largest of each bucket.
-    """
+    """Choose which points of a curve stay."""
     if len(values) <= points:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
@@ -32,15 +23,7 @@ def kept_of(values: Sequence[float], points: int = POINTS) -> list[int]:
 
 
 def stretches_of(values: Sequence[float], kept: Sequence[int]) -> tuple[list[float], list[int]]:
-    """Average the stretch that each kept point stands for: the values behind the kept point before it, up to itself.
-
-    Args:
-        values: The values in their order.
-        kept: What `kept_of` chose, from these values or from those of a curve as long.
-
-    Returns:
-        (a mean for each kept point, how many values it is over).
-    """
+    """Average the stretch that each kept point stands for: the values behind the kept point before it, up to itself."""
     spans = [(before + 1, place + 1) for before, place in pairwise([-1, *kept])]
     return [sum(values[low:high]) / (high - low) for low, high in spans], [high - low for low, high in spans]
 

@@ -20,12 +20,7 @@ NAME = "fastgrpo"
 
 
 class Unfit(ValueError):
-    """Packed attention cannot compute what a model does.
-
-    Args:
-        obstacle: Why, as a predicate whose subject is the model, such as "has attention sinks".
-        subject: The class of the model or of its layer.
-    """
+    """Packed attention cannot compute what a model does."""
 
     def __init__(self, obstacle: str, subject: str = "the model") -> None:
         remedy = "use --rollout_backend hf, which also trains by the model's own attention"
@@ -69,13 +64,6 @@ def attention_of(model: PreTrainedModel, name: str = NAME) -> Iterator[None]:
 
     Afterwards the model attends as before, so that its own `generate` keeps working. Meanwhile it has no padding token
     either: GPT-2 would look for one among the ids, which waits for the device.
-
-    Args:
-        model: The transformers model.
-        name: Name under which the attention function is registered with transformers.
-
-    Returns:
-        A context manager that yields nothing.
     """
     config, text = model.config, model.config.get_text_config()
     before, padding = config._attn_implementation, getattr(text, "pad_token_id", None)
@@ -98,11 +86,6 @@ class PackedAttention:
     each of which attends to its prompt and to itself; then all other sequences. A branch costs its own tokens alone.
     Its result is what prompt and branch in one sequence would give, up to rounding, because it is one softmax over the
     keys of both.
-
-    Args:
-        lengths: Tokens of each sequence in the order above, on the host. They add up to N.
-        device: Where the packed tokens lie.
-        branches: The lengths of the branches of each shared prompt, in tokens.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str, branches: Sequence[Sequence[int]] = ()) -> None:

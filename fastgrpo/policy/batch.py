@@ -53,16 +53,7 @@ class Batch:
 
     @classmethod
     def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":
-        """Pack samples side by side.
-
-        Args:
-            samples: The samples. A per-token tensor that the first sample lacks is None for the batch.
-            device: Where the batch goes.
-            share_prompt: Whether neighbours with the same prompt share one copy of it.
-
-        Returns:
-            The batch.
-        """
+        """Pack samples side by side."""
         layout = _Layout(prompt_groups(samples, share_prompt))
         counts = [len(sample.completion_ids) for sample in samples]
 
@@ -133,15 +124,7 @@ class _Layout:
 
 
 def prompt_groups(samples: Sequence[Sample], share_prompt: bool = True) -> list[list[Sample]]:
-    """Split samples into runs of neighbours that have the same prompt.
-
-    Args:
-        samples: The samples, in order.
-        share_prompt: If False, each sample is a group of its own.
-
-    Returns:
-        The groups, in order.
-    """
+    """Split samples into runs of neighbours that have the same prompt."""
     groups = []
     for sample in samples:
         if share_prompt and groups and groups[-1][0].prompt_ids == sample.prompt_ids:

@@ -7,14 +7,7 @@ END = "<eos>"
 
 
 def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token for each character, and one that ends a completion.
-
-    Args:
-        characters: The characters, each once. Any other character becomes the end token.
-
-    Returns:
-        The tokenizer. Its end token has the id 0 and pads too; the characters follow in their order.
-    """
+    """Make a tokenizer with one token for each character, and one that ends a completion."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate([END, *characters])}
@@ -28,14 +21,6 @@ def character_model(
     characters: str, seed: int, *, hidden_size: int = 64, layers: int = 3, heads: int = 4, positions: int = 64
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Make a Llama with random weights and a tied head over characters.
-
-    Args:
-        characters: The characters, each once.
-        seed: Seed of the weights.
-        hidden_size: Width of the hidden states; the inner width of the layers' MLP is four times this.
-        layers: How many layers.
-        heads: How many heads the attention has; they divide hidden_size.
-        positions: The most tokens of a prompt with its completion.
 
     Returns:
         The model on the CPU in fp32, and its tokenizer.

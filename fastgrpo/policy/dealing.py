@@ -35,12 +35,6 @@ class Dealer:
 
         The samples of a prompt stay together, unless they alone are more than the share of a rank. The largest groups
         are dealt first, each to the rank that has the fewest tokens so far.
-
-        Args:
-            samples: The samples, in order; those that share a prompt are neighbours.
-
-        Returns:
-            The indices of each rank's samples, in rising order.
         """
         size = self.ranks.size
         if size == 1:
@@ -61,40 +55,19 @@ class Dealer:
         return [sorted(share) for share in shares]
 
     def meet(self, what: str) -> None:
-        """Wait on the host until all ranks are there, where their passes wait for each other.
-
-        Args:
-            what: What the passes are for, as `Ranks.waiting` takes it.
-        """
+        """Wait on the host until all ranks are there, where their passes wait for each other."""
         if self.lockstep:
             self.ranks.meet(what)
 
     def passes(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Split the share of this rank into micro-batches.
-
-        Args:
-            samples: The samples.
-            shares: The indices of each rank's samples.
-
-        Returns:
-            The indices of each pass's samples. In lockstep, empty passes follow until there are as many as the rank
-            with the most of them makes.
-        """
+        """Split the share of this rank into micro-batches."""
 
         mine = shares[self.ranks.rank]
         parts = [[mine[i] for i in part] for part in self._split(samples, mine)]
         return parts + [[]] * ((self.agreed(samples, shares) or 0) - len(parts))
 
     def agreed(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> int | None:
-        """Count the passes that each rank makes in lockstep.
-
-        Args:
-            samples: The samples.
-            shares: The indices of each rank's samples.
-
-        Returns:
-            As many as the rank with the most micro-batches makes. None where each rank makes its own number.
-        """
+        """Count the passes that each rank makes in lockstep."""
         return max(len(self._split(samples, share)) for share in shares) if self.lockstep else None
 
     def _split(self, samples, share):

@@ -47,14 +47,7 @@ class DryRun(NamedTuple):
 
 
 def dry_run(model: PreTrainedModel) -> DryRun:
-    """Find out on the meta device whether the engine can serve a model. No weight is read or copied.
-
-    Args:
-        model: The transformers causal LM, which is left as it is.
-
-    Returns:
-        What was found.
-    """
+    """Find out on the meta device whether the engine can serve a model. No weight is read or copied."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     obstacle, watch = _obstacle_of_config(model), Watch()
     if obstacle is None:
@@ -150,14 +143,7 @@ def _kind(layer):
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model to the meta device, where tensors have shapes and no memory.
-
-    Args:
-        model: The model, which is left as it is.
-
-    Returns:
-        The copy, in evaluation mode, with modules and configs of its own.
-    """
+    """Copy a model to the meta device, where tensors have shapes and no memory."""
     memo = {}
     for module in model.modules():
         # Among these are the dicts of its parameters and buffers, and whatever tensors its own code keeps elsewhere.
@@ -171,12 +157,7 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class Shapes:
-    """A `Context` that computes nothing: it checks the shapes that a layer attends with.
-
-    Args:
-        width: The width of a head by which the engine sizes its slots.
-        longest: Most tokens that any sequence has.
-    """
+    """A `Context` that computes nothing: it checks the shapes that a layer attends with."""
 
     def __init__(self, width: int, longest: float) -> None:
         self.width, self.longest, self.layers = width, longest, set()
@@ -195,9 +176,6 @@ class Shapes:
 
         Returns:
             [N, H, d] without values.
-
-        Raises:
-            Unfit: The slots of the engine cannot hold these keys and values.
         """
         if key.shape != value.shape:
             raise Unfit(f"has keys of width {key.shape[-1]} and values of width {value.shape[-1]}")

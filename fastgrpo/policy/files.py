@@ -38,16 +38,6 @@ def loading(path: str | Path, what: str) -> Iterator[None]:
     """Turn whatever transformers raises for files that cannot be loaded into one ValueError.
 
     Errors that `explain` can explain (no memory, no permission, a full disk, a missing package) pass as they are.
-
-    Args:
-        path: The folder, hub id or GGUF file that is loaded.
-        what: What is loaded of it, for the message.
-
-    Returns:
-        A context manager that yields nothing.
-
-    Raises:
-        ValueError: There is no such folder, or it cannot be loaded.
     """
     path = str(path)
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
@@ -77,15 +67,7 @@ def _reason(error):
 
 
 def refuse_code(path: str | Path, error: Exception) -> None:
-    """Raise an error with the remedy where transformers' error means that the model needs Python code of its own.
-
-    Args:
-        path: The folder or hub id.
-        error: What transformers raised.
-
-    Raises:
-        ValueError: The model comes with Python code.
-    """
+    """Raise an error with the remedy where transformers' error means that the model needs Python code of its own."""
     if "trust_remote_code" in str(error):
         raise ValueError(
             f"{str(path)!r} comes with Python code of its own, which is not run by default; read it, then pass "
@@ -94,19 +76,7 @@ def refuse_code(path: str | Path, error: Exception) -> None:
 
 
 def read_json(path: str | Path, file: str, local_files_only: bool = False) -> dict[str, Any]:
-    """Read a JSON file of a model.
-
-    Args:
-        path: The folder or hub id, or a GGUF file, beside which the file may lie.
-        file: The name of the file in it.
-        local_files_only: Whether to look for the file of a hub id in the hub's cache alone.
-
-    Returns:
-        The fields of the file; empty where there is no such file.
-
-    Raises:
-        ValueError: The file is not JSON, or holds no object.
-    """
+    """Read a JSON file of a model."""
     folder, _ = source_of(path)
     with loading(path, file):
         found = cached_file(
@@ -130,14 +100,7 @@ def _named(path, file):
 
 
 def check_tokenizer_files(path: str | Path) -> None:
-    """Refuse a tokenizer whose files have a field that cannot be used; transformers reads config.json for it too.
-
-    Args:
-        path: The folder, hub id or GGUF file. A GGUF file holds what config.json does.
-
-    Raises:
-        ValueError: A file is damaged, or a field is not allowed; both are named.
-    """
+    """Refuse a tokenizer whose files have a field that cannot be used; transformers reads config.json for it too."""
     if find_gguf(path) is None:
         _check_config(f"{path}/config.json", read_json(path, "config.json"))
     template = read_json(path, "tokenizer_config.json").get("chat_template")
@@ -147,19 +110,7 @@ def check_tokenizer_files(path: str | Path) -> None:
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False, local_files_only: bool = False) -> PretrainedConfig:
-    """Read the config of a model, in which no implementation of attention or experts is chosen.
-
-    Args:
-        path: The folder, hub id or GGUF file. A folder with adapters alone gives the config of their base model.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        local_files_only: Whether to look for a hub id in the hub's cache alone.
-
-    Returns:
-        The config, to be passed on when the model is loaded.
-
-    Raises:
-        ValueError: A file is damaged, or a field is not allowed; both are named.
-    """
+    """Read the config of a model, in which no implementation of attention or experts is chosen."""
     if find_gguf(path) is None:
         path = _base_of(path, local_files_only)
         _check_config(f"{path}/config.json", read_json(path, "config.json", local_files_only))
@@ -228,18 +179,7 @@ def _check_config(where, fields):
 
 
 def check_end_ids(where: str, ids: Any) -> list[int]:
-    """Refuse ids of tokens that are no whole numbers, or negative.
-
-    Args:
-        where: What the refusal names first: the file and the field.
-        ids: An id, a list of ids, or None.
-
-    Returns:
-        The ids; empty for None.
-
-    Raises:
-        ValueError: There is another value among the ids.
-    """
+    """Refuse ids of tokens that are no whole numbers, or negative."""
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):

@@ -16,16 +16,7 @@ BAR = {"delay": 2, "leave": False, "dynamic_ncols": True}  # how the progress of
 
 
 def check_prompts(prompts: Iterable[Prompt], policy: Policy, max_tokens: int) -> None:
-    """Refuse prompts that the policy cannot hold.
-
-    Args:
-        prompts: The prompts.
-        policy: The policy.
-        max_tokens: The most tokens of a completion: the setting max_completion_length.
-
-    Raises:
-        ValueError: For the reasons of `Policy.check_prompt`; the error shows the beginning of the prompt.
-    """
+    """Refuse prompts that the policy cannot hold."""
     for prompt in prompts:
         policy.check_prompt(prompt.ids, max_tokens, f"the prompt {shortened(prompt.prompt)}", "max_completion_length")
 
@@ -51,22 +42,7 @@ def prompts_of(
     max_tokens: int,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Prompt]:
-    """Tokenize every row and check its prompt.
-
-    Args:
-        rows: Data rows.
-        tokenizer: The policy's tokenizer.
-        policy: The policy.
-        max_tokens: The most tokens of a completion.
-        template_kwargs: Keyword arguments of the chat template by name, or None.
-
-    Returns:
-        An iterator of the prompts, which makes each when it is asked for.
-
-    Raises:
-        ValueError: For the reasons of `to_prompt` and `check_prompts`, or a character has no token and became the end
-            token; the error names the place of the row.
-    """
+    """Tokenize every row and check its prompt."""
 
     def fitting(row):
         prompt = to_prompt(row, tokenizer, template_kwargs)
@@ -85,19 +61,7 @@ def check_rows(
     shown: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check every row, and keep nothing of it.
-
-    Args:
-        rows: Data rows.
-        tokenizer: The policy's tokenizer.
-        policy: The policy.
-        max_tokens: The most tokens of a completion.
-        shown: Whether long work shows a progress bar.
-        template_kwargs: Keyword arguments of the chat template by name, or None.
-
-    Raises:
-        ValueError: For the reasons of `prompts_of`.
-    """
+    """Check every row, and keep nothing of it."""
     prompts = prompts_of(rows, tokenizer, policy, max_tokens, template_kwargs)
     for _ in tqdm(prompts, desc="check prompts", total=len(rows), disable=not shown, **BAR):
         pass
@@ -111,23 +75,7 @@ def examples_of(
     shown: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Iterator[Example]:
-    """Tokenize every row for supervised training, and check that the policy can hold each example.
-
-    Args:
-        rows: Rows with `prompt` and `completion`, or with `messages`.
-        tokenizer: The policy's tokenizer.
-        policy: The policy.
-        stops: The ids at which rollouts stop.
-        shown: Whether long work shows a progress bar.
-        template_kwargs: Keyword arguments of the chat template by name, or None.
-
-    Yields:
-        The examples in the order of the rows.
-
-    Raises:
-        ValueError: For the reasons of `to_examples`, or an example is longer than the model's context or has a token
-            that the model does not know; the error names the place of the row.
-    """
+    """Tokenize every row for supervised training, and check that the policy can hold each example."""
 
     def fitting(row):
         examples = to_examples(row, tokenizer, stops, template_kwargs)

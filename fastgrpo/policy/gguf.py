@@ -18,17 +18,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def find_gguf(path: str | Path) -> Path | None:
-    """Find the GGUF file that a path stands for.
-
-    Args:
-        path: A file, a folder or a hub id.
-
-    Returns:
-        The file; None where the path stands for no GGUF file.
-
-    Raises:
-        ValueError: There is no such file, a folder holds several of them, or a package that reads them is missing.
-    """
+    """Find the GGUF file that a path stands for."""
     path = Path(path)
     if os.path.isdir(path):  # where pathlib raises an error for a name that is too long, this says no
         files = [] if any((path / name).exists() for name in PLAIN) else sorted(path.iterdir())
@@ -51,30 +41,13 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def source_of(path: str | Path) -> tuple[str | Path, dict[str, str]]:
-    """Say how transformers is told of a model.
-
-    Args:
-        path: A folder, a hub id or a GGUF file.
-
-    Returns:
-        What `from_pretrained` takes first, and the keyword arguments that it needs beside it.
-
-    Raises:
-        ValueError: For the reasons of `find_gguf`.
-    """
+    """Say how transformers is told of a model."""
     file = find_gguf(path)
     return (path, {}) if file is None else (file.parent, {"gguf_file": file.name})
 
 
 def unpacked(gguf: dict[str, str]) -> dict[str, Any]:
-    """Say how transformers makes an ordinary model of a GGUF file, with all of its weights unpacked.
-
-    Args:
-        gguf: What `source_of` returned last.
-
-    Returns:
-        The keyword arguments of `from_pretrained`; empty where the model is in no GGUF file.
-    """
+    """Say how transformers makes an ordinary model of a GGUF file, with all of its weights unpacked."""
     if not gguf:
         return {}
     from transformers import GgufConfig  # older releases, which read all other models, do not have it
@@ -87,9 +60,6 @@ def set_special_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
 
     transformers 5.17 takes the end token of a Llama for its first token (`GGUFLlamaConverter.tokenizer`), and would
     never end a completion.
-
-    Args:
-        tokenizer: A tokenizer that was read from a GGUF file, changed in place.
     """
     for name in SPECIAL:
         token = tokenizer.init_kwargs.pop(f"{name}_id", None)

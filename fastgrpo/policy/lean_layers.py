@@ -97,11 +97,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 def apply_lean(model: PreTrainedModel) -> None:
-    """Let norms and MLPs of a model on a CPU in fp32 keep less, where they compute what Llama's do.
-
-    Args:
-        model: A causal language model, changed in place.
-    """
+    """Let norms and MLPs of a model on a CPU in fp32 keep less, where they compute what Llama's do."""
     if not _serves(model.device, model.dtype):
         return
     for module, forward in _replaceable(model):
@@ -109,16 +105,7 @@ def apply_lean(model: PreTrainedModel) -> None:
 
 
 def would_keep_less(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether `apply_lean` would replace norms and MLPs of a model, once it is on a device in a dtype.
-
-    Args:
-        model: A causal language model on any device.
-        dtype: The dtype that its weights will have.
-        device: Where the model will be.
-
-    Returns:
-        Whether it would replace both.
-    """
+    """Tell whether `apply_lean` would replace norms and MLPs of a model, once it is on a device in a dtype."""
     return _serves(device, dtype) and len({forward for _, forward in _replaceable(model)}) == 2
 
 

@@ -16,17 +16,6 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
     Experts stay as they are too: liger's wait in every layer until the host knows how many tokens each one gets, which
     no recording as a CUDA graph allows. The rotary embedding is replaced for the model's whole architecture, so that a
     copy made later, such as the reference, computes the same.
-
-    Args:
-        model: A causal language model, changed in place.
-        wanted: Whether to replace them. None replaces them where the model is on a GPU, liger-kernel is installed and
-            it knows the architecture, and logs why not where they stay as they are on a GPU.
-
-    Returns:
-        Whether they were replaced.
-
-    Raises:
-        ValueError: They were asked for with True and cannot be had.
     """
     obstacle = _obstacle(model, model.device) if wanted is not False else "not wanted"
     if wanted and obstacle:
@@ -51,16 +40,7 @@ def apply_liger(model: PreTrainedModel, wanted: bool | None = None) -> bool:
 
 
 def would_apply(model: PreTrainedModel, wanted: bool | None, device: torch.device) -> bool:
-    """Tell whether `apply_liger` would replace the layers of a model, or refuse, once the model is on a device.
-
-    Args:
-        model: A causal language model on any device.
-        wanted: As for `apply_liger`.
-        device: Where the model will be.
-
-    Returns:
-        Whether it would.
-    """
+    """Tell whether `apply_liger` would replace the layers of a model, or refuse, once the model is on a device."""
     return bool(wanted) or (wanted is None and _obstacle(model, device) is None)
 
 

@@ -34,24 +34,7 @@ def load_policy(
     use_liger_kernel: bool | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer from a folder, the hub or a GGUF file.
-
-    Args:
-        path: The folder, hub id or GGUF file.
-        dtype: See `choose_dtype`.
-        device: See `choose_device`.
-        gradient_checkpointing: See `prepare`.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        own_attention: See `prepare`.
-        use_liger_kernel: See `apply_liger`, whose argument `wanted` it is.
-        tokenizer: The tokenizer; None loads the one at `path`.
-
-    Returns:
-        The policy, ready for training, and its tokenizer, which fit each other.
-
-    Raises:
-        ValueError: They cannot be loaded, do not fit each other, or the engine cannot run the model exactly.
-    """
+    """Load a causal LM and its tokenizer from a folder, the hub or a GGUF file."""
     tokenizer = tokenizer or load_tokenizer(path, trust_remote_code)
     model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     policy = prepare(model, gradient_checkpointing, own_attention)
@@ -64,20 +47,7 @@ def load_policy(
 def policy_and_tokenizer(
     model: str | Path | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Any
 ) -> tuple[Policy, PreTrainedTokenizerBase]:
-    """Load or take over the model that a trainer trains, on its device and in its precision.
-
-    Args:
-        model: A folder, hub id or GGUF file, or a transformers causal LM, which is changed in place.
-        tokenizer: The tokenizer; None loads the model's.
-        config: The `GRPOConfig`.
-
-    Returns:
-        The policy and its tokenizer, which fit each other.
-
-    Raises:
-        ValueError: For the reasons of `load_policy`, the model is of another kind, or it was made in memory and there
-            is no tokenizer.
-    """
+    """Load or take over the model that a trainer trains, on its device and in its precision."""
     own_attention = config.rollout_backend == "hf"
     refuse_wrappers(model)
     if not isinstance(model, (str, Path, PreTrainedModel)):
@@ -111,20 +81,7 @@ def policy_and_tokenizer(
 def load_model(
     path: str | Path, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a causal LM from a folder, the hub or a GGUF file.
-
-    Args:
-        path: The folder, hub id or GGUF file.
-        dtype: See `choose_dtype`.
-        device: See `choose_device`.
-        trust_remote_code: Whether Python code that comes with the model may run.
-
-    Returns:
-        The transformers model, on its device.
-
-    Raises:
-        ValueError: The model does not exist, is damaged, or is not complete.
-    """
+    """Load a causal LM from a folder, the hub or a GGUF file."""
     device = choose_device(device)
     config = read_config(path, trust_remote_code)
     source, gguf = source_of(path)
@@ -168,18 +125,7 @@ def _any_layer(name):
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder, hub id or GGUF file.
-
-    Args:
-        path: The folder, hub id or GGUF file.
-        trust_remote_code: Whether Python code that comes with it may run.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: It cannot be loaded.
-    """
+    """Load the tokenizer of a folder, hub id or GGUF file."""
     check_tokenizer_files(path)
     source, gguf = source_of(path)
     with loading(path, "tokenizer"):
@@ -194,16 +140,6 @@ def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
     Ids that no token of the model has end nothing and are left out with a warning: transformers puts the end token of
     the full-sized model into the generation config of a small one whose config names none.
-
-    Args:
-        policy: The policy.
-        tokenizer: Its tokenizer.
-
-    Returns:
-        The ids, in rising order.
-
-    Raises:
-        ValueError: There are none, or an id is no whole number.
     """
     model, count = policy.module, policy.module.get_input_embeddings().weight.shape[0]
     configured = model.generation_config.eos_token_id if model.generation_config else None
@@ -223,15 +159,7 @@ def stop_token_ids(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 def check_vocabulary(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that knows more tokens than the policy has embeddings.
-
-    Args:
-        policy: The policy.
-        tokenizer: The tokenizer.
-
-    Raises:
-        ValueError: The tokenizer knows more tokens.
-    """
+    """Refuse a tokenizer that knows more tokens than the policy has embeddings."""
     embeddings = policy.module.get_input_embeddings().weight.shape[0]
     if tokenizer.vocab_size > embeddings:
         raise ValueError(
@@ -248,21 +176,7 @@ def _refuse_quantized(model):
 
 
 def prepare(model: PreTrainedModel, gradient_checkpointing: bool = False, own_attention: bool = False) -> Policy:
-    """Make a policy of a model. Dropout is switched off, and a model that would be computed wrongly is refused.
-
-    Args:
-        model: The model, changed in place.
-        gradient_checkpointing: Whether layers are recomputed in the backward pass.
-        own_attention: Whether to accept a model that packed attention cannot run. It then trains by its own attention
-            over padded sequences.
-
-    Returns:
-        The `Policy`.
-
-    Raises:
-        ValueError: The model has no head, a head that is not linear, or quantized weights, needs its own attention (see
-            `dry_run`), or has a generation config that could not be saved.
-    """
+    """Make a policy of a model. Dropout is switched off, and a model that would be computed wrongly is refused."""
     name = type(model).__name__
     if model.get_output_embeddings() is None or model.config.is_encoder_decoder:
         raise ValueError(f"{name} is no causal LM; load the model with AutoModelForCausalLM")
@@ -324,18 +238,7 @@ def _check_generation_config(model):
 
 
 def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint folder.
-
-    Args:
-        policy: The policy that they are for.
-        path: The folder.
-
-    Returns:
-        Weights under the names of `Policy.state_dict`.
-
-    Raises:
-        ValueError: They cannot be loaded, or are not those of the policy.
-    """
+    """Read the weights of a checkpoint folder."""
     if has_adapters(policy.module):
         return read_adapters(path)
     module = policy.module

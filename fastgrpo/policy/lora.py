@@ -30,20 +30,6 @@ def add_lora(
 
     The adapters have no dropout, so that the policy that trains is the one that drew the samples. They start with
     B = 0 and change nothing at first.
-
-    Args:
-        model: The policy, changed in place.
-        r: Rank of the adapters.
-        alpha: Scale of the adapters, which add alpha / r B A to a weight.
-        target_modules: Names of the linear layers that get adapters; "all-linear" stands for all but the head, and no
-            name for peft's choice for the architecture.
-        seed: Seed of the initial weights.
-
-    Returns:
-        The same model, in evaluation mode.
-
-    Raises:
-        ValueError: For the reasons of `wrap_lora`.
     """
     return wrap_lora(model, r=r, alpha=alpha, target_modules=target_modules, seed=seed).get_base_model()
 
@@ -51,22 +37,7 @@ def add_lora(
 def wrap_lora(
     model: PreTrainedModel, *, r: int = 16, alpha: float = 32, target_modules: Iterable[str] = (), seed: int = 0
 ) -> "PeftModel":
-    """Do what `add_lora` does, and return peft's view of the model.
-
-    Args:
-        model: As for `add_lora`.
-        r: As for `add_lora`.
-        alpha: As for `add_lora`.
-        target_modules: As for `add_lora`.
-        seed: As for `add_lora`.
-
-    Returns:
-        The `PeftModel` whose base model is the same model, in evaluation mode.
-
-    Raises:
-        ValueError: peft is not installed, the model has no such modules, it has adapters already, or the head or the
-            embedding is among the targets.
-    """
+    """Do what `add_lora` does, and return peft's view of the model."""
     try:
         from peft import LoraConfig, get_peft_model
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -93,14 +64,7 @@ def wrap_lora(
 
 
 def taken_over(wrapper: "PeftModel") -> "PeftModel":
-    """Make the adapters of a wrapped model those of the model itself, as `add_adapter` of transformers would.
-
-    Args:
-        wrapper: The `PeftModel`, whose base model is a prepared policy.
-
-    Returns:
-        The same object, in evaluation mode.
-    """
+    """Make the adapters of a wrapped model those of the model itself, as `add_adapter` of transformers would."""
     model = wrapper.get_base_model()
     model._hf_peft_config_loaded = True
     model.disable_input_require_grads()  # peft hooks the embedding as transformers did before it
@@ -108,27 +72,13 @@ def taken_over(wrapper: "PeftModel") -> "PeftModel":
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights below the adapters, or all weights where there are none.
-
-    Args:
-        model: The transformers model.
-
-    Returns:
-        The weights under the names that they have without adapters.
-    """
+    """Return the weights below the adapters, or all weights where there are none."""
     weights = model.state_dict().items()
     return {name.replace(".base_layer.", "."): value for name, value in weights if ADAPTER not in name}
 
 
 def refuse_adapters(model: PreTrainedModel) -> None:
-    """Refuse a model that has adapters, because the model without them would be taken for the reference.
-
-    Args:
-        model: The transformers model.
-
-    Raises:
-        ValueError: The model has adapters.
-    """
+    """Refuse a model that has adapters, because the model without them would be taken for the reference."""
     if has_adapters(model):
         raise ValueError(
             "the model has adapters already; start from merged weights (a run with use_peft leaves them in merged/)"
@@ -136,14 +86,7 @@ def refuse_adapters(model: PreTrainedModel) -> None:
 
 
 def refuse_wrappers(model: Any) -> None:
-    """Refuse peft's wrapper of a model.
-
-    Args:
-        model: What was given as the model.
-
-    Raises:
-        ValueError: It is a `PeftModel`.
-    """
+    """Refuse peft's wrapper of a model."""
     if is_wrapper(model):
         raise ValueError(
             "model is a PeftModel: pass model.merge_and_unload() to train all of its weights, or its base model with "
@@ -152,27 +95,13 @@ def refuse_wrappers(model: Any) -> None:
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Tell whether a model has adapters, from `add_lora` or from a file.
-
-    Args:
-        model: The transformers model.
-
-    Returns:
-        Whether it has any.
-    """
+    """Tell whether a model has adapters, from `add_lora` or from a file."""
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Switch the adapters off while the context manager is open: the policy is then what it was before training.
-
-    Args:
-        model: The policy, with adapters.
-
-    Returns:
-        A context manager that yields the model.
-    """
+    """Switch the adapters off while the context manager is open: the policy is then what it was before training."""
     model.disable_adapters()
     try:
         yield model
@@ -181,14 +110,7 @@ def adapters_off(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def read_adapters(path: Path) -> dict[str, torch.Tensor]:
-    """Read the adapters of a checkpoint folder, which are in peft's format.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        Weights under the names that they have in the policy's module.
-    """
+    """Read the adapters of a checkpoint folder, which are in peft's format."""
     from safetensors.torch import load_file
 
     weights = load_file(path / "adapter_model.safetensors")
@@ -201,12 +123,6 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     """Copy a policy with adapters into a plain model on the CPU, whose weights are W + alpha / r B A.
 
     Each sum is computed in fp32 and rounded once to the dtype of W.
-
-    Args:
-        model: The policy, with adapters; it stays as it is.
-
-    Returns:
-        A model without adapters that shares no memory with the policy.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 

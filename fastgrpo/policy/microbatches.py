@@ -19,15 +19,6 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool
 
     The result depends on the lengths and on the order of the samples alone. If all fit, they are one micro-batch in
     their order.
-
-    Args:
-        samples: The samples, in order; those that share a prompt are neighbours.
-        max_tokens: Most input tokens of a micro-batch. A sample with more stands alone.
-        share_prompt: Whether neighbours with the same prompt share one copy of it.
-
-    Returns:
-        The indices of each micro-batch's samples in rising order, and the micro-batches in the order of their first
-        samples.
     """
     groups, start = [], 0
     for group in prompt_groups(samples, share_prompt):
@@ -48,12 +39,7 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool
 
 
 class _Bins:
-    """Micro-batches that are being filled.
-
-    Args:
-        size: The token budget of each.
-        most: How many there may be before groups are spread over the room that is left.
-    """
+    """Micro-batches that are being filled."""
 
     def __init__(self, size, most):
         self.size, self.most = size, most

@@ -59,14 +59,7 @@ class Context(Protocol):
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Read the width of an attention head.
-
-    Args:
-        config: The model's transformers config.
-
-    Returns:
-        The width.
-    """
+    """Read the width of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

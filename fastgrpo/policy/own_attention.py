@@ -14,14 +14,7 @@ from fastgrpo.policy.batch import Batch
 
 
 def narrow_window(config: PretrainedConfig) -> int | None:
-    """Find the sliding window of a model, if some layers use one that is shorter than the context.
-
-    Args:
-        config: The model's config.
-
-    Returns:
-        The window in tokens, or None.
-    """
+    """Find the sliding window of a model, if some layers use one that is shorter than the context."""
     window = getattr(config, "sliding_window", None)
     used = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     context = getattr(config, "max_position_embeddings", None)
@@ -33,10 +26,6 @@ def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
     Each branch of a shared prompt stands behind a copy of that prompt. The padding is on the right, where no token sees
     it.
-
-    Args:
-        model: The transformers model, with D its hidden size.
-        batch: The batch, with N packed tokens.
 
     Returns:
         [N, D] final hidden states in the model's dtype.

@@ -16,12 +16,6 @@ def package_obstacle(module: str) -> str | None:
 
     A compiled package that was built for another version of torch is installed, but fails when it is imported. That is
     also logged, once, for whoever goes on without the package.
-
-    Args:
-        module: The module that is needed, such as "flash_attn.flash_attn_interface".
-
-    Returns:
-        A phrase that begins with "needs", or None where the module loads.
     """
     root = module.partition(".")[0]
     if find_spec(root) is None:

@@ -60,9 +60,6 @@ class PaddedAttention(AttentionKernel):
 
     16-bit tensors are computed in fp32. PyTorch's FlashAttention for CPUs takes two to three times as long for bf16
     where the CPU has no AMX, and plain products would round the scores.
-
-    Args:
-        name: The kernel of a bucket. "cpu" is PyTorch's FlashAttention for CPUs, "math" is plain matrix products.
     """
 
     def __init__(self, name: str) -> None:

@@ -12,30 +12,12 @@ ASIDE = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping"
 
 
 def is_wrapper(model: Any) -> bool:
-    """Tell whether a model is peft's wrapper of one, without importing peft.
-
-    Args:
-        model: What was given as the model.
-
-    Returns:
-        Whether it is a `PeftModel`.
-    """
+    """Tell whether a model is peft's wrapper of one, without importing peft."""
     return any(base.__name__ == "PeftModel" for base in type(model).__mro__)
 
 
 def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
-    """Translate a config of peft into our settings.
-
-    Args:
-        config: The config.
-        name: What the error calls it.
-
-    Returns:
-        The settings use_peft, lora_r, lora_alpha and lora_target_modules.
-
-    Raises:
-        ValueError: It is no `LoraConfig`, or has an option that our LoRA does not have; the option is named.
-    """
+    """Translate a config of peft into our settings."""
     if not any(base.__name__ == "LoraConfig" for base in type(config).__mro__):
         raise ValueError(f"{name} is of type {type(config).__name__}; pass a peft.LoraConfig")
     from peft import LoraConfig
@@ -62,19 +44,7 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
 
 
 def unwrapped(wrapper: Any, moved: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Take the transformers model, with the adapters in it, out of peft's wrapper.
-
-    Args:
-        wrapper: The `PeftModel`. It stays a view of the model.
-        moved: Whether adapters that have learned something are allowed. The reference is the model without adapters,
-            so a KL to the model as it was given needs adapters that change nothing yet.
-
-    Returns:
-        The model, and the settings that say which adapters it has.
-
-    Raises:
-        ValueError: It has other adapters than our LoRA has, several of them, or adapters that are not allowed.
-    """
+    """Take the transformers model, with the adapters in it, out of peft's wrapper."""
     if list(wrapper.peft_config) != ["default"]:
         names = ", ".join(wrapper.peft_config)
         raise ValueError(f"model is a PeftModel with the adapters {names}; pass one with the adapter 'default' alone")

@@ -5,18 +5,7 @@ from transformers import PreTrainedModel
 
 
 def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
-    """Find the device that a setting names.
-
-    Args:
-        name: cuda, cuda:N, cpu, or auto, which is the GPU where there is one.
-        setting: The name of the setting, for errors.
-
-    Returns:
-        The device.
-
-    Raises:
-        ValueError: There is no such device.
-    """
+    """Find the device that a setting names."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -36,9 +25,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     Args:
         name: float32, bfloat16, or auto: bf16 on GPUs, where the optimizer keeps fp32 masters, and fp32 on CPUs.
         device: Where the weights will be.
-
-    Returns:
-        The dtype of the weights.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -46,11 +32,6 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the parameters of a model but not its buffers: rotary frequencies in bf16 would be wrong by radians.
-
-    Args:
-        model: The model, changed in place.
-        dtype: The dtype of its weights from now on.
-    """
+    """Cast the parameters of a model but not its buffers: rotary frequencies in bf16 would be wrong by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

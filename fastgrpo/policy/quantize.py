@@ -10,19 +10,6 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
     """Quantize all linear layers of a frozen model except the head, and move the model to a device.
 
     The matrix products still run in the model's dtype.
-
-    Args:
-        model: The frozen model, on the CPU; changed in place.
-        name: "int8" stores weights in 8 bits with one scale for each output (torchao). "nf4" stores them in the 4-bit
-            NormalFloat of QLoRA (arXiv 2305.14314), in blocks of 64 with one scale each (bitsandbytes).
-        device: Where the model goes.
-
-    Returns:
-        The same model, on the device.
-
-    Raises:
-        ValueError: The package is not installed, or the device is a CPU and nf4 is asked of a layer whose number of
-            inputs is not a multiple of 64.
     """
     device = torch.device(device)
     lm_head = model.get_output_embeddings()

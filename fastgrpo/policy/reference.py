@@ -79,18 +79,7 @@ def score(
 def make_reference(
     policy: Policy, beta: float, *, device: str | None = None, quantization: str | None = None, moving: bool = False
 ) -> "Reference | None":
-    """Make the reference of a policy, as the policy is now.
-
-    Args:
-        policy: The policy.
-        beta: The coefficient of the KL; at 0 there is no reference.
-        device: "cpu" keeps the copy in host memory and streams it; None keeps it where the policy is.
-        quantization: "int8" or "nf4" for the copy's linear layers, or None.
-        moving: Whether the reference will follow the policy (`FrozenCopy.sync`), so that a checkpoint must hold it.
-
-    Returns:
-        None at beta = 0, the policy itself with its adapters off where it has adapters, and else a copy.
-    """
+    """Make the reference of a policy, as the policy is now."""
     if beta == 0:
         return None
     if has_adapters(policy.module):
@@ -101,15 +90,7 @@ def make_reference(
 
 
 def frozen_copy(model: PreTrainedModel, device: str | None = None) -> PreTrainedModel:
-    """Copy a model without gradients.
-
-    Args:
-        model: The model.
-        device: Where the copy's parameters go. None is the device of the model. Buffers stay on their device.
-
-    Returns:
-        The copy.
-    """
+    """Copy a model without gradients."""
     return _copy(model, lambda parameter: parameter.detach().to(device or parameter.device, copy=True))
 
 
@@ -124,11 +105,7 @@ def _copy(model, value_of):
 
 
 class Reference:
-    """A frozen policy that scores samples.
-
-    Args:
-        policy: The frozen policy.
-    """
+    """A frozen policy that scores samples."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -139,25 +116,13 @@ class Reference:
         yield
 
     def score(self, samples: Sequence[Sample], scoring: Scoring, passes: int | None = None) -> list[torch.Tensor]:
-        """Compute the reference's log-probs of completions.
-
-        Args:
-            samples: The completions with their prompts.
-            scoring: How they are scored.
-            passes: As for the function `score`.
-
-        Returns:
-            The log-probs as the function `score` returns them.
-        """
+        """Compute the reference's log-probs of completions."""
         with self.ready():
             return score(self.policy, samples, scoring, passes)
 
     @torch.no_grad()
     def states(self, batch: Batch) -> tuple[torch.Tensor, Head]:
         """Compute the hidden states that the KL of the full distributions takes, of one micro-batch.
-
-        Args:
-            batch: The packed micro-batch.
 
         Returns:
             [M, D], one state for each completion token, and the head, without gradient. Both are on the policy's device
@@ -182,16 +147,7 @@ class Reference:
                 self.policy.within(self.policy.idle_loss)
 
     def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Measure how good the reference is, before it is used on samples.
-
-        Args:
-            samples: The completions with their prompts that this rank scores.
-            scoring: How they are scored.
-            ranks: The ranks.
-
-        Returns:
-            Metrics by name: none, where the reference is exact.
-        """
+        """Measure how good the reference is, before it is used on samples."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,11 +155,7 @@ class Reference:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore what `state_dict` returned."""
 
 
 class AdaptersOff(Reference):
@@ -217,13 +169,7 @@ class AdaptersOff(Reference):
 
 
 class FrozenCopy(Reference):
-    """A copy of the policy as it is now, without gradients.
-
-    Args:
-        policy: The policy.
-        moving: Whether `sync` will change the copy, so that a checkpoint must hold its weights.
-        device: Where the copy's parameters go. None is the policy's device.
-    """
+    """A copy of the policy as it is now, without gradients."""
 
     def __init__(self, policy: Policy, moving: bool = False, device: str | None = None):
         if policy.lockstep and device is None:
@@ -238,11 +184,7 @@ class FrozenCopy(Reference):
     def sync(self, policy: Policy, alpha: float) -> None:
         """Move the weights towards the policy's (TR-DPO, arXiv 2404.09656).
 
-            reference = alpha policy + (1 - alpha) reference
-
-        Args:
-            policy: The policy.
-            alpha: The policy's share.
+        reference = alpha policy + (1 - alpha) reference
         """
         theirs = policy.module.named_parameters() if self.policy.lockstep else policy.whole_parameters()
         mine = dict(self.policy.module.named_parameters())
@@ -255,22 +197,13 @@ class FrozenCopy(Reference):
         return self.policy.module.state_dict() if self.moving else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the weights, if the state has any.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore the weights, if the state has any."""
         if state:
             self.policy.load_state_dict(state)
 
 
 class StreamedCopy(FrozenCopy):
-    """A copy in host memory. Only while it runs, the device holds two of its layers, its embedding and its head.
-
-    Args:
-        policy: The policy.
-        moving: See `FrozenCopy`.
-    """
+    """A copy in host memory. Only while it runs, the device holds two of its layers, its embedding and its head."""
 
     def __init__(self, policy: Policy, moving: bool = False):
         super().__init__(policy, moving, "cpu")
@@ -287,10 +220,6 @@ class QuantizedCopy(Reference):
     """A copy with quantized linear layers; embedding, norms and head keep their dtype.
 
     The first `measure` takes `ref/kl_error` against the exact copy, which is streamed for it and then dropped.
-
-    Args:
-        policy: The policy.
-        quantization: "int8" or "nf4".
     """
 
     def __init__(self, policy: Policy, quantization: str):
@@ -300,17 +229,7 @@ class QuantizedCopy(Reference):
         super().__init__(Policy(module, policy.own_attention))
 
     def measure(self, samples: Sequence[Sample], scoring: Scoring, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Measure, the first time, how far the copy's log-probs are from the exact ones.
-
-        Args:
-            samples: The completions with their prompts that this rank scores.
-            scoring: How they are scored.
-            ranks: The ranks.
-
-        Returns:
-            The first time `ref/kl_error`, the mean k3 estimate of the KL from the exact reference over the tokens of
-            all ranks; later nothing.
-        """
+        """Measure, the first time, how far the copy's log-probs are from the exact ones."""
         if self.exact is None:
             return {}
         own = 0.0, 0
@@ -329,10 +248,6 @@ class QuantizedCopy(Reference):
         return {"measured": self.exact is None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore whether the copy has been compared with the exact one.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore whether the copy has been compared with the exact one."""
         if state.get("measured"):
             self.exact = None

@@ -43,9 +43,6 @@ class Bucket:
     def bias_in(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Cast the bias to the dtype of the queries.
 
-        Args:
-            dtype: The dtype of the queries.
-
         Returns:
             [S, 1, 1, U], or None where the bucket has no bias.
         """
@@ -57,12 +54,6 @@ class Buckets:
 
     `place_q` [N] and `place_k` [M] tell at which place of all buckets, one after another, each packed query and key
     stands.
-
-    Args:
-        queries: Queries of each sequence, on the host.
-        keys: Keys of each sequence, on the host.
-        device: Where the packed tokens lie.
-        causal: Whether attention is causal. Then no query that counts sees a padded key, and no bias is made.
     """
 
     def __init__(self, queries: list[int], keys: list[int], device: torch.device | str, causal: bool) -> None:
@@ -109,16 +100,7 @@ class Buckets:
 
 
 class Segments:
-    """S sequences of packed queries, and the packed keys that each sequence attends to.
-
-    Args:
-        queries: Queries of each sequence, on the host; none is 0.
-        keys: Keys of each sequence, on the host; none is 0.
-        device: Where the packed tokens lie.
-        causal: Whether query i of a sequence sees only the keys 0 to i of that sequence.
-        query_span: Where these queries stand among all packed tokens, side by side.
-        key_span: Where these keys stand among all packed tokens, side by side.
-    """
+    """S sequences of packed queries, and the packed keys that each sequence attends to."""
 
     def __init__(
         self,
@@ -197,7 +179,4 @@ class AttentionKernel(ABC):
             lse: [H, N] contiguous log-sum-exp of the whole softmax.
             segments: The sequences, which cover all N queries and M keys.
             scale: Factor on the scores before the softmax.
-
-        Returns:
-            The gradients of query, key and value, in their shapes and dtypes.
         """

@@ -30,12 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_torch() -> None:
-    """Refuse a version of torch that cannot shard every model.
-
-    Raises:
-        ValueError: It is below 2.13. There an expert that has tokens on some ranks alone would make the ranks wait for
-            each other forever.
-    """
+    """Refuse a version of torch that cannot shard every model."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ValueError(
             f"parallel=fsdp2 needs torch 2.13 or newer, and this is {torch.__version__}; upgrade torch, or take "
@@ -44,25 +39,13 @@ def check_torch() -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor that may be sharded.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        The part, which shares the tensor's memory; of a tensor that is not sharded the tensor itself.
-    """
+    """Return this rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a value into a tensor that may be sharded. Nothing is sent: each rank cuts out its own part.
-
-    Args:
-        tensor: The tensor.
-        value: The whole value, or one that is sharded as the tensor is.
-    """
+    """Copy a value into a tensor that may be sharded. Nothing is sent: each rank cuts out its own part."""
     if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
     local(tensor).copy_(local(value))
@@ -89,13 +72,7 @@ class Layout:
     ranks: Ranks
 
     def apply(self, unit: torch.nn.Module, ignored: set[torch.nn.Parameter], root: bool = False) -> None:
-        """Shard what a module holds, except for what modules inside of it hold that are sharded already.
-
-        Args:
-            unit: The module.
-            ignored: Parameters that stay whole.
-            root: Whether it is the outermost module, which is needed at once in the backward pass and stays whole.
-        """
+        """Shard what a module holds, except for what modules inside of it hold that are sharded already."""
         for parameter in unit.parameters():  # parts of trained weights are the optimizer's masters
             if parameter.requires_grad and parameter not in ignored and parameter.dtype.itemsize < 4:
                 parameter.data = parameter.data.float()
@@ -119,22 +96,7 @@ class Layout:
 def shard(
     policy: Policy, ranks: Ranks, *, dtype: torch.dtype, reshard_after_forward: bool = True, cpu_offload: bool = False
 ) -> "ShardedPolicy":
-    """Shard a policy over the ranks. All ranks must call it with the same weights.
-
-    Args:
-        policy: The policy, whole on this rank's device. Its module is changed in place.
-        ranks: The ranks.
-        dtype: The dtype that passes compute in, and that the weights for rollouts have.
-        reshard_after_forward: Whether a layer's whole weights are freed after its forward pass, and sent again for its
-            backward pass.
-        cpu_offload: Whether the parts lie in host memory.
-
-    Returns:
-        The sharded policy, with the same module in it.
-
-    Raises:
-        ValueError: Some weights have another dtype, in which the model wants to compute with them.
-    """
+    """Shard a policy over the ranks. All ranks must call it with the same weights."""
     named = policy.module.named_parameters()
     others = {name: p.dtype for name, p in named if ADAPTER not in name and p.dtype != dtype}
     if others:
@@ -166,11 +128,6 @@ class ShardedPolicy(Policy):
 
     Head, states and what is computed with them work inside of `within` alone. Outside of it, the parameters of the
     module are the parts, as DTensors.
-
-    Args:
-        policy: The whole policy, whose module is sharded in place.
-        layout: How it is sharded.
-        whole: The whole copy that rollouts draw from; None for a policy that draws nothing.
     """
 
     lockstep = True
@@ -205,14 +162,7 @@ class ShardedPolicy(Policy):
         return self.whole
 
     def gather(self, keep: bool = False) -> Gathered:
-        """Provide the whole weights in `for_rollouts`, see `WholeCopy.gather`. All ranks must call it.
-
-        Args:
-            keep: Whether the weights must lie at the same addresses the next time.
-
-        Returns:
-            A context manager that yields a view of every whole parameter.
-        """
+        """Provide the whole weights in `for_rollouts`, see `WholeCopy.gather`. All ranks must call it."""
         return self.for_rollouts.gather(keep)
 
     def within(self, compute: Callable[[], Result]) -> Result:
@@ -220,12 +170,6 @@ class ShardedPolicy(Policy):
 
         A call inside of such a computation just runs what it is given. What it returns must not be a whole weight,
         which is freed afterwards.
-
-        Args:
-            compute: The computation.
-
-        Returns:
-            What the computation returned. The gradient of a tensor in it comes to the parts, summed over the ranks.
         """
         if self.inside:
             return compute()
@@ -243,12 +187,6 @@ class ShardedPolicy(Policy):
         """Shard a copy of this policy as this policy is sharded, and give it this policy's weights.
 
         Each rank copies its own parts, and nothing is sent.
-
-        Args:
-            copy: The copy, on any device and with any weights; changed in place.
-
-        Returns:
-            The sharded copy, which draws nothing.
         """
         sharded = ShardedPolicy(copy, self.layout)
         for part, mine in zip(sharded.module.parameters(), self.module.parameters(), strict=True):
@@ -260,9 +198,6 @@ class ShardedPolicy(Policy):
         """Provide what is sharded one by one, whole, in the dtype that passes compute in.
 
         All ranks must call it and take everything.
-
-        Returns:
-            An iterator over names and tensors on the device. A tensor is valid until the next one is taken.
         """
         self.layout.ranks.meet("whole weights")
         for unit, names in self.units:
@@ -275,12 +210,7 @@ class ShardedPolicy(Policy):
                 unit.reshard()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Collect what `state_dict` of the whole policy would return, layer by layer. All ranks must call it.
-
-        Returns:
-            On rank 0 the weights in host memory, in the dtype that passes compute in; on the others nothing. The next
-            call writes into the same memory.
-        """
+        """Collect what `state_dict` of the whole policy would return, layer by layer. All ranks must call it."""
         lead, mine, whole = self.layout.ranks.lead, self.state_dict(), {}
         if any(isinstance(value, DTensor) for value in mine.values()):
             for name, value in self.whole_parameters():

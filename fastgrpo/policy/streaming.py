@@ -16,12 +16,7 @@ ALIGNMENT = 256  # bytes: CUDA's allocator aligns tensors to as many
 
 
 class PackedWeights:
-    """Parameters that lie side by side in one host buffer, so that one copy moves them all.
-
-    Args:
-        parameters: The parameters, on the CPU. From now on they are views of the buffer.
-        pin: Whether the buffer is pinned, as asynchronous copies to a GPU need.
-    """
+    """Parameters that lie side by side in one host buffer, so that one copy moves them all."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], pin: bool) -> None:
         self.parameters, self.places, size = parameters, [], 0
@@ -42,18 +37,11 @@ class PackedWeights:
             buffer: uint8, one-dimensional.
             parameter: The parameter, which gives dtype and shape.
             place: The bytes of the parameter in the buffer.
-
-        Returns:
-            A view of the buffer.
         """
         return buffer[place].view(parameter.dtype).view(parameter.shape)
 
     def attach(self, buffer: torch.Tensor) -> None:
-        """Make the parameters views of another buffer that holds the same bytes.
-
-        Args:
-            buffer: uint8, one-dimensional, at least as long as the host buffer, on any device.
-        """
+        """Make the parameters views of another buffer that holds the same bytes."""
         for parameter, place in zip(self.parameters, self.places, strict=True):
             parameter.data = self.view(buffer, parameter, place)
 
@@ -63,10 +51,6 @@ class LayerStream:
 
     The device also holds the parameters outside the layers (embedding, norm, head). It holds all of this only while
     `ready` is open.
-
-    Args:
-        model: The frozen model, with its parameters on the CPU and its buffers on the device.
-        device: Where the model computes.
     """
 
     def __init__(self, model: PreTrainedModel, device: torch.device | str) -> None:
@@ -83,11 +67,7 @@ class LayerStream:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Let the model compute on the device while the context manager is open; afterwards the device is freed.
-
-        Returns:
-            A context manager that yields nothing.
-        """
+        """Let the model compute on the device while the context manager is open; afterwards the device is freed."""
         size = max(len(layer.host) for layer in self.layers)
         empty = partial(torch.empty, dtype=torch.uint8, device=self.device)
         self.buffers = [empty(size), empty(size)]

@@ -75,9 +75,6 @@ def part_of(
         query: [N, H, d], all packed queries.
         key: [M, K, d], all packed keys.
         value: [M, K, d], all packed values.
-
-    Returns:
-        Views of query, key and value that hold the tokens of the part.
     """
     return query[part.query_span], key[part.key_span], value[part.key_span]
 
@@ -160,10 +157,6 @@ def kernel_for(query: torch.Tensor) -> AttentionKernel | type[AttentionKernel]:
 
     Args:
         query: [N, H, d].
-
-    Returns:
-        A FlashAttention kernel where device, dtype and width allow one, else `PaddedAttention`, which lays the
-        sequences out in buckets of similar length.
     """
     return _choose(query.device, query.dtype, query.shape[-1])
 

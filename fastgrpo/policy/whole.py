@@ -18,9 +18,6 @@ class Gathered:
     It is no generator, which Python would close whenever it finds that nobody needs it any more, as when an engine is
     dropped with requests in flight. Ranks find that at different moments. They would disagree then on whether the next
     phase must gather the weights.
-
-    Args:
-        whole: The whole copy.
     """
 
     def __init__(self, whole: "WholeCopy") -> None:
@@ -39,12 +36,7 @@ class Gathered:
 
 
 class WholeCopy(Policy):
-    """A whole copy of a policy that is about to be sharded. Adapters are not sharded, so it has the policy's own.
-
-    Args:
-        policy: The whole policy.
-        dtype: The dtype of the copy's weights.
-    """
+    """A whole copy of a policy that is about to be sharded. Adapters are not sharded, so it has the policy's own."""
 
     def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
         memo, self.own = {}, []  # the copy's own parameters
@@ -66,13 +58,6 @@ class WholeCopy(Policy):
         """Hold the whole weights while a context manager is open. All ranks must open it together.
 
         Where one is open already, this does nothing and sends nothing, so ranks need not agree on calls inside of it.
-
-        Args:
-            keep: Whether the weights must lie at the same addresses the next time, as CUDA graphs that read them need
-                it. Their memory is then never freed. Otherwise it is freed at the end.
-
-        Returns:
-            A context manager that yields a view of every parameter, in the order of the module's parameters.
         """
         self.keep |= keep
         return Gathered(self)

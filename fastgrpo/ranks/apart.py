@@ -15,17 +15,6 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
     """Return the same ranks with a group of their own, by which a thread exchanges things beside the main one.
 
     All ranks must call this, in the main thread.
-
-    Args:
-        ranks: The ranks.
-        name: What the thread does.
-        timeout: Seconds that a rank waits for the others in an exchange.
-
-    Returns:
-        The ranks; themselves where there is one process alone.
-
-    Raises:
-        RankLost: Another rank failed or did not come.
     """
     if ranks.size == 1:
         return ranks
@@ -37,23 +26,7 @@ def apart(ranks: Ranks, name: str, timeout: float) -> Ranks:
 
 
 def together(ranks: Ranks, do: Callable[[], Result], what: str) -> list[Result]:
-    """Let every rank do its part of something. What fails on one rank fails on all of them.
-
-    Args:
-        ranks: The ranks.
-        do: The part of this rank. It exchanges nothing with other ranks, and returns what can be pickled.
-        what: What they do, as `Ranks.waiting` takes it.
-
-    Returns:
-        What each rank's part returned, in the order of the ranks.
-
-    Raises:
-        ValueError: At least one part failed, by a ValueError or an OSError. The error, the same on all ranks, says why
-            each of them did. Where there is one process alone, its own error is raised instead.
-        Exception: The part of this rank failed by another error, which is a mistake in the program. It is raised as it
-            is, with all that led to it.
-        RankLost: The part of another rank failed by such an error, or that rank did not come.
-    """
+    """Let every rank do its part of something. What fails on one rank fails on all of them."""
     if ranks.size == 1:
         return [do()]
     result = failure = mine = None

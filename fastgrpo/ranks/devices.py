@@ -7,21 +7,7 @@ import torch.distributed as dist
 
 
 def own_gpu(device: str, rank: int, size: int) -> int:
-    """Find the GPU of a rank: the only one that it sees, or that of its number on the machine.
-
-    Args:
-        device: The setting `device`.
-        rank: The number of the rank.
-        size: How many ranks there are.
-
-    Returns:
-        The index of the GPU among those that torch sees. What is wrong with the setting of one process alone, loading
-        the model says.
-
-    Raises:
-        ValueError: Several ranks have a device with an index, the rank does not know its number on the machine, or
-            there are more ranks on the machine than GPUs.
-    """
+    """Find the GPU of a rank: the only one that it sees, or that of its number on the machine."""
     count, local_rank = torch.cuda.device_count(), os.environ.get("LOCAL_RANK")
     _, colon, index = device.partition(":")
     if colon and size > 1:
@@ -47,31 +33,14 @@ def own_gpu(device: str, rank: int, size: int) -> int:
 
 
 def claim_gpu(store: "dist.Store", gpu: str, rank: int) -> None:
-    """Take a GPU for a rank. NCCL cannot let two ranks share one.
-
-    Args:
-        store: What all ranks share.
-        gpu: What names the GPU on all machines.
-        rank: The rank.
-
-    Raises:
-        ValueError: Another rank has taken it.
-    """
+    """Take a GPU for a rank. NCCL cannot let two ranks share one."""
     owner = store.compare_set(f"gpu/{gpu}", "", str(rank)).decode()
     if owner != str(rank):
         raise ValueError(f"rank {rank} has the same GPU as rank {owner}; start one process for each (--nproc_per_node)")
 
 
 def check_group(kinds: list[str], needed: str) -> None:
-    """Refuse a process group that a script has made, if it cannot send what lies where the ranks compute.
-
-    Args:
-        kinds: The kinds of devices that the group has backends for.
-        needed: The kind of device that the ranks compute on: cuda or cpu.
-
-    Raises:
-        ValueError: It cannot.
-    """
+    """Refuse a process group that a script has made, if it cannot send what lies where the ranks compute."""
     if needed not in kinds:
         raise ValueError(
             f"the process group of this script sends tensors on {' and '.join(kinds)}, and the ranks compute on "

@@ -27,11 +27,6 @@ def end(error: BaseException, notes: Notes, text: str) -> None:
     """Tell the other ranks, the launcher and the user of the error that ends this rank.
 
     An error that rank 0 has too is not said again. A lost rank is said in one line.
-
-    Args:
-        error: What ends this rank.
-        notes: The notes of this rank.
-        text: The error as the user shall read it.
     """
     global _left
     _left = True
@@ -49,11 +44,7 @@ def end(error: BaseException, notes: Notes, text: str) -> None:
 
 
 def install(ranks: Ranks) -> None:
-    """Let an exception that nobody catches end this process as `end` says.
-
-    Args:
-        ranks: The ranks, as this process sees them.
-    """
+    """Let an exception that nobody catches end this process as `end` says."""
     before = sys.excepthook
 
     def hook(kind, error, trace):

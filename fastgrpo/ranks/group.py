@@ -20,13 +20,7 @@ BUCKET = 1 << 28  # bytes that are summed at once, as a copy
 
 
 class RankLost(RuntimeError):
-    """Another rank failed, or did not come to an exchange in time.
-
-    Args:
-        text: What this rank waited for, and which ranks did not come.
-        hung: Whether the others are thought to be alive: nobody has failed, but time is up. Then nobody else has an
-            error that would say what went wrong.
-    """
+    """Another rank failed, or did not come to an exchange in time."""
 
     def __init__(self, text: str, hung: bool = False) -> None:
         super().__init__(text)
@@ -37,12 +31,6 @@ class Ranks:
     """The ranks of a run, as one of them sees it.
 
     Every method that exchanges something must be called by all ranks, in the same order.
-
-    Args:
-        rank: The number of this rank, from 0.
-        size: How many ranks there are.
-        group: The process group for what lies on the host (gloo); None where there is one process alone.
-        store: Where ranks note what they are about to do; None where there is one process alone.
     """
 
     def __init__(
@@ -63,18 +51,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Name what this rank waits for, while the context manager is open. Contexts may lie in one another.
-
-        Args:
-            what: What the exchanges inside are for, such as "the gradients"; inside of "step 3" it is called "the
-                gradients in step 3".
-
-        Returns:
-            A context manager that yields nothing.
-
-        Raises:
-            RankLost: An exchange failed; the error names the ranks that did not come, and what they did instead.
-        """
+        """Name what this rank waits for, while the context manager is open. Contexts may lie in one another."""
         if self.size == 1:
             yield
             return
@@ -94,11 +71,7 @@ class Ranks:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Note an exception that leaves the context manager as this rank's failure, before anything else is done.
-
-        Returns:
-            A context manager that yields nothing.
-        """
+        """Note an exception that leaves the context manager as this rank's failure, before anything else is done."""
         try:
             yield
         except Exception as error:
@@ -107,15 +80,7 @@ class Ranks:
             raise
 
     def stopped(self, cause: str, hung: bool = False) -> RankLost:
-        """Make the error of a rank that cannot go on without another one.
-
-        Args:
-            cause: What became of the other rank.
-            hung: As for `RankLost`.
-
-        Returns:
-            The error, which says what this rank waits for.
-        """
+        """Make the error of a rank that cannot go on without another one."""
         what = " in ".join(reversed(self._inside))
         waits = f" while it waits for {what}" if what else ""
         return RankLost(f"rank {self.rank} stops{waits}: {cause}", hung)
@@ -135,29 +100,11 @@ class Ranks:
         return self.stopped(cause, hung)
 
     def meet(self, what: str) -> None:
-        """Wait on the host until all ranks are there. NCCL would wait for a missing one too, but without naming it.
-
-        Args:
-            what: What they meet for, as `waiting` takes it.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Wait on the host until all ranks are there. NCCL would wait for a missing one too, but without naming it."""
         self.any(False, what)
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Give every rank the values of all ranks.
-
-        Args:
-            value: Any object that can be pickled.
-            what: What the values are, as `waiting` takes it.
-
-        Returns:
-            The value of each rank, in the order of the ranks.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Give every rank the values of all ranks."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -166,18 +113,7 @@ class Ranks:
         return values
 
     def any(self, flag: bool, what: str) -> bool:
-        """Tell all ranks whether any of them has a flag.
-
-        Args:
-            flag: The flag of this rank.
-            what: What the flag says, as `waiting` takes it.
-
-        Returns:
-            Whether it is set on at least one rank.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Tell all ranks whether any of them has a flag."""
         if self.size == 1:
             return flag
         there = torch.tensor(int(flag))
@@ -186,18 +122,7 @@ class Ranks:
         return bool(there)
 
     def from_lead(self, value: Any, what: str) -> Any:
-        """Give every rank the value of rank 0.
-
-        Args:
-            value: Any object that can be pickled; only that of rank 0 is read.
-            what: What the value is, as `waiting` takes it.
-
-        Returns:
-            The value of rank 0.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Give every rank the value of rank 0."""
         if self.size == 1:
             return value
         values = [value]
@@ -206,15 +131,7 @@ class Ranks:
         return values[0]
 
     def share(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Give every rank the values of rank 0's tensors, in place.
-
-        Args:
-            tensors: Tensors of the same dtypes and shapes on every rank.
-            what: What they are, as `waiting` takes it.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Give every rank the values of rank 0's tensors, in place."""
         if self.group is None:
             return
         self.meet(what)
@@ -226,15 +143,7 @@ class Ranks:
                     tensor.detach().copy_(whole)
 
     def sum(self, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Add up tensors over the ranks, in place. The result is the same on every rank to the last bit.
-
-        Args:
-            tensors: Tensors of one dtype and on one device, of the same shapes on every rank.
-            what: What they are, as `waiting` takes it. NCCL names no rank that does not come: `meet` before, or gather.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Add up tensors over the ranks, in place. The result is the same on every rank to the last bit."""
         if self.size == 1:
             return
         with self.waiting(what):

@@ -34,33 +34,13 @@ def launched() -> bool:
 
 
 def refuse_ranks(what: str) -> None:
-    """Refuse something that one process alone does.
-
-    Args:
-        what: What it is, as a person writes it.
-
-    Raises:
-        ValueError: A launcher started this process.
-    """
+    """Refuse something that one process alone does."""
     if launched():
         raise ValueError(f"{what} runs in one process: start it without torchrun (or accelerate launch)")
 
 
 def join(device: str = "auto", timeout: float = TIMEOUT) -> Ranks:
-    """Join the ranks of this run. Further calls return the same ranks.
-
-    Args:
-        device: The setting `device`: cuda, cpu or auto. Ranks that compute on GPUs take one each, in the order of their
-            numbers on the machine.
-        timeout: Seconds that a rank waits for the others in an exchange.
-
-    Returns:
-        The ranks; `ALONE` where no launcher started this process.
-
-    Raises:
-        ValueError: A rank has no GPU of its own, or the script has made a process group that cannot be used.
-        RankLost: Other ranks did not start in time.
-    """
+    """Join the ranks of this run. Further calls return the same ranks."""
     global _joined
     if _joined is not None:
         return _joined
@@ -140,18 +120,6 @@ def meet(store: "dist.Store", rank: int, size: int, timeout: float) -> str:
 
     Each rank shows a name that it made up. Rank 0 names the attempt, and says which names it saw. A rank that finds its
     name there takes part, and confirms it: what an earlier attempt left behind says nothing of it.
-
-    Args:
-        store: What all ranks of all attempts share.
-        rank: The number of this rank.
-        size: How many ranks there are.
-        timeout: Seconds that this may take.
-
-    Returns:
-        The name of the attempt.
-
-    Raises:
-        RankLost: Some rank did not come in time; the error names those.
     """
     mine, end = uuid.uuid4().hex, time.monotonic() + timeout
     if rank > 0:
@@ -178,15 +146,7 @@ def meet(store: "dist.Store", rank: int, size: int, timeout: float) -> str:
 
 
 def connect(timeout: float, keeps: bool = False) -> "dist.TCPStore":
-    """Connect to the store that the launcher or rank 0 keeps.
-
-    Args:
-        timeout: Seconds that this may take.
-        keeps: Whether this process is the one that keeps it.
-
-    Returns:
-        A connection of our own, which no other part of the program blocks.
-    """
+    """Connect to the store that the launcher or rank 0 keeps."""
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -23,14 +23,7 @@ Read = TypeVar("Read")
 
 
 def in_a_line(error: BaseException) -> str:
-    """Return an error as other ranks show it.
-
-    Args:
-        error: The error.
-
-    Returns:
-        Its type and the first line of its text.
-    """
+    """Return an error as other ranks show it."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -56,13 +49,7 @@ class Place:
 
 
 class Notes:
-    """The notes of one rank, and those of the others as it reads them.
-
-    Args:
-        store: Where they are kept; a connection that only threads of this rank use. None keeps none.
-        rank: The number of this rank.
-        size: How many ranks there are.
-    """
+    """The notes of one rank, and those of the others as it reads them."""
 
     def __init__(self, store: "dist.Store | None", rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
@@ -71,23 +58,12 @@ class Notes:
         self.process = [_machine(), os.getpid()]
 
     def apart(self, name: str) -> "Notes":
-        """Return notes of another thread of this rank, which begins exchanges of its own.
-
-        Args:
-            name: What the thread does.
-
-        Returns:
-            The notes.
-        """
+        """Return notes of another thread of this rank, which begins exchanges of its own."""
         store = None if self._store is None else dist.PrefixStore(name, self._store)
         return Notes(store, self.rank, self.size)
 
     def enter(self, what: str) -> None:
-        """Note that this rank begins an exchange. An error that was noted before has not ended this rank, so it goes.
-
-        Args:
-            what: What the exchange is for.
-        """
+        """Note that this rank begins an exchange. An error that was noted before has not ended this rank, so it goes."""
         if self._failed:
             self._failed = False
             self._change("failed", lambda store, key: store.delete_key(key))
@@ -95,11 +71,7 @@ class Notes:
         self._set("place", json.dumps([self.count, what, *self.process]))
 
     def fail(self, text: str) -> None:
-        """Note that this rank has failed.
-
-        Args:
-            text: The error in a line.
-        """
+        """Note that this rank has failed."""
         self._failed = True
         self._set("failed", text)
 
@@ -112,25 +84,11 @@ class Notes:
         self._set("left", "1")
 
     def end_all(self, cause: str) -> None:
-        """Note that the run cannot go on. What the first rank noted stays, as the rest follows from it.
-
-        Args:
-            cause: What became of which rank.
-        """
+        """Note that the run cannot go on. What the first rank noted stays, as the rest follows from it."""
         self._change("end", lambda store, _: store.compare_set("end", "", cause))
 
     def end_of_all(self, beside: dict[int, int]) -> str | None:
-        """Tell whether the run cannot go on, by a look at one key of the store and at processes of this machine.
-
-        Args:
-            beside: The ranks of this machine, each with the number of its process.
-
-        Returns:
-            The cause as `end_all` takes it; None where nothing is known.
-
-        Raises:
-            RuntimeError: The store is gone.
-        """
+        """Tell whether the run cannot go on, by a look at one key of the store and at processes of this machine."""
         for rank, process in beside.items():
             if _has_ended(process) and self._get(f"left/{rank}") is None:
                 self.end_all(fate(rank, self._read(rank)))
@@ -148,16 +106,7 @@ class Notes:
                 self._store = None
 
     def missing(self, late: bool = False) -> dict[int, Place] | None:
-        """Find the ranks that are to blame where an exchange failed. Waits until they are known, or `PATIENCE` seconds.
-
-        Args:
-            late: Whether the time for the exchange is up, so that a rank may be alive without answering.
-
-        Returns:
-            The ranks that failed by themselves; where there are none, those that died; where none is known to be dead,
-            those that do not say that they miss somebody too, and of these those that have not come so far. None where
-            the store is gone.
-        """
+        """Find the ranks that are to blame where an exchange failed. Waits until they are known, or `PATIENCE` seconds."""
 
         def known(places):
             others = {rank: place for rank, place in enumerate(places) if rank != self.rank}
@@ -179,12 +128,6 @@ class Notes:
         """Tell whether rank 0 fails with the same error, and so says it for all.
 
         Waits until rank 0 has failed or has got further than this rank, or `PATIENCE` seconds.
-
-        Args:
-            text: The error of this rank, as it was given to `fail`.
-
-        Returns:
-            Whether rank 0 has noted the same.
         """
 
         def known(places):
@@ -230,16 +173,7 @@ class Notes:
 
 
 def fate(rank: int, place: Place, late: bool = False) -> str:
-    """Say what became of a rank that did not come to an exchange.
-
-    Args:
-        rank: The rank.
-        place: What it noted.
-        late: Whether the time for the exchange is up.
-
-    Returns:
-        A clause.
-    """
+    """Say what became of a rank that did not come to an exchange."""
     if place.failed is not None:
         return f"rank {rank} failed: {place.failed}"
     how = "died" if place.dead else "did not come in time" if late else "does not answer"

@@ -23,9 +23,6 @@ def watch(ranks: Ranks) -> None:
 
     A rank that fails is told of as lost only when it ends, so that a checkpoint which the ranks write is finished
     before. One that ends without an error is not lost.
-
-    Args:
-        ranks: The ranks.
     """
     processes = ranks.gather(ranks.notes.process, "the processes of all ranks")
     machine, own = ranks.notes.process

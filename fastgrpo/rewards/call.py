@@ -47,9 +47,6 @@ class Judged:
 def reward_matrix(completions: Sequence[Completion]) -> torch.Tensor:
     """Put the rewards of completions side by side.
 
-    Args:
-        completions: S completions that the same F functions judged.
-
     Returns:
         [S, F] fp64, NaN where a function gave no verdict.
     """
@@ -73,21 +70,6 @@ class Rewards:
 
     With a limit of time or with workers, functions run in processes of their own: see `Pooled`. There, one gets a
     single completion in a call, and the global random generators are seeded for each call.
-
-    Args:
-        functions: A function, or a list of them.
-        weights: One weight for each function. Empty makes every weight 1.
-        on_error: "raise" ends the run when a function fails; "skip" treats its reward as not given and counts the
-            failure.
-        shaping: Further functions, whose weight is 1. A completion to which `functions` give no reward gets none from
-            these either.
-        timeout: Seconds that a function may take for one completion, or None. A reward that took longer was not given.
-        workers: The number of processes; None takes none without a timeout, and else as many as there are cores.
-        seed: The seed of the run, which the seeds of calls in other processes follow.
-
-    Raises:
-        ValueError: There are no functions, one cannot be called or has a `full_mark` that is no number, there are not
-            as many weights as functions, or one cannot be sent to another process.
     """
 
     def __init__(
@@ -131,18 +113,7 @@ class Rewards:
         return [function for function in self.functions if isinstance(function, Judge)]
 
     def device(self, policy: torch.device, name: str = "auto") -> torch.device:
-        """Find the device of the models.
-
-        Args:
-            policy: The policy's device.
-            name: The setting reward_device: auto is the policy's device.
-
-        Returns:
-            The device.
-
-        Raises:
-            ValueError: There is no such device, or no model among the functions for a stated one.
-        """
+        """Find the device of the models."""
         if name == "auto":
             return policy
         if not self.models:
@@ -153,12 +124,7 @@ class Rewards:
         return choose_device(name, "reward_device")
 
     def place(self, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Move reward models to a device.
-
-        Args:
-            device: What `device` found.
-            tokenizer: The policy's tokenizer, by which process reward models find the tokens of steps.
-        """
+        """Move reward models to a device."""
         for model in self.models:
             model.place(device, tokenizer)
 
@@ -183,17 +149,7 @@ class Rewards:
         columns: Iterable[str] = (),
         key: int = 0,
     ) -> dict[str, list[Call]]:
-        """Begin to judge completions in other processes, where there are any.
-
-        Args:
-            completions: The completions of one prompt, or all there are.
-            trainer_state: How far the run is.
-            columns: As in `__call__`.
-            key: A number of these completions in their step, which decides the seeds of the calls.
-
-        Returns:
-            The calls by the name of the function. `__call__` waits for them.
-        """
+        """Begin to judge completions in other processes, where there are any."""
         return {} if self.pooled is None else self.pooled.begin(key, completions, trainer_state, columns)
 
     def __call__(
@@ -204,22 +160,7 @@ class Rewards:
         columns: Iterable[str] = (),
         begun: dict[str, list[Call]] | None = None,
     ) -> Judged:
-        """Judge completions.
-
-        Args:
-            completions: S completions.
-            trainer_state: How far the run is, which is passed to the functions.
-            allow_none: Whether it is allowed that no completion gets any reward.
-            columns: Names of columns that the functions get in any case: None for each completion whose row has none.
-            begun: What `begin` returned for these completions; None begins now.
-
-        Returns:
-            The completions with their rewards, and what was counted and logged.
-
-        Raises:
-            ValueError: A function raised, did not return S finite numbers or None, logged a column that another one
-                logged, or all functions gave None for every completion. With on_error "skip" none of these is raised.
-        """
+        """Judge completions."""
         count = len(completions)
         notes = [Notes(count) for _ in self.functions]
         begun = self.begin(completions, trainer_state, columns) if begun is None else begun
@@ -285,14 +226,7 @@ class Rewards:
             )
 
     def refuse_none(self, completions: Sequence[Completion]) -> None:
-        """Refuse completions of which none has a reward, unless failures are skipped.
-
-        Args:
-            completions: Judged completions.
-
-        Raises:
-            ValueError: None has a reward.
-        """
+        """Refuse completions of which none has a reward, unless failures are skipped."""
         if self.on_error == "raise" and reward_matrix(completions)[:, : self.judges].isnan().all():
             raise ValueError(
                 f"all rewards are None: {', '.join(self.names[: self.judges])} gave none of {len(completions)} "
@@ -344,14 +278,7 @@ class Rewards:
 
 
 def rewards_settings(config: Any) -> dict[str, Any]:
-    """Read from settings how reward functions are called.
-
-    Args:
-        config: The settings of a command.
-
-    Returns:
-        The arguments of `Rewards`, by name.
-    """
+    """Read from settings how reward functions are called."""
     return {
         "on_error": config.reward_errors,
         "timeout": config.reward_timeout,

@@ -12,14 +12,7 @@ from fastgrpo.rewards.values import NUMBER, number, shown
 
 
 def check_function(function: Any) -> None:
-    """Refuse what cannot be called as a reward function.
-
-    Args:
-        function: What was given as one.
-
-    Raises:
-        ValueError: It cannot be called, takes no further arguments by name, or has a `full_mark` that is no number.
-    """
+    """Refuse what cannot be called as a reward function."""
     if inspect.isclass(function):
         raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
     if isinstance(function, PreTrainedModel):
@@ -59,14 +52,7 @@ def _check_signature(function):
 
 
 def names_of(functions: Sequence[Callable]) -> list[str]:
-    """Name each function; those that share a name are told apart by a number.
-
-    Args:
-        functions: The functions.
-
-    Returns:
-        The `__name__` of each, or that of its class; a second one of the same name is name_2.
-    """
+    """Name each function; those that share a name are told apart by a number."""
     names = []
     for function in functions:
         while isinstance(function, partial):

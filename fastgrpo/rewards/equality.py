@@ -39,14 +39,7 @@ class Formula(NamedTuple):
 
 @lru_cache(maxsize=256)  # a reference is read once for all completions of its prompt
 def read_formula(text: str) -> Formula | None:
-    r"""Read an expression, an equation, or a list of these.
-
-    Args:
-        text: Such as ``x = 2``, ``(1, \frac{\pi}{2})``, ``1 \pm \sqrt{2}`` or ``(-\infty, 1) \cup [2, 3)``.
-
-    Returns:
-        What was read, or None where it is nothing of the kind or beyond the bounds of `fastgrpo.rewards.expressions`.
-    """
+    r"""Read an expression, an equation, or a list of these."""
     try:
         brackets, items = _list(tokenize(_JOINTS.sub(",", text)))
     except Unreadable:
@@ -62,13 +55,6 @@ def same_values(answer: str, expected: str) -> bool | None:
     The items of ``a, b`` and ``{a, b}`` may have any order, and those of ``(a, b)`` and ``[a, b]`` have that of the
     expected answer. ``a \pm b`` is a list of two. Two equations are the same where one is a multiple of the other.
     Where only the answer is an equation, its last side counts, and so does that of an expected ``x = 2``.
-
-    Args:
-        answer: The answer to judge. It is wrong where it cannot be read.
-        expected: The right answer.
-
-    Returns:
-        Whether they match. None where the expected answer cannot be read.
 
     Examples:
         >>> same_values(r"x^2 - 1, \sqrt{8}", r"2\sqrt{2}, (x + 1)(x - 1)")

@@ -73,15 +73,6 @@ class Unreadable(ValueError):
 def tokenize(text: str) -> list[str]:
     r"""Split a text into numbers, letters, commands and signs.
 
-    Args:
-        text: An expression, or several with commas and signs = between them.
-
-    Returns:
-        The tokens.
-
-    Raises:
-        Unreadable: The text is too long, or holds what is no part of an expression.
-
     Examples:
         >>> tokenize(r"2 \times \sqrt3")
         ['2', '*', '\\sqrt', '3']
@@ -102,15 +93,6 @@ def evaluate(tokens: list[str]) -> Values:
     Numbers, their signs and operators, brackets, ``\frac``, ``\sqrt``, powers, pi, e, and letters as variables are
     read. A product without a sign binds closer than a slash, and a number before a fraction of numbers is the whole
     part of a mixed number.
-
-    Args:
-        tokens: The tokens of the expression.
-
-    Returns:
-        Its values at ``POINTS`` points, which are all the same where it has no variables, and its residue.
-
-    Raises:
-        Unreadable: The tokens are no such expression, it is defined at no point, or it is beyond the bounds.
 
     Examples:
         >>> values = evaluate(tokenize(r"\frac{3}{2} + 2^{-1}"))

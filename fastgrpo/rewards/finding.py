@@ -84,22 +84,7 @@ def found(
     trust_remote_code: bool = False,
     prm: Mapping[str, Any] | None = None,
 ) -> list[Callable]:
-    """Turn rewards as TRL takes them into reward functions.
-
-    Args:
-        rewards: A function, a model or a name, or a list of them.
-        tokenizers: A tokenizer or None for each, or one alone for one reward.
-        template: Further arguments of the chat templates.
-        trust_remote_code: Whether Python code that comes with a model or a tokenizer may run.
-        prm: Further arguments of `ProcessRewardModel`.
-
-    Returns:
-        A function for each.
-
-    Raises:
-        ValueError: There are not as many tokenizers as rewards, one cannot be found, or for the reasons of
-            `RewardModel`.
-    """
+    """Turn rewards as TRL takes them into reward functions."""
     rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
     if tokenizers is None:
         tokenizers = [None] * len(rewards)
@@ -121,18 +106,7 @@ def found(
 
 
 def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
-    """Read the settings of process reward models.
-
-    Args:
-        config: The settings, a `RewardConfig`.
-        rewards: What was given as rewards: a name, or anything else, or a list of them.
-
-    Returns:
-        The arguments of `ProcessRewardModel`.
-
-    Raises:
-        ValueError: A setting is stated that has no effect, because no process reward model is named.
-    """
+    """Read the settings of process reward models."""
     names = [*(rewards if isinstance(rewards, (list, tuple)) else [rewards]), *config.reward_funcs]
     if not any(isinstance(name, str) and name.startswith(PRM) for name in names):
         for field in dataclasses.fields(config):
@@ -145,12 +119,5 @@ def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
 
 
 def names_model(name: str) -> bool:
-    """Tell whether a name is that of a reward model and not of a function.
-
-    Args:
-        name: The name.
-
-    Returns:
-        True for an existing folder, and for ORG/MODEL. The path of a Python file is neither.
-    """
+    """Tell whether a name is that of a reward model and not of a function."""
     return Path(name).is_dir() or (":" not in name and "/" in name and not name.endswith(".py"))

@@ -52,15 +52,6 @@ def attempt(call: Callable[[], Any]) -> Any:
 
     Afterwards the working directory and the modes of torch are those from before. A process that the code forked ends
     where the code ends, because two processes must not go on with one run.
-
-    Args:
-        call: A function without arguments that runs the code.
-
-    Returns:
-        What it returns, or a `Failure` where it raises, be it SystemExit.
-
-    Raises:
-        KeyboardInterrupt: The user interrupted the code.
     """
     process = os.getpid()
     try:
@@ -111,9 +102,6 @@ def modes_kept() -> Iterator[None]:
 
     The modes are the working directory and, of torch, gradients, inference mode, autocast, default dtype, default
     device, number of threads and deterministic algorithms. The random generators are not among them.
-
-    Yields:
-        Nothing.
     """
     before = [read() for read, _ in _MODES]
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
@@ -134,14 +122,7 @@ def modes_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def slowness_told(names: Sequence[str]) -> Iterator[None]:
-    """Make a context that warns once where the reward functions that are called in it take longer than a minute.
-
-    Args:
-        names: The names of the functions.
-
-    Yields:
-        Nothing.
-    """
+    """Make a context that warns once where the reward functions that are called in it take longer than a minute."""
     new = [name for name in names if name not in _TOLD]
 
     def tell() -> None:
@@ -168,15 +149,6 @@ def awaited(results: Sequence[Any]) -> list[Any]:
 
     One event loop serves all calls from a thread, because a client or a semaphore that a function keeps works only in
     the loop in which it was used first. Where a function ends the loop, the next call has another.
-
-    Args:
-        results: What the functions returned.
-
-    Returns:
-        The results, with those that can be awaited replaced by what they give, or by a `Failure`.
-
-    Raises:
-        KeyboardInterrupt: The user interrupted a function.
     """
     done, pending = list(results), [i for i, result in enumerate(results) if inspect.isawaitable(result)]
 

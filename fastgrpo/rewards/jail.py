@@ -58,20 +58,7 @@ class Violation(Exception):
 
 
 class Jail:
-    """A running jail.
-
-    Args:
-        command: The command, with {filter} and {information} for the descriptors that bwrap reads the filter of system
-            calls from and writes about itself to.
-        program: Python text.
-        numbers: Further arguments of `jailed`: names of limits, each followed by its number.
-        calls: The filter of system calls.
-        user: Arguments of `Popen` that name a user to become.
-        limits: The limits of each test.
-
-    Raises:
-        ValueError: It does not start.
-    """
+    """A running jail."""
 
     def __init__(
         self,
@@ -127,20 +114,7 @@ class Jail:
     def run(
         self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False
     ) -> tuple[bytes, bool]:
-        """Run one test.
-
-        Args:
-            letter: b"i" for input and output, b"a" for an assertion, see `fastgrpo.rewards.jailed`.
-            data: What the child reads.
-            seconds: The wall time it has; None is the limit's.
-            wait_ready: Whether the data is kept back until the child has written its first byte.
-
-        Returns:
-            What the child wrote, and whether it failed.
-
-        Raises:
-            Violation: It went over a limit. The jail must be closed then.
-        """
+        """Run one test."""
         self.clean = False  # until the server says so
         ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:

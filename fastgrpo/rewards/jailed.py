@@ -19,19 +19,7 @@ import sys
 
 
 def canonical(value: object) -> str:
-    """Write plain data so that two values are equal where their texts are.
-
-    Args:
-        value: None, a number, text, bytes, or a list, tuple, set or dict of such. Subclasses count as their base, and
-            True, 1 and 1.0 are the same.
-
-    Returns:
-        The text.
-
-    Raises:
-        TypeError: The value holds an object of another class.
-        ValueError: The value holds NaN, which equals nothing.
-    """
+    """Write plain data so that two values are equal where their texts are."""
     if value is None or value is Ellipsis:
         return repr(value)
     if isinstance(value, int):

@@ -23,17 +23,8 @@ logger = logging.getLogger(__name__)
 class Judge:
     """A model with its tokenizer, as a reward function. A subclass says what the model reads and returns.
 
-    Args:
-        model: The model. It is put into evaluation mode.
-        tokenizer: Its tokenizer; None loads the one from where the model came from.
-        template: Further arguments of the tokenizer's chat template.
-        trust_remote_code: Whether Python code that comes with the tokenizer may run.
-
     Attributes:
         name_or_path: Where the model came from; empty where it was made in memory.
-
-    Raises:
-        ValueError: There is no tokenizer.
     """
 
     pooled = False  # it stays in the trainer's process, with its device
@@ -64,42 +55,21 @@ class Judge:
         """Refuse a model of another kind."""
 
     def place(self, device: torch.device, policy_tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Move the model to a device, in bf16 on a GPU and in fp32 on a CPU; quantized weights stay as they are.
-
-        Args:
-            device: The device.
-            policy_tokenizer: The tokenizer of the completions that will be judged.
-        """
+        """Move the model to a device, in bf16 on a GPU and in fp32 on a CPU; quantized weights stay as they are."""
         self.model.to(device)
         if not getattr(self.model, "is_quantized", False):
             self.model.to(choose_dtype("auto", device))
         self.policy_tokenizer = policy_tokenizer
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Count the bytes that `place` will take on a device.
-
-        Args:
-            device: The device.
-
-        Returns:
-            The bytes of the weights there, without those that the model takes there now.
-        """
+        """Count the bytes that `place` will take on a device."""
         quantized = getattr(self.model, "is_quantized", False)
         size = choose_dtype("auto", device).itemsize
         come = sum(p.nbytes if quantized else p.numel() * size for p in self.model.parameters())
         return come - sum(p.nbytes for p in self.model.parameters() if same_device(p.device, device))
 
     def _judged(self, texts: Sequence[Sequence[int]], read: Callable) -> list:
-        """Pass token ids through the model.
-
-        Args:
-            texts: The token ids of each text.
-            read: (the inputs of the model for some texts, their indices) -> what is returned for each of them.
-
-        Returns:
-            What `read` returned for each text, in the order of `texts`; None for a text without tokens, and for one
-            that is longer than the model's positions.
-        """
+        """Pass token ids through the model."""
         results, longest = [None] * len(texts), self._positions()
         fitting = [i for i, ids in enumerate(texts) if 0 < len(ids) <= longest]
         if not self.told and any(len(ids) > longest for ids in texts):
@@ -141,15 +111,7 @@ class Judge:
 
 
 def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Put texts of similar lengths into batches.
-
-    Args:
-        lengths: The tokens of each text.
-        budget: The most tokens of a batch, with the padding to its longest text. A longer text is alone.
-
-    Returns:
-        The indices of the texts of each batch, the longest text first, so that memory that is too small shows at once.
-    """
+    """Put texts of similar lengths into batches."""
     batches, longest = [], 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if batches and (len(batches[-1]) + 1) * longest <= budget:
@@ -161,15 +123,7 @@ def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
-    """Tell whether two devices are one.
-
-    Args:
-        one: A device; cuda without a number is the current GPU.
-        other: Another.
-
-    Returns:
-        Whether they are.
-    """
+    """Tell whether two devices are one."""
 
     def number(device):
         return torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0

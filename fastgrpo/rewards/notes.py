@@ -26,9 +26,6 @@ class Notes:
     Its attributes are `metrics`, the values by metric; `columns`, the S values of each column by its name; and `steps`,
     a tuple of (end, reward) pairs for each of the S completions, or None where no step rewards were logged. What a
     function logs after the call, as from a thread of its own, is lost.
-
-    Args:
-        count: S, the number of completions.
     """
 
     def __init__(self, count: int):
@@ -36,16 +33,7 @@ class Notes:
         self.metrics, self.columns, self.steps = defaultdict(list), {}, None
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it.
-
-        Args:
-            name: The name.
-            value: A number of Python, NumPy or torch. One that is not finite, or lies outside of the range of rewards,
-                makes the mean NaN, which metrics.jsonl shows as null.
-
-        Raises:
-            ValueError: The name is no text or that of a metric that every run has, or the value is no number.
-        """
+        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it."""
         _check_name("log_metric", name)
         if is_known(name):
             raise ValueError(f"log_metric({name!r}, ...): a run logs a metric of this name itself; choose another name")
@@ -55,16 +43,7 @@ class Notes:
         self.metrics[name].append(math.nan if read is None else read)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column of samples.jsonl. Logged once more in the same call, it has the later values.
-
-        Args:
-            column: The name of the column.
-            values: One value a completion, of what JSON can hold. NaN and infinity become null.
-
-        Raises:
-            ValueError: The name is no text or belongs to a column that every sample has, there is not one value a
-                completion, or JSON cannot hold a value.
-        """
+        """Log a column of samples.jsonl. Logged once more in the same call, it has the later values."""
         _check_name("log_extra", column)
         if column in SAMPLE_COLUMNS:
             raise ValueError(f"log_extra({column!r}, ...): every sample has such a column; choose another name")
@@ -80,27 +59,12 @@ class Notes:
             raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
 
     def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
-        """Log the rewards of the steps of each completion, which --process_rewards token learns from.
-
-        Args:
-            ends: For each completion the ends of its steps, rising: how many of its completion_ids there are up to the
-                end of the step. An empty list, or None, where there are no steps.
-            rewards: For each completion one finite number a step.
-
-        Raises:
-            ValueError: There is not one list a completion, a list of ends and its rewards differ in length, the ends
-                do not rise from 1, or a reward is no finite number.
-        """
+        """Log the rewards of the steps of each completion, which --process_rewards token learns from."""
         both = [_lists(values, self.count, name) for values, name in ((ends, "ends"), (rewards, "rewards"))]
         self.steps = [_steps(i, *of_one) for i, of_one in enumerate(zip(*both, strict=True))]
 
     def take(self, other: "Notes", start: int) -> None:
-        """Take over what was logged for some of the completions.
-
-        Args:
-            other: What one call logged.
-            start: The index of its first completion. The others have None in a column that it alone logged.
-        """
+        """Take over what was logged for some of the completions."""
         for name, values in other.metrics.items():
             self.metrics[name] += values
         for column, values in other.columns.items():

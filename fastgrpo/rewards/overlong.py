@@ -31,14 +31,7 @@ def make_soft_overlong_punishment(max_completion_length: int, soft_punish_cache:
 
 
 def shaping(config: GRPOConfig) -> list[Callable[..., list[float]]]:
-    """Make the reward functions that the settings add to those of the caller.
-
-    Args:
-        config: The settings of the run.
-
-    Returns:
-        The soft overlong punishment where soft_punish_cache is set, and nothing elsewhere.
-    """
+    """Make the reward functions that the settings add to those of the caller."""
     if not config.soft_punish_cache:
         return []
     return [make_soft_overlong_punishment(config.max_completion_length, config.soft_punish_cache)]

@@ -95,14 +95,6 @@ class Pool:
     """Runs functions in processes.
 
     Processes are started with the first job, and stay until `close`.
-
-    Args:
-        functions: The functions, by the name that people know them by.
-        workers: How many processes there are at most.
-
-    Raises:
-        ValueError: A function cannot be sent to another process. The message names it and the remedy.
-        RuntimeError: A process of another pool runs the script that makes this one.
     """
 
     def __init__(self, functions: dict[str, Callable], workers: int):
@@ -115,30 +107,14 @@ class Pool:
         self.closing = False
 
     def tell(self, state: Any) -> None:
-        """Give the functions another state of the run.
-
-        Args:
-            state: What `plain_state` makes of the trainer's state.
-        """
+        """Give the functions another state of the run."""
         with self.lock:
             self.state, self.version = state, self.version + 1
 
     def submit(
         self, name: str, calls: Sequence[Given], seed: int, limit: float | None, together: bool = False
     ) -> list[Future]:
-        """Have a function called.
-
-        Args:
-            name: The function's name.
-            calls: The arguments of the calls, which one worker makes: one call, or several of an async function.
-            seed: What the global random generators are seeded with before the calls.
-            limit: Seconds that a call may take, or None.
-            together: Whether the function is async, so that its calls run at the same time.
-
-        Returns:
-            For each call a future of a `Returned`, a `Raised` or `TIMED_OUT`. It raises ValueError where no process
-            can import the functions.
-        """
+        """Have a function called."""
         message = self.names.index(name), together, list(calls), seed, limit
         with self.lock:
             self.number += 1

@@ -85,14 +85,7 @@ starting = False  # whether this process is a worker that imports its functions
 
 
 def told(error: BaseException) -> Raised:
-    """Describe an exception as the trainer's process describes one that was raised there.
-
-    Args:
-        error: The exception. Of several at once, the first is described.
-
-    Returns:
-        Its type, its text, and the line of the user's code that raised it.
-    """
+    """Describe an exception as the trainer's process describes one that was raised there."""
     frames = traceback.extract_tb(error.__traceback__)
     trace = "".join(traceback.format_exception(error))
     while isinstance(error, BaseExceptionGroup):  # as asyncio.TaskGroup raises them
@@ -108,11 +101,7 @@ def told(error: BaseException) -> Raised:
 
 
 def run(connection: Connection) -> None:
-    """Answer calls until the trainer's process closes the pipe.
-
-    Args:
-        connection: The pipe.
-    """
+    """Answer calls until the trainer's process closes the pipe."""
     try:
         functions = _load(connection.recv())
     except BaseException as error:  # whatever a module does while it is imported
@@ -243,14 +232,7 @@ def _listed(result, count):
 
 
 def plain_state(state: Any) -> SimpleNamespace | None:
-    """Make an object with the attributes of the trainer's state, which needs no module of the project to be read.
-
-    Args:
-        state: A dataclass, such an object, or None.
-
-    Returns:
-        The object. Its lists and dicts are copies, but for the lines of the history, which may be many thousand.
-    """
+    """Make an object with the attributes of the trainer's state, which needs no module of the project to be read."""
     if state is None:
         return None
     values = {name: list(value) if name == "log_history" else deepcopy(value) for name, value in vars(state).items()}

@@ -35,15 +35,6 @@ class Pooled:
     A plain function gets one completion at a time, so that the limit is that of a completion. One with the attribute
     `group_wise = True` gets all completions that are begun together, with as many times the limit. An async one gets
     one completion in each call, and the calls of what is begun together run at the same time.
-
-    Args:
-        functions: The functions by name.
-        timeout: Seconds that a completion may take, or None.
-        workers: The largest number of processes.
-        seed: The seed of the run.
-
-    Raises:
-        ValueError: A function cannot be sent to another process.
     """
 
     def __init__(self, functions: Mapping[str, Callable], timeout: float | None, workers: int, seed: int):
@@ -54,17 +45,7 @@ class Pooled:
     def begin(
         self, key: int, completions: Sequence[Completion], state: TrainerState | None, columns: Iterable[str] = ()
     ) -> dict[str, list[Call]]:
-        """Begin to judge completions.
-
-        Args:
-            key: A number of these completions in their step, which decides the seeds of the calls.
-            completions: They are given together to functions that want groups.
-            state: How far the run is.
-            columns: Names of columns that the functions get in any case.
-
-        Returns:
-            The calls of each function, in the order of the completions.
-        """
+        """Begin to judge completions."""
         now = plain_state(state)  # an evaluation changes the state between two steps, too
         if self.told != now:
             self.pool.tell(now)
@@ -92,18 +73,7 @@ class Pooled:
         return int.from_bytes(hashlib.sha256(repr((self.seed, *where)).encode()).digest()[:8])
 
     def collect(self, calls: Sequence[Call], notes: Notes) -> list[Any]:
-        """Wait for calls of one function.
-
-        Args:
-            calls: The calls, in the order of their completions.
-            notes: Where to keep what the function logged.
-
-        Returns:
-            For each completion its reward, None, the text of what is wrong with it, a `Failure`, or `TIMED_OUT`.
-
-        Raises:
-            ValueError: No process can import the functions.
-        """
+        """Wait for calls of one function."""
         verdicts = []
         for call in calls:
             own, outcome = Notes(call.count), call.result.result()
@@ -123,53 +93,25 @@ class Pooled:
 
 
 def pooled(function: Callable) -> bool:
-    """Tell whether a pool may run a function; one that brings a model or processes of its own says that it may not.
-
-    Args:
-        function: A reward function.
-
-    Returns:
-        Its attribute `pooled`, or True.
-    """
+    """Tell whether a pool may run a function; one that brings a model or processes of its own says that it may not."""
     return getattr(function, "pooled", True)
 
 
 def workers_of(timeout: float | None, workers: int | None) -> int:
-    """Choose the number of processes.
-
-    Args:
-        timeout: The setting reward_timeout.
-        workers: The setting reward_workers.
-
-    Returns:
-        `workers`; where that is None, 0 without a limit of time, and otherwise the cores of this rank, at most
-        `POOL_WORKERS`.
-    """
+    """Choose the number of processes."""
     if workers is not None:
         return workers
     return 0 if timeout is None else min(cores(), POOL_WORKERS)
 
 
 def cores() -> int:
-    """Count the cores that this rank may keep busy.
-
-    Returns:
-        Those of the process, divided by the number of ranks on this machine, and at least 1.
-    """
+    """Count the cores that this rank may keep busy."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def arguments(completions: Sequence[Completion], columns: Iterable[str]) -> dict[str, list]:
-    """Make the arguments of a call that have one item a completion.
-
-    Args:
-        completions: The completions.
-        columns: Names of columns that the functions get in any case: None for each completion whose row has none.
-
-    Returns:
-        The arguments by name. What they hold belongs to the completions: a call gets copies of it.
-    """
+    """Make the arguments of a call that have one item a completion."""
     names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.prompt.columns)])
     given = {name: [completion.prompt.columns.get(name) for completion in completions] for name in names}
     return given | {

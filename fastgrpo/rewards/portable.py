@@ -10,18 +10,7 @@ from fastgrpo.rewards.pool_worker import Start
 
 
 def start_of(functions: Mapping[str, Callable]) -> Start:
-    """Make the first message to a process that runs functions.
-
-    Args:
-        functions: The functions, by the name that people know them by.
-
-    Returns:
-        The message.
-
-    Raises:
-        ValueError: A function cannot be sent to another process. The message names it and the remedy.
-        RuntimeError: This is a process of another pool, which runs the script that makes this one.
-    """
+    """Make the first message to a process that runs functions."""
     if pool_worker.starting:
         raise RuntimeError(
             "this process judges completions, and it runs the script again to find the reward function in it; put "

@@ -20,14 +20,7 @@ PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
 
 
 class Prison:
-    """Makes jails, after it has found out that this machine can.
-
-    Args:
-        limits: The limits of each test.
-
-    Raises:
-        ValueError: Something is missing, or a jail does not run.
-    """
+    """Makes jails, after it has found out that this machine can."""
 
     def __init__(self, limits: Limits):
         self.limits, self._copy = limits, None
@@ -49,17 +42,7 @@ class Prison:
             raise
 
     def jail(self, program: str) -> "Jail":
-        """Start a jail.
-
-        Args:
-            program: Python text.
-
-        Returns:
-            The jail, which must be closed.
-
-        Raises:
-            ValueError: It does not start; the text says what bwrap said.
-        """
+        """Start a jail."""
         limits = self.limits
         numbers = {
             "AS": limits.memory,

@@ -259,19 +259,7 @@ class ProcessRewardModel(Judge):
 
 
 def auto_class(path: str, trust_remote_code: bool = False, local_files_only: bool = False) -> type:
-    """Find the class of transformers that loads a process reward model.
-
-    Args:
-        path: A folder or a hub id.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        local_files_only: Whether to look for a hub id in the hub's cache alone.
-
-    Returns:
-        The class.
-
-    Raises:
-        ValueError: There is no config, or it is one of another kind of model.
-    """
+    """Find the class of transformers that loads a process reward model."""
     with loading(path, "config of the process reward model"):
         config = AutoConfig.from_pretrained(
             path, trust_remote_code=trust_remote_code, local_files_only=local_files_only
@@ -291,15 +279,7 @@ def auto_class(path: str, trust_remote_code: bool = False, local_files_only: boo
 
 
 def aggregate(steps: Sequence[float], how: str) -> float:
-    """Make one reward of those of the steps.
-
-    Args:
-        steps: The rewards of the steps, at least one.
-        how: "min", "mean", "last" or "product".
-
-    Returns:
-        The reward.
-    """
+    """Make one reward of those of the steps."""
     makers = {"min": min, "last": lambda rewards: rewards[-1], "product": math.prod}
     return sum(steps) / len(steps) if how == "mean" else makers[how](steps)
 

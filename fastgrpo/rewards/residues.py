@@ -13,9 +13,6 @@ PRIME = 2**127 - 1
 class Residue:
     """A number modulo the prime.
 
-    Args:
-        value: The number.
-
     Examples:
         >>> (Residue(Fraction(1, 3)) + Residue(2)).value == Residue(Fraction(7, 3)).value
         True
@@ -41,30 +38,13 @@ class Residue:
         return self * other.power(-1)
 
     def power(self, exponent: int) -> "Residue":
-        """Compute a power.
-
-        Args:
-            exponent: A whole number.
-
-        Returns:
-            The power.
-
-        Raises:
-            DivisionByZero: The residue is 0 and the exponent is negative.
-        """
+        """Compute a power."""
         if self.value == 0 and exponent < 0:
             raise DivisionByZero
         return Residue(pow(self.value, exponent, PRIME))
 
     def whole(self, largest: int) -> int | None:
-        """Return the whole number that this is the residue of.
-
-        Args:
-            largest: The largest absolute value that the number may have.
-
-        Returns:
-            The number, or None where there is none.
-        """
+        """Return the whole number that this is the residue of."""
         for value in (self.value, self.value - PRIME):
             if abs(value) <= largest:
                 return value

@@ -23,25 +23,13 @@ _LANGUAGES = ("", "python", "python3", "py")
 
 
 class Output:
-    """A test of what a program prints.
-
-    Args:
-        given: What standard input holds.
-        expected: What the program must print.
-    """
+    """A test of what a program prints."""
 
     def __init__(self, given: str, expected: str):
         self.given, self.expected = given.encode("utf-8", "surrogatepass"), _trimmed(expected)
 
     def verdict(self, jail: Jail) -> str:
-        """Run the program.
-
-        Args:
-            jail: Where it runs.
-
-        Returns:
-            passed, wrong, or failed where it ended with an error.
-        """
+        """Run the program."""
         out, failed = jail.run(b"i", self.given)
         if failed:
             return "failed"
@@ -49,25 +37,13 @@ class Output:
 
 
 class Value:
-    """A test of the value of an expression.
-
-    Args:
-        expression: Python text.
-        expected: Its value, plain data.
-    """
+    """A test of the value of an expression."""
 
     def __init__(self, expression: str, expected: Any):
         self.request, self.expected = b"\n" + expression.encode(), canonical(expected).encode()
 
     def verdict(self, jail: Jail) -> str:
-        """Run the program, then evaluate the expression.
-
-        Args:
-            jail: Where it runs.
-
-        Returns:
-            passed, wrong, or failed where there is no value or none of plain data.
-        """
+        """Run the program, then evaluate the expression."""
         out, failed = jail.run(b"a", self.request, wait_ready=True)
         if failed:
             return "failed"
@@ -75,24 +51,13 @@ class Value:
 
 
 class Assertion:
-    """A test by any Python text, which shares an interpreter with the program.
-
-    Args:
-        text: The text, which passes where it raises nothing.
-    """
+    """A test by any Python text, which shares an interpreter with the program."""
 
     def __init__(self, text: str):
         self.text = text.encode()
 
     def verdict(self, jail: Jail) -> str:
-        """Run the program, then the text.
-
-        Args:
-            jail: Where it runs.
-
-        Returns:
-            passed or failed.
-        """
+        """Run the program, then the text."""
         nonce = secrets.token_hex(32).encode()
         out, _ = jail.run(b"a", nonce + b"\n" + self.text, wait_ready=True)
         return "passed" if out == b"r" + nonce else "failed"
@@ -100,13 +65,6 @@ class Assertion:
 
 def program_of(text: str) -> str | None:
     """Find the program of a completion.
-
-    Args:
-        text: What the model wrote.
-
-    Returns:
-        What stands in the last block between fences of three backticks that is closed, and named python, py, python3
-        or nothing. None where there is no such block.
 
     Examples:
         >>> program_of("Try ```x```:\\n```python\\nprint(1)\\n```")
@@ -128,18 +86,7 @@ def program_of(text: str) -> str | None:
 
 
 def read_tests(tests: Any) -> list[Output | Value | Assertion]:
-    """Read the column `tests` of a row.
-
-    Args:
-        tests: A list of dicts, each with `input` and `output`, or with `assert`. Keys whose value is None count as
-            absent, because a data set gives all of its dicts the same keys.
-
-    Returns:
-        The tests.
-
-    Raises:
-        ValueError: It is no such list, or an assertion is no Python text.
-    """
+    """Read the column `tests` of a row."""
     if not isinstance(tests, (list, tuple)):
         raise ValueError(
             f'the column tests must be a list such as [{{"input": "1", "output": "2"}}], got {shown(tests)}'

@@ -34,17 +34,7 @@ _X32 = 0x40000000  # the calls of x86_64's second set of calls, whose numbers ar
 
 
 def make_filter(machine: str | None = None) -> bytes:
-    """Assemble the filter.
-
-    Args:
-        machine: The machine as `platform.machine()` names it; None is this one.
-
-    Returns:
-        The instructions, 8 bytes each. Each call of `REFUSED`, and each call of another architecture, fails with EPERM.
-
-    Raises:
-        ValueError: There is no table of system calls for the machine.
-    """
+    """Assemble the filter."""
     machine = machine or platform.machine()
     if machine not in _ARCHITECTURES:
         raise ValueError(f"a jail runs on {' and '.join(_ARCHITECTURES)}, and this machine is {machine}")

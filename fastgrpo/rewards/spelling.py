@@ -95,12 +95,6 @@ _IGNORED = re.compile(
 def plain(text: str) -> str:
     r"""Rewrite the spellings of numbers in LaTeX and Unicode as plain ones.
 
-    Args:
-        text: An answer. Only its end is read where it is longer than ``MAX_ANSWER_LENGTH``.
-
-    Returns:
-        The same answer.
-
     Examples:
         >>> plain(r"1{,}234\,\text{cm}^2 + 2½")
         '1,234  + 2 \\frac{1}{2}'
@@ -113,13 +107,6 @@ def plain(text: str) -> str:
 
 def formula(text: str) -> tuple[str, bool]:
     r"""Take the last formula out of the words of an answer.
-
-    Args:
-        text: An answer that `plain` has rewritten.
-
-    Returns:
-        The last part that has a digit and no words, without the emphasis and punctuation around it; and whether words
-        or other lines with digits stand before it.
 
     Examples:
         >>> formula(r"**The area is $3\pi$ square feet.**")

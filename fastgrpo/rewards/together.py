@@ -18,13 +18,6 @@ class Judging:
     """Judges groups of completions as they come, where other processes can, and gathers what all ranks drew.
 
     A reward function that runs in this process sees the completions of its own rank in one call.
-
-    Args:
-        rewards: The reward functions.
-        prompts: The prompts that were dealt to the ranks.
-        tokenizer: The policy's tokenizer.
-        trainer_state: How far the run is, which is passed to the functions.
-        ranks: The ranks.
     """
 
     def __init__(
@@ -42,29 +35,12 @@ class Judging:
         self.groups, self.begun = {}, {}
 
     def add(self, i: int, rollouts: Sequence[Rollout]) -> None:
-        """Take what this rank drew for a prompt, and begin to judge it.
-
-        Args:
-            i: The index of the prompt.
-            rollouts: Its completions.
-        """
+        """Take what this rank drew for a prompt, and begin to judge it."""
         self.groups[i] = group = [to_completion(self.prompts[i], rollout, self.tokenizer) for rollout in rollouts]
         self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
 
     def result(self, allow_none: bool = False) -> Judged:
-        """Wait for the verdicts, and gather those of all ranks.
-
-        Args:
-            allow_none: Whether it is allowed that no completion gets any reward.
-
-        Returns:
-            The completions of all ranks in the order of their prompts, and what was counted and logged, on every rank
-            the same.
-
-        Raises:
-            ValueError: For the reasons of `Rewards`.
-            RankLost: Another rank failed or did not come.
-        """
+        """Wait for the verdicts, and gather those of all ranks."""
         mine = sorted(self.groups)
         completions, begun = [completion for i in mine for completion in self.groups[i]], defaultdict(list)
         for i in mine:
@@ -99,24 +75,7 @@ def judge_together(
     ranks: Ranks = ALONE,
     allow_none: bool = False,
 ) -> Judged:
-    """Judge what this rank drew, and gather what all ranks drew.
-
-    Args:
-        rewards: The reward functions.
-        drawn: The completions that this rank drew, by the index of their prompt.
-        prompts: The prompts that were dealt to the ranks.
-        tokenizer: The policy's tokenizer.
-        trainer_state: How far the run is, which is passed to the functions.
-        ranks: The ranks.
-        allow_none: Whether it is allowed that no completion gets any reward.
-
-    Returns:
-        What `Judging.result` returns.
-
-    Raises:
-        ValueError: For the reasons of `Rewards`.
-        RankLost: Another rank failed or did not come.
-    """
+    """Judge what this rank drew, and gather what all ranks drew."""
     judging = Judging(rewards, prompts, tokenizer, trainer_state, ranks)
     for i, rollouts in drawn.items():
         judging.add(i, rollouts)

@@ -16,13 +16,6 @@ def listed(values: Any, count: int) -> list | None:
     """Read a list, or anything that gives its items in order: a tuple, a generator, a 1-d tensor, a pandas Series.
 
     What is not meant as a list but can be iterated over is refused: text, a dict, a set, a data frame.
-
-    Args:
-        values: The list.
-        count: How many items are expected.
-
-    Returns:
-        At most count + 1 of the items, because a generator may have no end; None where it is no list.
     """
     no_list = isinstance(values, (str, bytes, bytearray, Mapping, Set)) or hasattr(values, "columns")
     if no_list or not hasattr(values, "__iter__"):
@@ -31,30 +24,14 @@ def listed(values: Any, count: int) -> list | None:
 
 
 def length(values: Any, items: Sequence, count: int) -> str:
-    """Tell how long a list is that does not have one item a completion.
-
-    Args:
-        values: The list.
-        items: What `listed` read of it.
-        count: How many items were expected.
-
-    Returns:
-        Its length, as far as it is known.
-    """
+    """Tell how long a list is that does not have one item a completion."""
     if len(items) <= count:
         return str(len(items))
     return str(len(values)) if hasattr(values, "__len__") else f"more than {count}"
 
 
 def plain(value: Any) -> Any:
-    """Convert a number of NumPy or torch to one of Python.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        The number; anything else unchanged.
-    """
+    """Convert a number of NumPy or torch to one of Python."""
     try:
         return value.item() if hasattr(value, "item") else value
     except (TypeError, ValueError, RuntimeError):  # several numbers
@@ -62,30 +39,14 @@ def plain(value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """Read a number within the range of rewards. fp64 holds the squares of such numbers, so no deviation overflows.
-
-    Args:
-        value: A number of Python, NumPy or torch; a bool is 0 or 1.
-
-    Returns:
-        The number; None where it is no number, is not finite, or is larger in size than `LARGEST_REWARD`.
-    """
+    """Read a number within the range of rewards. fp64 holds the squares of such numbers, so no deviation overflows."""
     value = plain(value)
     # The comparison is exact for integers of any size, and False for NaN.
     return float(value) if isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD else None
 
 
 def read_verdicts(result: Any, count: int) -> list[float | str | None] | str:
-    """Read what a reward function returned.
-
-    Args:
-        result: What it returned.
-        count: How many completions it judged.
-
-    Returns:
-        For each completion its reward, None where it has no verdict, or the text of what is wrong with it. The text
-        alone, where the result as a whole cannot be used.
-    """
+    """Read what a reward function returned."""
     values = listed(result, count)
     if values is None:
         return f"returned {shown(result)}, not a list but of type {type(result).__name__}"
@@ -102,35 +63,14 @@ def _verdict(i, value):
 
 
 def json_values(values: Sequence[Any]) -> list:
-    """Copy values as a line of JSON in UTF-8 gives them back.
-
-    Args:
-        values: Values that JSON can hold; numbers of NumPy or torch are converted.
-
-    Returns:
-        The copies, with None in place of NaN and infinity, which JSON does not have.
-
-    Raises:
-        TypeError: JSON has no such type.
-        ValueError: JSON or UTF-8 has no such value: half of a surrogate pair, a list within itself.
-    """
+    """Copy values as a line of JSON in UTF-8 gives them back."""
     text = json.dumps([plain(value) for value in values], ensure_ascii=False, default=json_number)
     text.encode()
     return json.loads(text, parse_int=_integer, parse_constant=lambda constant: None)
 
 
 def json_number(value: Any) -> Any:
-    """Convert what JSON does not know, for `json.dumps`.
-
-    Args:
-        value: A number of NumPy or torch.
-
-    Returns:
-        The number of Python.
-
-    Raises:
-        TypeError: The value is something else.
-    """
+    """Convert what JSON does not know, for `json.dumps`."""
     read = plain(value)
     if read is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
@@ -145,14 +85,7 @@ def _integer(digits):
 
 
 def shown(value: Any) -> str:
-    """Show the beginning of a value on one line, for an error message.
-
-    Args:
-        value: Any value, whose class may be the user's own.
-
-    Returns:
-        Its `repr`, or its type where that fails.
-    """
+    """Show the beginning of a value on one line, for an error message."""
     try:
         return " ".join(repr(value).split())[:60]
     except Exception:  # such as that of an integer of more than 4,300 digits

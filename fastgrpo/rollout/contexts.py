@@ -15,17 +15,7 @@ from fastgrpo.rollout.slots import Slots
 
 
 class PrefillAttention(PackedAttention):
-    """Packed causal attention over new prompts, which also stores their keys and values in slots.
-
-    Args:
-        lengths: Tokens of each new prompt, on the host. They add up to N.
-        device: Where the policy computes.
-        slots: The slots.
-        prompts: The prompt slot of each new prompt.
-        lanes: The lanes of each new prompt. With flat slots its keys and values go to each of these.
-        longest: Most tokens that any of these lanes will attend to. A model whose sliding window is shorter is refused
-            before it draws.
-    """
+    """Packed causal attention over new prompts, which also stores their keys and values in slots."""
 
     def __init__(
         self,

@@ -45,21 +45,12 @@ class Odds:
         self.guesses, self.right = Counter(), Counter()
 
     def note(self, guess: Guess, token: int) -> None:
-        """Count a guess.
-
-        Args:
-            guess: The guess.
-            token: What was drawn.
-        """
+        """Count a guess."""
         self.guesses[guess.kind] += 1
         self.right[guess.kind] += guess.token == token
 
     def of(self, kind: Kind) -> float:
-        """Estimate the probability that a guess is right.
-
-        Args:
-            kind: Its kind.
-        """
+        """Estimate the probability that a guess is right."""
         return (self.right[kind] + PRIOR_RIGHT) / (self.guesses[kind] + PRIOR_GUESSES)
 
 
@@ -70,26 +61,14 @@ class Followers:
         self.counts = {}  # context -> {token: count}, the latest token last
 
     def add(self, text: Sequence[int], start: int) -> None:
-        """Read on in a text.
-
-        Args:
-            text: Token ids.
-            start: The index of the first token that has not been read.
-        """
+        """Read on in a text."""
         for at in range(start, len(text)):
             for length in range(1, min(PROMPT_LOOKUP_MAX, at) + 1):
                 counts = self.counts.setdefault(tuple(text[at - length : at]), {})
                 counts[text[at]] = counts.pop(text[at], 0) + 1
 
     def guess(self, text: Sequence[int]) -> Guess | None:
-        """Guess the next token: the most frequent one after the longest context that was seen, the latest of several.
-
-        Args:
-            text: Token ids, at least one.
-
-        Returns:
-            The guess, or None where the last token was never followed by another.
-        """
+        """Guess the next token: the most frequent one after the longest context that was seen, the latest of several."""
         for length in range(min(PROMPT_LOOKUP_MAX, len(text)), 0, -1):
             counts = self.counts.get(tuple(text[-length:]))
             if counts:
@@ -99,12 +78,7 @@ class Followers:
 
 
 def pass_time(lanes: int, drafted: int) -> float:
-    """Return the time of a forward pass, as a share of that of a decode step of one lane.
-
-    Args:
-        lanes: Lanes in use.
-        drafted: Drafted tokens of all lanes together.
-    """
+    """Return the time of a forward pass, as a share of that of a decode step of one lane."""
     return max(1.0, PASS + ROW * (lanes + drafted)) + DRAFT * drafted
 
 
@@ -113,9 +87,6 @@ def worth_verifying(chances: Sequence[Sequence[float]]) -> list[int]:
 
     A pass over n lanes and j drafted tokens yields n tokens, and each drafted one by its chance. Those with the best
     chances are taken, as many as make (n + chances) / pass_time(n, j) the largest.
-
-    Args:
-        chances: For each of the n lanes, the probabilities that its drafted tokens are accepted, which do not grow.
 
     Returns:
         [n] tokens to verify. All are 0 where a decode step is better.

@@ -64,15 +64,7 @@ class Geometry:
         return self.lanes * self.lane_tokens + self.prompts * self.longest_prompt * (not self.flat)
 
     def holds(self, prompt_length: int, limits: list[int]) -> bool:
-        """Tell whether a group fits if all lanes are free.
-
-        Args:
-            prompt_length: Tokens of the prompt.
-            limits: Most tokens of each completion of the group.
-
-        Returns:
-            Whether it fits.
-        """
+        """Tell whether a group fits if all lanes are free."""
         return (
             prompt_length <= self.longest_prompt
             and max(limits) <= self.capacity
@@ -81,15 +73,7 @@ class Geometry:
 
 
 def copied_tokens(requests: list[tuple[int, list[int]]], max_num_seqs: int) -> int:
-    """Count the tokens of the copies of prompts that only flat slots hold, with all lanes in use.
-
-    Args:
-        requests: Tokens of the prompt of each request, and most tokens of each of its completions.
-        max_num_seqs: Most lanes.
-
-    Returns:
-        Tokens.
-    """
+    """Count the tokens of the copies of prompts that only flat slots hold, with all lanes in use."""
     completions = sum(len(limits) for _, limits in requests)
     copied = sum(length * (len(limits) - 1) for length, limits in requests)
     return copied * min(max_num_seqs, completions) // completions
@@ -103,22 +87,7 @@ def fit(
     flat: bool,
     left: float = math.inf,
 ) -> Geometry:
-    """Choose the geometry with the most lanes that these requests fill and the limits allow.
-
-    Args:
-        requests: Tokens of the prompt of each request, and most tokens of each of its completions.
-        max_num_seqs: Most lanes.
-        token_bytes: Bytes of one token's keys and values in all layers.
-        budget: Most bytes of all slots.
-        flat: Whether a lane's slot holds a copy of its prompt.
-        left: The bytes that the budget is a share of, by which the error tells whether a larger share would help.
-
-    Returns:
-        The geometry.
-
-    Raises:
-        ValueError: The budget does not hold one group.
-    """
+    """Choose the geometry with the most lanes that these requests fill and the limits allow."""
     group = max(len(limits) for _, limits in requests)
     capacity = max(max(limits) for _, limits in requests)
     longest = -max(length for length, _ in requests) // ROUND * -ROUND
@@ -157,16 +126,6 @@ def settled(
     One geometry that is large enough for every phase is used where it takes at most the share AMPLE of the budget: then
     training and evaluation go on with the same slots and CUDA graphs. Otherwise each phase has its own: the first
     rollout after an evaluation shrinks the slots to what training needs, at the price of recording the graphs again.
-
-    Args:
-        phases: The geometry of each phase so far, by its group size and layout. The next requests' is entered.
-        new: The geometry that fits the requests best.
-        requests: Tokens of the prompt of each request, and most tokens of each of its completions.
-        token_bytes: Bytes of one token's keys and values in all layers.
-        budget: Most bytes of all slots.
-
-    Returns:
-        The geometry.
     """
     phase = new.group, new.flat
     own = phases[phase] = _grown(phases.get(phase, new), new, requests, budget // token_bytes)
@@ -195,29 +154,13 @@ def _merged(*geometries):
 
 
 def kv_token_bytes(config: "PretrainedConfig", dtype: torch.dtype) -> int:
-    """Count the bytes of one token's keys and values in all layers of a model.
-
-    Args:
-        config: The model's transformers config.
-        dtype: Dtype of keys and values.
-
-    Returns:
-        Bytes.
-    """
+    """Count the bytes of one token's keys and values in all layers of a model."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim(config) * dtype.itemsize
 
 
 def memory_left(device: torch.device, reserved: int = 0) -> int:
-    """Count the bytes that are free now and that nothing else will take.
-
-    Args:
-        device: Where keys and values lie. For a CPU, the memory of the host counts.
-        reserved: Bytes of the free memory that others will take.
-
-    Returns:
-        Bytes.
-    """
+    """Count the bytes that are free now and that nothing else will take."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         # Memory that torch has cached and does not use is free too.
@@ -228,14 +171,5 @@ def memory_left(device: torch.device, reserved: int = 0) -> int:
 
 
 def bucket(count: int, most: int, sizes: tuple[int, ...] = BUCKETS) -> int:
-    """Choose the number of lanes or prompts of the CUDA graph that serves at least so many.
-
-    Args:
-        count: Lanes or prompts in use.
-        most: The number that the geometry has.
-        sizes: The numbers that graphs may have.
-
-    Returns:
-        The smallest of the sizes that is large enough, or `most`.
-    """
+    """Choose the number of lanes or prompts of the CUDA graph that serves at least so many."""
     return min(next((size for size in sizes if size >= count), most), most)

@@ -16,15 +16,7 @@ GROUPED_ON_DEVICE = (9, 10)
 
 
 def graph_obstacle(policy: Policy, capability: tuple[int, int]) -> str | None:
-    """Say why the decode step of a policy cannot be recorded as a CUDA graph.
-
-    Args:
-        policy: The policy. One that `prepare` has not made is looked at in a dry run.
-        capability: The compute capability of its GPU.
-
-    Returns:
-        A sentence, or None if nothing is known to be in the way.
-    """
+    """Say why the decode step of a policy cannot be recorded as a CUDA graph."""
     name, obstacle, grouped = type(policy.module).__name__, None, policy.grouped
     if grouped is None:
         obstacle, grouped = dry_run(policy.module)
@@ -37,15 +29,7 @@ def graph_obstacle(policy: Policy, capability: tuple[int, int]) -> str | None:
 
 
 def recordable(policy: Policy, enforce_eager: bool) -> bool:
-    """Decide whether decode steps are recorded as CUDA graphs, and log why where a GPU goes without.
-
-    Args:
-        policy: The policy.
-        enforce_eager: Whether the user wants none.
-
-    Returns:
-        Whether they are.
-    """
+    """Decide whether decode steps are recorded as CUDA graphs, and log why where a GPU goes without."""
     if policy.device.type != "cuda" or enforce_eager:
         return False
     obstacle = graph_obstacle(policy, torch.cuda.get_device_capability(policy.device))
@@ -55,12 +39,7 @@ def recordable(policy: Policy, enforce_eager: bool) -> bool:
 
 
 class Graphs:
-    """Records steps as CUDA graphs, one for each key, and replays them.
-
-    Args:
-        device: The GPU.
-        enabled: If False, nothing is recorded and every step runs as it is.
-    """
+    """Records steps as CUDA graphs, one for each key, and replays them."""
 
     def __init__(self, device: torch.device, enabled: bool) -> None:
         self.device, self.enabled = device, enabled
@@ -76,13 +55,6 @@ class Graphs:
 
         The first run of a key is eager, because it compiles kernels and sets up the workspaces of libraries. The second
         run records what the step launches, which computes nothing, and replays it. All later runs replay it.
-
-        Args:
-            key: What the launches of the step depend on, such as the number of lanes.
-            step: A function that works in place on tensors that stay where they are in memory.
-
-        Raises:
-            ValueError: The step cannot be recorded, because it waits for the device.
         """
         if not self.enabled:
             step()

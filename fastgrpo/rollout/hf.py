@@ -29,9 +29,6 @@ class DrawRecorder(LogitsProcessor):
     transformers hands a step's logits to the processors before it draws. What was drawn from them is the last token of
     the next call, so the recorder holds the logits of one step at a time. The log-prob is that without the penalty,
     which is why transformers is not asked to apply it itself.
-
-    Args:
-        sampling: How the completions are drawn.
     """
 
     def __init__(self, sampling: SamplingParams):
@@ -74,11 +71,7 @@ class HFBackend(RolloutBackend):
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """Draw all completions of the waiting groups that fit into one batch.
-
-        Returns:
-            The groups, all finished.
-        """
+        """Draw all completions of the waiting groups that fit into one batch."""
         if not self.waiting:
             return []
         count, requests = len(self.waiting[0].limits), []

@@ -10,11 +10,6 @@ class Lanes:
     """The state of R lanes, each of which holds one completion in flight.
 
     A finished lane is still computed until the host takes its completion, but its state does not change any more.
-
-    Args:
-        count: R.
-        capacity: C.
-        device: Where the policy computes.
     """
 
     def __init__(self, count: int, capacity: int, device: torch.device) -> None:
@@ -41,11 +36,7 @@ class Lanes:
             self.kept = torch.zeros_like(self.logps)
 
     def keep_seen(self, vocabulary: int) -> None:
-        """Record from now on which tokens the prompt and the completion of each lane hold.
-
-        Args:
-            vocabulary: V, the number of logits.
-        """
+        """Record from now on which tokens the prompt and the completion of each lane hold."""
         if self.seen is None:
             self.seen = torch.zeros(len(self.token), vocabulary, dtype=torch.bool, device=self.token.device)
 

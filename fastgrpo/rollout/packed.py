@@ -20,11 +20,7 @@ FEW_ROWS = 32  # for products of about so many rows oneDNN chooses the order
 
 
 def packable(policy: Policy) -> bool:
-    """Tell whether oneDNN has products for the weights of a policy.
-
-    Args:
-        policy: The policy.
-    """
+    """Tell whether oneDNN has products for the weights of a policy."""
     mkldnn = torch.backends.mkldnn
     if policy.device.type != "cpu" or not (mkldnn.is_available() and mkldnn.enabled):
         return False
@@ -35,11 +31,7 @@ def packable(policy: Policy) -> bool:
 
 
 class PackedWeights:
-    """Copies of the weights of a policy's linear layers, which take memory of their own until they are freed.
-
-    Args:
-        policy: The policy.
-    """
+    """Copies of the weights of a policy's linear layers, which take memory of their own until they are freed."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -64,11 +56,7 @@ class PackedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None]:
-        """Let the layers compute with the copies, in inference mode only: these products have no gradient.
-
-        Yields:
-            The product of the head for `Policy.logits`, or None where nothing is packed.
-        """
+        """Let the layers compute with the copies, in inference mode only: these products have no gradient."""
         try:
             for layer, forward in self.forwards:
                 vars(layer)["forward"] = forward

@@ -129,10 +129,6 @@ class GroupDecode(Provider):
     """The Triton kernel, which computes what `SharedPrefix` does in one operation.
 
     Its first use is checked on a few lanes (fastgrpo/loss/self_check.py), and `SharedPrefix` takes over where it fails.
-
-    Args:
-        part: Computes one part of `SharedPrefix` where it takes over.
-        asked: Whether the user asked for the kernel by name. A failure is then an error.
     """
 
     flat, memory_order = False, TOKENS_BEFORE_HEADS
@@ -190,9 +186,6 @@ class Flat(Provider):
     """Attention to flat slots, in which nothing is shared, by SDPA.
 
     On a CPU with many lanes it takes matrix products, which are faster there for one query.
-
-    Args:
-        on_cpu: Whether the policy computes on a CPU.
     """
 
     flat = True
@@ -238,22 +231,7 @@ class Flat(Provider):
 
 
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:
-    """Choose a provider that works for a model.
-
-    Args:
-        name: One of `ROLLOUT_ATTENTION`, or "auto": on a GPU the first of them that works; on a CPU "sdpa" for
-            few copied tokens and else "products".
-        device: Where the policy computes.
-        dtype: Dtype of the policy.
-        head_dim: Width of an attention head.
-        copied: Tokens of prompts that flat slots hold again; see `copied_tokens` in geometry.py.
-
-    Returns:
-        One of `ROLLOUT_ATTENTION`.
-
-    Raises:
-        ValueError: There is no such provider, or it does not work there.
-    """
+    """Choose a provider that works for a model."""
     if name not in ("auto", *ROLLOUT_ATTENTION):
         raise ValueError(f"rollout_attention must be one of auto, {', '.join(ROLLOUT_ATTENTION)}, got {name!r}")
     if name == "auto" and device.type == "cpu":
@@ -267,21 +245,7 @@ def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_di
 
 
 def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> Provider:
-    """Make the provider that `choose_provider` names, and log the choice once.
-
-    Args:
-        name: One of `ROLLOUT_ATTENTION`, or "auto".
-        device: Where the policy computes.
-        dtype: Dtype of the policy.
-        head_dim: Width of an attention head.
-        copied: Tokens of prompts that flat slots hold again; see `copied_tokens` in geometry.py.
-
-    Returns:
-        The provider.
-
-    Raises:
-        ValueError: There is no such provider, or it does not work there.
-    """
+    """Make the provider that `choose_provider` names, and log the choice once."""
     asked, name = name, choose_provider(name, device, dtype, head_dim, copied)
     _log_once(name, device.type)
     parts = {"flash_attn": flash_attn, "varlen": varlen, "products": products}

@@ -38,12 +38,5 @@ class Running:
     end: int
 
     def drawn(self, steps: int) -> int:
-        """Count its tokens.
-
-        Args:
-            steps: Decode steps so far.
-
-        Returns:
-            How many tokens have been drawn of it.
-        """
+        """Count its tokens."""
         return self.group.request.limits[self.number] - (self.end - steps)

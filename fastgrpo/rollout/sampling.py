@@ -32,18 +32,7 @@ OFF = (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))  # the filters, and the val
 
 
 def integer(value: Any, name: str) -> int:
-    """Read an integer.
-
-    Args:
-        value: What the caller gave: an int, or an integer of numpy or torch.
-        name: What the error calls it.
-
-    Returns:
-        The int.
-
-    Raises:
-        ValueError: It is no integer.
-    """
+    """Read an integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -51,18 +40,7 @@ def integer(value: Any, name: str) -> int:
 
 
 def integers(values: Any, name: str) -> list[int]:
-    """Read a list of integers.
-
-    Args:
-        values: What the caller gave: a list, or anything else that can be iterated over, such as a tensor.
-        name: What the error calls them.
-
-    Returns:
-        The ints.
-
-    Raises:
-        ValueError: One of them is no integer, or the values are no list.
-    """
+    """Read a list of integers."""
     try:
         return [operator.index(value) for value in values]
     except TypeError:
@@ -130,12 +108,6 @@ def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tenso
     Philox (Salmon et al. 2011) is a counter-based generator. Keyed by seed and request, it gives each token of each
     completion a number that depends on nothing else, so that neither the order of a batch nor the length limit changes
     a draw.
-
-    Args:
-        seed: Any integer; it counts modulo 2**64.
-        request_id: Number of the request.
-        count: Completions of the request.
-        length: Tokens of each completion.
 
     Returns:
         [count, length] fp32 in [0, 1).
@@ -246,12 +218,6 @@ def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, fl
         logits: [S, V] fp32.
         uniforms: [S] fp32.
         how: The other arguments of `sample`.
-
-    Returns:
-        None, or how they differ.
-
-    Raises:
-        Unchecked: PyTorch cannot compute the distribution, as in its deterministic mode.
     """
     from fastgrpo.loss.self_check import Unchecked, values_differ
 

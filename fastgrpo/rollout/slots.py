@@ -57,9 +57,6 @@ class Slots:
             layer: Number of the layer.
             key: [K, any number, d], which gives heads, width and dtype of the keys.
             value: [K, any number, d], likewise for the values.
-
-        Returns:
-            The slots.
         """
         if layer not in self.caches:
             g = self.geometry
@@ -102,10 +99,6 @@ class Slots:
 
         It has a row for each prompt up to the last one in use, so that a decode step computes no others. A CUDA graph
         needs fixed shapes: on a GPU the rows are rounded up to a bucket, and there are `group` columns.
-
-        Args:
-            prompt_of: For each of the n lanes in use its prompt's slot, or -1 where the lane is free.
-            group: Most lanes of one prompt among the requests in flight.
         """
         if self.geometry.flat:
             return

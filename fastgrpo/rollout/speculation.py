@@ -40,11 +40,7 @@ class Texts:
 
 
 class Speculation:
-    """Drafts tokens for the lanes of an engine, and counts how many of them are accepted.
-
-    Args:
-        num_speculative_tokens: k.
-    """
+    """Drafts tokens for the lanes of an engine, and counts how many of them are accepted."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.most = num_speculative_tokens
@@ -57,11 +53,6 @@ class Speculation:
 
     def drafts(self, running: Sequence[Running | None], lanes: Lanes, steps: int) -> list[list[int] | None] | None:
         """Draft tokens, as many as are worth a pass.
-
-        Args:
-            running: What runs on the n lanes.
-            lanes: Their state.
-            steps: Decode steps so far.
 
         Returns:
             [n] the drafted tokens of each lane, or None for a lane without a completion in flight. None alone where a
@@ -120,27 +111,13 @@ class Speculation:
             texts.followers.add(text, len(text) - 1)
 
     def count(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Count what came of a pass.
-
-        Args:
-            drafted: Tokens that were drafted.
-            accepted: How many of them were drawn.
-            tokens: By how many tokens the pass went further than a decode step.
-        """
+        """Count what came of a pass."""
         self.drafted += drafted
         self.accepted += accepted
         self.saved += tokens
 
     def metrics(self, lane_steps: int) -> dict[str, float]:
-        """Return what was measured in the present rollout.
-
-        Args:
-            lane_steps: Decode steps and passes, times the completions in flight at each.
-
-        Returns:
-            `rollout/draft_acceptance_rate`, the share of drafted tokens that were drawn (0 where none was drafted), and
-            `rollout/tokens_per_step`, the tokens of a completion for each step that it took.
-        """
+        """Return what was measured in the present rollout."""
         return {
             "rollout/draft_acceptance_rate": self.accepted / max(self.drafted, 1),
             "rollout/tokens_per_step": 1 + self.saved / max(lane_steps, 1),
@@ -148,12 +125,7 @@ class Speculation:
 
 
 class Verification:
-    """The rows of a pass that draws at the newest token and at the drafted tokens of each lane.
-
-    Args:
-        drafts: What `Speculation.drafts` returned.
-        lanes: The state of the lanes.
-    """
+    """The rows of a pass that draws at the newest token and at the drafted tokens of each lane."""
 
     def __init__(self, drafts: Sequence[Sequence[int] | None], lanes: Lanes) -> None:
         self.live = [lane for lane, tokens in enumerate(drafts) if tokens is not None]
@@ -171,9 +143,6 @@ class Verification:
     def seen(self, lanes: Lanes) -> torch.Tensor:
         """Return the tokens that a repetition penalty counts at each row: those of its lane, and the drafts before it.
 
-        Args:
-            lanes: The state of the lanes.
-
         Returns:
             [N, V] bool.
         """
@@ -190,10 +159,6 @@ class Verification:
         Args:
             drawn: [N] the token that was drawn at each row.
             stop_ids: Tokens that end a completion.
-
-        Returns:
-            How many tokens each live lane has drawn, up to the first one that was not drafted or that ends it; the rows
-            of these tokens; and how many drafted tokens are among them.
         """
         counts, rows, accepted, row = [], [], 0, 0
         for tokens in self.drafts:

@@ -18,10 +18,6 @@ class HeldWeights:
     """Holds the whole weights of a policy as long as any request is in flight.
 
     Keys and values in flight are computed with one version of the weights, and graphs read them at their addresses.
-
-    Args:
-        policy: The policy.
-        graphs: The graphs, which are cleared where the weights lie elsewhere than before.
     """
 
     def __init__(self, policy: Policy, graphs: Graphs) -> None:
@@ -34,9 +30,6 @@ class HeldWeights:
         """Gather the weights before requests start, and note their addresses and versions.
 
         Weights that are held already and have not changed stay as they are.
-
-        Args:
-            longest: Most tokens of any completion.
         """
         if not self.parameters or self._writes() != self.version:
             self._gather()
@@ -53,11 +46,7 @@ class HeldWeights:
         self.version = self._writes()
 
     def check(self) -> None:
-        """Refuse weights that have changed since requests started.
-
-        Raises:
-            ValueError: They have.
-        """
+        """Refuse weights that have changed since requests started."""
         if self._writes() != self.version:
             raise ValueError("the weights changed while requests were in flight; finish or abort them before an update")
 

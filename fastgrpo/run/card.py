@@ -59,21 +59,7 @@ def model_card(
     adapters: bool,
     inputs: Mapping[str, Path],
 ) -> str:
-    """Write the model card of what a run has trained so far.
-
-    Args:
-        args: The settings of the run.
-        state: How far the run has come.
-        name: What the model is called.
-        base: The name or path of the model that the run began with; empty where it has none.
-        rows: Number of training rows.
-        rewards: The names of the reward functions.
-        adapters: Whether the folder of the card holds adapters and not a whole model.
-        inputs: The files and folders that the run reads, as `inputs_of` found them when it began.
-
-    Returns:
-        The text of README.md. It names no folder of the machine by its path.
-    """
+    """Write the model card of what a run has trained so far."""
     grpo, data = args.command == "train", args.dataset_name or HUB_DATA.get(args.task)
     datasets = [data] if data and on_hub(data, inputs) else None
     head = ModelCardData(
@@ -104,13 +90,6 @@ def on_hub(name: str, inputs: Mapping[str, Path]) -> bool:
 
     A folder may have the name of a repository, and then takes its place. Whether it did is known from the beginning of
     the run: by now the program may work in another folder, or may have written one of that name.
-
-    Args:
-        name: The name or path.
-        inputs: The files and folders that the run reads.
-
-    Returns:
-        Whether it is.
     """
     repository = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)(?<!\.jsonl)", name) is not None
     return repository and Path(name) not in inputs.values()

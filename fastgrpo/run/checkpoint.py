@@ -47,13 +47,6 @@ def save_model(
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
 
     Its config says under older names too what transformers 5 has renamed (see `older_names.py`).
-
-    Args:
-        path: The folder to write to. It is created where it does not exist.
-        model: The model whose config, and by default whose weights, are written.
-        tokenizer: The tokenizer that is written beside the model.
-        state_dict: The weights to write by parameter name. None writes the model's own.
-        card: The model card, which becomes README.md. None writes none.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
@@ -63,30 +56,13 @@ def save_model(
 
 
 def checkpoints(run_dir: str | Path) -> dict[int, Path]:
-    """Find the checkpoints in the folder of a run, whether they are intact or not.
-
-    Args:
-        run_dir: The folder of a run.
-
-    Returns:
-        The path of each checkpoint by its step, in the order of the steps.
-    """
+    """Find the checkpoints in the folder of a run, whether they are intact or not."""
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(run_dir).iterdir())
     return dict(sorted((int(match[1]), path) for match, path in found if match and path.is_dir()))
 
 
 def step_of(path: str | Path) -> int:
-    """Read the step from the name of a checkpoint.
-
-    Args:
-        path: A path that ends in checkpoint-STEP.
-
-    Returns:
-        The step.
-
-    Raises:
-        ValueError: The path does not end in checkpoint-STEP.
-    """
+    """Read the step from the name of a checkpoint."""
     match = re.fullmatch(r"checkpoint-(\d+)", Path(path).name)
     if match is None:
         raise ValueError(f"{path} is not a checkpoint: the name of a checkpoint is checkpoint-STEP")
@@ -94,22 +70,7 @@ def step_of(path: str | Path) -> int:
 
 
 def write_checkpoint(folder: RunFolder, step: int, write: Callable[[Path], None], ranks: Ranks = ALONE) -> Path:
-    """Write checkpoint-STEP into the folder of a run, either complete or not at all, whenever the process ends.
-
-    Args:
-        folder: The folder of the run, which rank 0 holds.
-        step: The step that names the checkpoint.
-        write: Called with an empty folder, into which it writes the files of the checkpoint.
-        ranks: The ranks that write it together.
-
-    Returns:
-        The path of the checkpoint.
-
-    Raises:
-        OSError: The files could not be written. Nothing of the checkpoint is left in that case.
-        ValueError: There is something under its name that no run made; or one of several ranks could not write.
-        RankLost: Another rank did not come.
-    """
+    """Write checkpoint-STEP into the folder of a run, either complete or not at all, whenever the process ends."""
     name = f"checkpoint-{step}"
     lead = ranks.lead
     temporary = together(ranks, lambda: _make(folder, name) if lead else None, f"the folder of {name}")[0]
@@ -174,17 +135,7 @@ def _finish(folder, name, entries):
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read trainer_state.json of a checkpoint.
-
-    Args:
-        path: The folder of the checkpoint.
-
-    Returns:
-        The state.
-
-    Raises:
-        ValueError: It cannot be read, or does not hold the settings of a run.
-    """
+    """Read trainer_state.json of a checkpoint."""
     try:
         state = json.loads((path / STATE).read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -195,15 +146,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, of_run: bool = False) -> None:
-    """Check that every file of a checkpoint has the size and the SHA-256 that its manifest lists.
-
-    Args:
-        path: The folder of the checkpoint.
-        of_run: Whether the manifest must also list what a run needs to go on.
-
-    Raises:
-        ValueError: A file is missing or damaged, or the manifest itself is. The error names the file.
-    """
+    """Check that every file of a checkpoint has the size and the SHA-256 that its manifest lists."""
     try:
         entries = json.loads((path / MANIFEST).read_text())["files"]
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
@@ -243,11 +186,7 @@ def _entry(file):
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, has reached the disk.
-
-    Args:
-        path: A file or a folder.
-    """
+    """Wait until a file, or the list of names in a folder, has reached the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -260,11 +199,6 @@ def prune(folder: RunFolder, limit: int, best: int | None = None) -> None:
 
     As in transformers, the newest and the best checkpoint both stay even at a limit of 1. Checkpoints that no run made
     here neither count nor are deleted.
-
-    Args:
-        folder: The folder of the run.
-        limit: How many checkpoints to keep.
-        best: The step of the best checkpoint, or None where no metric ranks them.
     """
     made = folder.made()
     found = {step: path for step, path in checkpoints(folder.path).items() if path in made}

@@ -30,22 +30,13 @@ class CheckpointLog(Protocol):
     latest: dict[str, tuple[int, float]]
 
     def say(self, text: str) -> None:
-        """Print a line for the person who watches the run.
-
-        Args:
-            text: The line.
-        """
+        """Print a line for the person who watches the run."""
 
 
 class Checkpointer:
     """Decides when a checkpoint is saved and which ones are kept, and owns the thread that writes them.
 
     It is a context manager: leaving it waits for a checkpoint that is still being written.
-
-    Args:
-        config: The settings of the run.
-        log: The log of the run, whose folder receives the checkpoints.
-        ranks: The ranks that save together, each by a thread of its own.
 
     Attributes:
         ranks: The ranks as the threads talk to each other, of which a snapshot that they write has to know.
@@ -87,15 +78,7 @@ class Checkpointer:
         return self._good
 
     def due(self, step: int, last: bool) -> bool:
-        """Tell whether a checkpoint is due after a step.
-
-        Args:
-            step: The number of steps that are done.
-            last: Whether this was the last step, after which a checkpoint is always due.
-
-        Returns:
-            True where a checkpoint is due.
-        """
+        """Tell whether a checkpoint is due after a step."""
         every = self.config.save_steps
         return last or (step > 0 and every is not None and step % every == 0)
 
@@ -103,14 +86,6 @@ class Checkpointer:
         """Take a snapshot now and have the thread write it while training continues.
 
         Waits first for a checkpoint that is still being written.
-
-        Args:
-            step: The number of steps that are done.
-            take: Called without arguments. Returns a copy of the run's state in host memory, with a method
-                `write(path)` that puts it into an empty folder.
-
-        Raises:
-            ValueError: The checkpoint before this one could not be written.
         """
         if self.saved == step:
             if self._measured(step):  # a stopped run saves first, and evaluates this step only after it is resumed
@@ -126,9 +101,6 @@ class Checkpointer:
         """Raise the error of a save that has failed, without waiting for one that is under way.
 
         All ranks raise it after the same step, though one may have heard of it before the others.
-
-        Raises:
-            ValueError: A checkpoint could not be written. The error says why, and names the newest good checkpoint.
         """
         if self._writing is None:
             return
@@ -137,12 +109,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raises:
-            ValueError: The checkpoint could not be written. The error says why, and names the newest good checkpoint.
-            RankLost: Another rank failed, or did not come to write it.
-        """
+        """Wait for the checkpoint that is being written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -183,19 +150,11 @@ class Checkpointer:
             self.best = {"metric": metric, "value": value, "step": step}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: which checkpoint is the best one.
-
-        Returns:
-            The state, as JSON can hold it.
-        """
+        """Return what a resumed run needs: which checkpoint is the best one."""
         return {"best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the best checkpoint of the run that is resumed, unless the metric that ranks them has changed.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Take over the best checkpoint of the run that is resumed, unless the metric that ranks them has changed."""
         best = state["best"]
         if best is not None and best["metric"] == self.config.metric_for_best_model:
             self.best = best

@@ -11,14 +11,7 @@ LENGTH = {"mean length": "eval/mean_length"}
 
 
 def last_evaluation(run_dir: str | Path) -> dict[str, float]:
-    """Read the last value of each held-out metric of a run.
-
-    Args:
-        run_dir: The folder of the run.
-
-    Returns:
-        The values by name, and their intervals under NAME/ci95_low and NAME/ci95_high.
-    """
+    """Read the last value of each held-out metric of a run."""
     return {name: values[-1] for name, (_, values) in read_metrics(run_dir).items() if name.startswith("eval/")}
 
 
@@ -39,14 +32,7 @@ def _measured(evaluation, titles):
 
 
 def stage_table(runs: Mapping[str, Path]) -> list[list[str]]:
-    """Lay out the last evaluations of runs as a table, with 95% intervals in brackets.
-
-    Args:
-        runs: The folder of each run by the name that the table gives it.
-
-    Returns:
-        The cells of each line, the titles first: a line for each run, a column for each metric.
-    """
+    """Lay out the last evaluations of runs as a table, with 95% intervals in brackets."""
     cells = {
         run: {title: f"{value:.3f} [{low:.3f}, {high:.3f}]" for title, value, low, high in measured}
         for run, folder in runs.items()
@@ -57,15 +43,7 @@ def stage_table(runs: Mapping[str, Path]) -> list[list[str]]:
 
 
 def draw_stages(runs: Mapping[str, Path], path: Path) -> Path:
-    """Draw the last evaluations of runs as bars with their 95% intervals.
-
-    Args:
-        runs: The folder of each run by the name that the picture gives it.
-        path: The picture to write.
-
-    Returns:
-        The path again.
-    """
+    """Draw the last evaluations of runs as bars with their 95% intervals."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

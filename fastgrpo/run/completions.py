@@ -14,15 +14,7 @@ _OTHERS = {"group", "finish_reason", "tokens", "clipped", "rewards", "advantage"
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
-    """Turn lines of samples.jsonl into columns.
-
-    Args:
-        rows: The lines, at least one.
-
-    Returns:
-        Values by title, one a completion: step, prompt, completion, each reward function, each column that a reward
-        function logged, and advantage, as in TRL. A name that stands for two of them is followed by its kind.
-    """
+    """Turn lines of samples.jsonl into columns."""
     functions = dict.fromkeys(name for row in rows for name in row["rewards"])
     extras = dict.fromkeys(name for row in rows for name in row if name not in {*_FIRST, *_OTHERS, *_TOKENS})
     columns = {name: [row[name] for row in rows] for name in (*_FIRST, "advantage")}
@@ -39,16 +31,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
 
 
 def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
-    """Write completions/completions_STEP.parquet, whole or not at all.
-
-    Args:
-        folder: The folder of the completions.
-        step: The number of steps that are done.
-        columns: What `columns_of` returned. A column whose values have no common type is written as JSON.
-
-    Returns:
-        The path of the file.
-    """
+    """Write completions/completions_STEP.parquet, whole or not at all."""
     import pyarrow
     from pyarrow import parquet
 
@@ -80,12 +63,7 @@ def _has_empty_struct(pyarrow, kind):
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Delete the files of steps that a resumed run makes again, and those that a crash left unfinished.
-
-    Args:
-        folder: The folder of the completions, which need not be there.
-        step: The step of the checkpoint.
-    """
+    """Delete the files of steps that a resumed run makes again, and those that a crash left unfinished."""
     for path in folder.glob("completions_*"):
         match = _NAME.fullmatch(path.name)
         if match and (match[2] == "part" or int(match[1]) > step):
@@ -93,15 +71,7 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 def cells(columns: Mapping[str, Sequence[Any]], most: int | None) -> list[list[str]]:
-    """Lay out completions for the terminal.
-
-    Args:
-        columns: What `columns_of` returned.
-        most: How many completions are shown at most, from the first one; None shows all.
-
-    Returns:
-        The titles, and the cells of each completion. Conversations are written turn by turn.
-    """
+    """Lay out completions for the terminal."""
     shown = {name: values[:most] for name, values in columns.items() if name != "step"}
     return [list(shown), *([_cell(value) for value in row] for row in zip(*shown.values(), strict=True))]
 

@@ -56,15 +56,7 @@ SUPERVISED_PANELS = (
 
 
 def read_metrics(run_dir: str | Path, say: Callable[[str], None] = print) -> dict[str, tuple[list[int], list[float]]]:
-    """Read metrics.jsonl as one series for each metric. Lines that hold no metrics are named and passed over.
-
-    Args:
-        run_dir: The folder of a run.
-        say: A function that prints a line for the user.
-
-    Returns:
-        The steps and the values of each metric by its name. Values that are null or not finite are left out.
-    """
+    """Read metrics.jsonl as one series for each metric. Lines that hold no metrics are named and passed over."""
     path, series, damaged = Path(run_dir) / "metrics.jsonl", {}, []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line:
@@ -101,32 +93,12 @@ def _is_number(value):
 
 
 def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
-    """Average each value with the values before it.
-
-    Args:
-        values: The values in their order.
-        window: How many values an average is over. At the start there are fewer.
-
-    Returns:
-        As many averages as there are values.
-    """
+    """Average each value with the values before it."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
 def draw_curves(run_dir: str | Path, say: Callable[[str], None] = print, panels: Sequence[Panel] = PANELS) -> Path:
-    """Draw the curves of a run into curves.png, in two rows of diagrams.
-
-    Args:
-        run_dir: The folder of the run, with its metrics.jsonl.
-        say: A function that prints a line for the user.
-        panels: The diagrams, an even number of them.
-
-    Returns:
-        The path of curves.png.
-
-    Raises:
-        ValueError: There is a folder of this name.
-    """
+    """Draw the curves of a run into curves.png, in two rows of diagrams."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -170,19 +142,7 @@ def conclude(
     say: Callable[[str], None],
     panels: Sequence[Panel] = PANELS,
 ) -> list[tuple[str, str]]:
-    """Write summary.json and curves.png. What cannot be written is named and left out: the run itself is saved.
-
-    Args:
-        folder: The folder of the run.
-        summary: What summary.json holds.
-        checkpoint: The last checkpoint of the run.
-        say: A function that prints a line for the user.
-        panels: What the picture shows.
-
-    Returns:
-        The name and the value of each line of the table that is printed: what was measured before and after, with its
-        95% intervals, what the run took, and the files in the folder.
-    """
+    """Write summary.json and curves.png. What cannot be written is named and left out: the run itself is saved."""
     run_dir = folder.path
     text, written = json.dumps(summary, indent=2) + "\n", []
     for name, write in (
@@ -241,27 +201,13 @@ def _held_out(run_dir, panels):
 
 
 def table(rows: list[tuple[str, Any]]) -> str:
-    """Format names and values as aligned lines.
-
-    Args:
-        rows: A name and a value for each line of the table, at least one.
-
-    Returns:
-        The lines as text.
-    """
+    """Format names and values as aligned lines."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lay out a Markdown table whose columns are aligned.
-
-    Args:
-        lines: The cells of each line, the titles first.
-
-    Returns:
-        The table as text.
-    """
+    """Lay out a Markdown table whose columns are aligned."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     return "\n".join(

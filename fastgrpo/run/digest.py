@@ -14,16 +14,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def refuse_differences(ranks: Ranks, **values: Any) -> None:
-    """Refuse a run whose ranks read different things. All ranks call this together.
-
-    Args:
-        ranks: The ranks.
-        values: What must be the same on all ranks, such as a digest, by what the error calls it in the plural; an
-            underscore stands for a space.
-
-    Raises:
-        ValueError: A value is another one on another rank; both are named.
-    """
+    """Refuse a run whose ranks read different things. All ranks call this together."""
     for rank, theirs in enumerate(ranks.gather(values, "what each rank reads")):
         for name, value in values.items():
             if theirs[name] != value:
@@ -38,12 +29,6 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
 
     The order of the columns does not count. Arrays and tensors count by their numbers. Any other object that
     JSON cannot hold counts by its type alone, because its text may differ from one process to the next.
-
-    Args:
-        rows: The rows.
-
-    Returns:
-        A SHA-256 in hexadecimal digits.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -78,9 +63,6 @@ def digest_of_weights(weights: dict[str, torch.Tensor]) -> str:
 
     Args:
         weights: The weights by name, floating point or integer of any shape.
-
-    Returns:
-        A SHA-256 in hexadecimal digits.
     """
     digest = hashlib.sha256()
     for name, tensor in weights.items():

@@ -32,14 +32,7 @@ _GONE = "deleted "  # begins the line of a name whose thing a run has deleted
 
 
 class RunFolder:
-    """A folder that this process holds for a run until `close`, or until the process ends.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        ValueError: As `FolderLock`.
-    """
+    """A folder that this process holds for a run until `close`, or until the process ends."""
 
     def __init__(self, path: Path) -> None:
         # The run stays in this folder, though the working directory may change, and links on the way to it.
@@ -52,11 +45,7 @@ class RunFolder:
         return self._lock.held
 
     def check(self) -> None:
-        """Refuse to go on in a folder that is not held any more.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Refuse to go on in a folder that is not held any more."""
         if not self.held:
             raise ValueError(
                 f"this trainer no longer holds output_dir {self.path}, because its run has ended; make a new trainer, "
@@ -69,14 +58,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held_for(self) -> Iterator[None]:
-        """Hold the folder while the context manager is open, also after it was released.
-
-        Returns:
-            A context manager that yields nothing.
-
-        Raises:
-            ValueError: Another run holds the folder now.
-        """
+        """Hold the folder while the context manager is open, also after it was released."""
         again = None if self.held else FolderLock(self.path)
         try:
             yield
@@ -95,11 +77,7 @@ class RunFolder:
         return [path for path in sorted(self.path.iterdir()) if NAMES.fullmatch(path.name) and path.name not in noted]
 
     def refuse_foreign(self) -> None:
-        """Refuse the folder where a run would overwrite what no run made.
-
-        Raises:
-            ValueError: There is such a thing; it is named.
-        """
+        """Refuse the folder where a run would overwrite what no run made."""
         foreign = self.foreign()
         if foreign:
             raise ValueError(
@@ -108,17 +86,7 @@ class RunFolder:
             )
 
     def claim(self, name: str) -> Path:
-        """Note that this run makes something in the folder. Call this before it is made.
-
-        Args:
-            name: Its name, one of `NAMES`.
-
-        Returns:
-            Its path.
-
-        Raises:
-            ValueError: There is something under this name that no run made.
-        """
+        """Note that this run makes something in the folder. Call this before it is made."""
         path = self.path / name
         if name not in made_in(self.path):
             if os.path.lexists(path):
@@ -127,28 +95,13 @@ class RunFolder:
         return path
 
     def rename(self, old: str, new: str) -> Path:
-        """Rename something that a run made.
-
-        Args:
-            old: Its name.
-            new: Its name from now on, one of `NAMES`.
-
-        Returns:
-            Its new path.
-
-        Raises:
-            ValueError: There is something under the new name that no run made.
-        """
+        """Rename something that a run made."""
         path = (self.path / old).rename(self.claim(new))
         note(self.path, old, gone=True)
         return path
 
     def remove(self, name: str) -> None:
-        """Delete something that a run made, and nothing else.
-
-        Args:
-            name: Its name.
-        """
+        """Delete something that a run made, and nothing else."""
         assert name in made_in(self.path), name
         remove(self.path / name)
         note(self.path, name, gone=True)
@@ -160,14 +113,7 @@ class RunFolder:
 
 
 def made_in(path: Path) -> set[str]:
-    """Read which names in a folder belong to things that runs made.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The names; empty where no run has noted any.
-    """
+    """Read which names in a folder belong to things that runs made."""
     try:
         with open(path / MADE, errors="replace", opener=_without_links) as file:
             lines = file.read().splitlines()
@@ -186,14 +132,6 @@ def note(path: Path, *names: str, gone: bool = False) -> None:
     """Note that a run is about to make things in a folder, or that it has deleted them.
 
     The notes reach the disk before this returns, so that no failure of the machine keeps a thing and loses its note.
-
-    Args:
-        path: The folder.
-        names: The names of the things, each one of `NAMES`.
-        gone: Whether they were deleted.
-
-    Raises:
-        ValueError: The file of the notes is something else, such as a link.
     """
     assert all(NAMES.fullmatch(name) for name in names), names
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -216,22 +154,7 @@ def claim_output_dir(
     resume: bool = False,
     inputs: Mapping[str, Path] | None = None,
 ) -> RunFolder:
-    """Create and lock the folder of a run.
-
-    Args:
-        output_dir: The folder. None takes the next free runs/NAME-N.
-        name: What the folder is called where `output_dir` is None.
-        overwrite: Whether to delete what earlier runs made in the folder. Other files stay.
-        resume: Whether a folder that is not empty is accepted as it is.
-        inputs: What the run reads, by what it is called in the error, such as "the model".
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: The folder is not empty and may not be overwritten, is a file, cannot be written, is in use, holds
-            one of the inputs, or holds something that no run made and a run would overwrite.
-    """
+    """Create and lock the folder of a run."""
     try:
         if output_dir is None:
             return RunFolder(_next_numbered(name))
@@ -263,14 +186,7 @@ def claim_output_dir(
 
 
 def contents(path: Path) -> list[Path]:
-    """List what is in a folder besides the lock and the notes of runs.
-
-    Args:
-        path: The folder.
-
-    Returns:
-        The paths, sorted by name.
-    """
+    """List what is in a folder besides the lock and the notes of runs."""
     return sorted(entry for entry in path.iterdir() if entry.name not in (LOCK, MADE))
 
 
@@ -300,11 +216,7 @@ def _next_numbered(name):
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a folder with all that is in it, or a symbolic link but not its target.
-
-    Args:
-        path: What to delete.
-    """
+    """Delete a file, a folder with all that is in it, or a symbolic link but not its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

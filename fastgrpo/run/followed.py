@@ -15,9 +15,6 @@ from fastgrpo.run.terminal import Terminal
 class FollowedFolder:
     """The folder of a run that rank 0 holds.
 
-    Args:
-        path: The folder.
-
     Attributes:
         held: Whether rank 0 holds the folder still: it releases it when its log is closed, as all ranks close theirs.
     """
@@ -28,14 +25,7 @@ class FollowedFolder:
         self.path, self.held = path, True
 
     def claim(self, name: str) -> Path:
-        """Return the path of something that rank 0 makes in the folder.
-
-        Args:
-            name: Its name.
-
-        Returns:
-            Its path.
-        """
+        """Return the path of something that rank 0 makes in the folder."""
         return self.path / name
 
     def close(self) -> None:
@@ -44,13 +34,7 @@ class FollowedFolder:
 
 
 class FollowedLog(RunLog):
-    """A log that knows what rank 0 knows, and writes nothing.
-
-    Args:
-        config: The settings of the run.
-        path: The folder that rank 0 has claimed.
-        checkpoint: The checkpoint that the run continues from, or None.
-    """
+    """A log that knows what rank 0 knows, and writes nothing."""
 
     def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
         self.started, self.config = time.perf_counter(), config
@@ -59,28 +43,14 @@ class FollowedLog(RunLog):
         self.terminal = Terminal(silent=True)
 
     def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Note what rank 0 writes, since a metric may decide which checkpoint is the best.
-
-        Args:
-            step: The number of steps that are done.
-            values: The metrics by name.
-
-        Returns:
-            The entry of the line in the history.
-        """
+        """Note what rank 0 writes, since a metric may decide which checkpoint is the best."""
         return self._note(step, values)
 
     def _append(self, name, rows):
         """Write no lines: rank 0 does."""
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
-        """Show no completions.
-
-        Args:
-            step: The number of steps that are done.
-            rows: What rank 0 shows.
-            shown: How many it shows.
-        """
+        """Show no completions."""
 
     def discard(self) -> None:
         """Give up the run, as rank 0 does."""
@@ -91,29 +61,12 @@ class FollowedLog(RunLog):
         self.folder.close()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where the log stood at a checkpoint.
-
-        Args:
-            state: The state of rank 0's log.
-        """
+        """Return to where the log stood at a checkpoint."""
         self._go_back(state)
 
 
 def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:
-    """Claim the folder of a run on rank 0, and tell the other ranks of it.
-
-    Args:
-        config: The settings of the run.
-        inputs: What the run reads, as for `RunLog`.
-        ranks: The ranks.
-
-    Returns:
-        The log.
-
-    Raises:
-        ValueError: For the reasons of `RunLog`, on rank 0.
-        RankLost: Rank 0 could not claim the folder, on the others.
-    """
+    """Claim the folder of a run on rank 0, and tell the other ranks of it."""
     log = RunLog(config, inputs) if ranks.lead else None
     where = ranks.from_lead(None if log is None else (log.dir, log.checkpoint), "the folder of the run")
     return FollowedLog(config, *where) if log is None else log

@@ -131,12 +131,7 @@ CHECKS = (
 
 
 class Watch:
-    """Looks at the metrics of every step, gives each warning once, and stops a run that only skips updates.
-
-    Args:
-        args: The settings of the run.
-        checkpoints: The checkpoints of the run, whose newest good one the error names when the run stops.
-    """
+    """Looks at the metrics of every step, gives each warning once, and stops a run that only skips updates."""
 
     def __init__(self, args: TrainingConfig, checkpoints: Checkpointer) -> None:
         self.args, self.checkpoints = args, checkpoints
@@ -144,19 +139,7 @@ class Watch:
         self.skipped = 0  # how many updates in a row have been skipped up to now
 
     def observe(self, values: dict[str, float], norms: list[float]) -> list[str]:
-        """Look at one step and return the warnings that it completes.
-
-        Args:
-            values: The metrics of the step by name.
-            norms: The gradient norm of each update of the step: NaN where the update was skipped, 0 where no sample
-                had an advantage.
-
-        Returns:
-            The texts of the warnings, most often none.
-
-        Raises:
-            ValueError: `MAX_SKIPPED` updates in a row were skipped. The error names the last good checkpoint.
-        """
+        """Look at one step and return the warnings that it completes."""
         for norm in norms:
             if math.isnan(norm):
                 self.skipped += 1
@@ -180,19 +163,11 @@ class Watch:
         return texts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been seen so far, so that a resumed run gives no warning twice.
-
-        Returns:
-            The state, as JSON can hold it.
-        """
+        """Return what has been seen so far, so that a resumed run gives no warning twice."""
         return {"streaks": dict(self.streaks), "told": sorted(self.told), "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what the run that is resumed has seen.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Take over what the run that is resumed has seen."""
         self.streaks, self.told, self.skipped = Counter(state["streaks"]), set(state["told"]), state["skipped"]
 
 

@@ -21,15 +21,7 @@ LEARNING_RATE = "learning_rate"  # every line of training has it, and no line of
 
 
 def evaluated(values: Mapping[str, float], prefix: str = "eval") -> dict[str, float]:
-    """Name what an evaluation measured as TRL does.
-
-    Args:
-        values: Metrics by name, which begins with the prefix and a slash.
-        prefix: "eval", or eval_NAME for one of several data sets.
-
-    Returns:
-        The same values under names that begin with the prefix and an underscore.
-    """
+    """Name what an evaluation measured as TRL does."""
     named, drawn = {}, {}
     for name, value in values.items():
         rest = name.removeprefix(f"{prefix}/")
@@ -40,15 +32,7 @@ def evaluated(values: Mapping[str, float], prefix: str = "eval") -> dict[str, fl
 
 
 def entry(step: int, values: Mapping[str, float]) -> dict[str, Any]:
-    """Make the entry of a line of metrics.jsonl.
-
-    Args:
-        step: The number of steps that are done.
-        values: The metrics of the line.
-
-    Returns:
-        The metrics, those of evaluations by TRL's names, with None in place of what is not finite, and the step.
-    """
+    """Make the entry of a line of metrics.jsonl."""
     made = {}
     for name, value in values.items():
         before, slash, _ = name.partition("/")
@@ -68,15 +52,7 @@ def _finite(value):
 
 
 def read(path: Path, size: int) -> list[dict[str, Any]]:
-    """Read the entries of metrics.jsonl as it was when a checkpoint was written.
-
-    Args:
-        path: The file.
-        size: How many of its bytes the checkpoint knows.
-
-    Returns:
-        The entries, without lines that cannot be read.
-    """
+    """Read the entries of metrics.jsonl as it was when a checkpoint was written."""
     try:
         with open(path, "rb") as file:
             lines = file.read(size).decode(errors="replace").splitlines()
@@ -93,14 +69,7 @@ def read(path: Path, size: int) -> list[dict[str, Any]]:
 
 
 def mean_loss(history: Iterable[Mapping[str, Any]]) -> float:
-    """Compute the mean loss of all steps from the means of the logged lines.
-
-    Args:
-        history: The entries.
-
-    Returns:
-        The mean; 0.0 where no step measured a loss.
-    """
+    """Compute the mean loss of all steps from the means of the logged lines."""
     total, steps, before = 0.0, 0, 0
     for line in history:
         if line.get("loss") is not None:
@@ -110,23 +79,12 @@ def mean_loss(history: Iterable[Mapping[str, Any]]) -> float:
 
 
 def last_training(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Find the last entry that was written for training.
-
-    Args:
-        history: The entries.
-
-    Returns:
-        A copy of it; empty where there is none.
-    """
+    """Find the last entry that was written for training."""
     return dict(next((line for line in reversed(history) if LEARNING_RATE in line), {}))
 
 
 class Summary(dict):
     """The summary of a run, a dict, with what transformers' `TrainOutput` has.
-
-    Args:
-        summary: What summary.json holds.
-        metrics: Seconds, rates and the mean loss of the training, by transformers' names.
 
     Attributes:
         metrics: As given.

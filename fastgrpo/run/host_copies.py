@@ -39,12 +39,6 @@ class HostCopies:
 
         The copies of tensors on a GPU are complete after `wait`. The set before must be complete. It stays as it is
         unless it has been released. Of a sharded tensor the part of this rank is copied, and the copy is sharded alike.
-
-        Args:
-            tree: The dicts, lists and tensors.
-
-        Returns:
-            The same tree with the copies.
         """
         copies, started, could_pin = {}, set(), self._obstacle is None
         self._used, self._pageable = [], 0  # memory that is not released belongs to whoever reads it
@@ -95,11 +89,7 @@ class HostCopies:
         return memory
 
     def before_update(self, *_: Any) -> None:
-        """Let each GPU finish the copies before what it is told to do from now on. The host does not wait.
-
-        Args:
-            _: What torch passes to a hook of an optimizer, which is not read.
-        """
+        """Let each GPU finish the copies before what it is told to do from now on. The host does not wait."""
         for device, event in self._copied.items():
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -120,28 +110,15 @@ class HostCopies:
 
 
 def on_gpu(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor lies on a GPU.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        Whether its device is a CUDA device.
-    """
+    """Tell whether a tensor lies on a GPU."""
     return tensor.device.type == "cuda"
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate pinned memory for a copy.
 
-    Args:
-        tensor: The tensor that will be copied.
-
     Returns:
         A tensor of its shape, dtype and strides on the host, with arbitrary values.
-
-    Raises:
-        RuntimeError: The system has none left to pin.
     """
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 

@@ -14,17 +14,7 @@ _OURS = Path(__file__).resolve().parent.parent
 def inputs_of(
     config: TrainingConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
 ) -> dict[str, Path]:
-    """Find the files and folders that a run reads.
-
-    Args:
-        config: The settings of the run.
-        functions: The reward functions.
-        model: A folder, a hub id, a GGUF file, or a transformers model, which knows where it was loaded from.
-        data: Rows of each data set. A datasets.Dataset among them names its files.
-
-    Returns:
-        The paths that exist, by what an error calls them, such as "the model".
-    """
+    """Find the files and folders that a run reads."""
     found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
     found["the rows of train_file"] = getattr(config, "train_file", None)  # a setting of supervised training alone
     for number, function in enumerate(functions, 1):

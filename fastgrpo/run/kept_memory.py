@@ -17,9 +17,6 @@ def keep_freed_memory() -> bool:
     """Let glibc's malloc keep what this process frees, unless the environment says how it is to behave.
 
     It takes no more memory than the process had at once, because what comes next is taken from what was freed.
-
-    Returns:
-        Whether it does from now on. An allocator that has no `mallopt`, such as musl's, stays as it is.
     """
     chosen = any(name in os.environ for name in VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if chosen or not sys.platform.startswith("linux"):

@@ -22,13 +22,6 @@ class FolderLock:
     It is a POSIX record lock: it ends with the process, however that ends, and child processes do not inherit it, so a
     child that outlives the run does not keep the folder locked. Such a lock admits a second holder in the same process;
     this class refuses one.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        ValueError: A run that is still alive holds the folder, or something other than a lock has the lock's name.
-        OSError: The lock cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -34,14 +34,6 @@ class RunLog:
         latest: The (step, value) that was last written of every metric, by name, also by TRL's name for it.
         history: What was written of metrics, see `history.py`.
         terminal: What the run shows.
-
-    Args:
-        config: The settings of the run.
-        inputs: What the run reads, by what it is called in an error. None of it may lie in the folder of the run.
-
-    Raises:
-        ValueError: metric_for_best_model names no metric, the folder cannot be claimed, or a package that report_to
-            needs is not installed.
     """
 
     def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
@@ -84,31 +76,15 @@ class RunLog:
         self.folder.claim("config.json").write_text(json.dumps(resolved, indent=2) + "\n")
 
     def say(self, text: str) -> None:
-        """Print a text above the progress bar.
-
-        Args:
-            text: One or more lines.
-        """
+        """Print a text above the progress bar."""
         self.terminal.say(text)
 
     def progress(self, total: int, name: str, done: int = 0, every: Mapping[str, int | None] | None = None) -> None:
-        """Start a progress bar in place of the one before it. `advance` moves it.
-
-        Args:
-            total: The count at which the bar is full.
-            name: The text in front of the bar.
-            done: The count that the bar starts from.
-            every: The steps between two interruptions of a kind, as for `Remaining`.
-        """
+        """Start a progress bar in place of the one before it. `advance` moves it."""
         self.terminal.progress(total, name, done, every)
 
     def advance(self, count: int = 1, **values: float) -> None:
-        """Move the progress bar.
-
-        Args:
-            count: How far to move it.
-            values: Numbers to show behind the bar, by their names there. Without any, the earlier ones stay.
-        """
+        """Move the progress bar."""
         self.terminal.advance(count, **values)
 
     def close_bar(self) -> None:
@@ -116,16 +92,7 @@ class RunLog:
         self.terminal.close_bar()
 
     def step(self, step: int, values: dict[str, float], last: bool = False) -> dict[str, Any] | None:
-        """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl.
-
-        Args:
-            step: The number of steps that are done.
-            values: The metrics of the step by name.
-            last: Whether a line is written in any case, as after the last step of the run.
-
-        Returns:
-            The entry of the line in the history; None where there was no line.
-        """
+        """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl."""
         self._pending.append((step, values))
         return self._reduce() if self.config.logs(step) or last else None
 
@@ -150,15 +117,7 @@ class RunLog:
         return self.write(step, line)
 
     def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
-        """Write one line of metrics.jsonl at once, and report it to the trackers of report_to.
-
-        Args:
-            step: The number of steps that are done.
-            values: The metrics of the line by name.
-
-        Returns:
-            The entry of the line in the history.
-        """
+        """Write one line of metrics.jsonl at once, and report it to the trackers of report_to."""
         self._append("metrics", [{"step": step, **values}])
         for tracker in self._trackers:
             tracker.log(step, named(step, values))
@@ -173,21 +132,11 @@ class RunLog:
         return made
 
     def samples(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Write lines of samples.jsonl.
-
-        Args:
-            rows: One dict for each line, of values that JSON can hold.
-        """
+        """Write lines of samples.jsonl."""
         self._append("samples", rows)
 
     def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
-        """Show completions in the terminal and to trackers, and write them to completions/completions_STEP.parquet.
-
-        Args:
-            step: The number of steps that are done.
-            rows: Lines of samples.jsonl, at least one.
-            shown: How many of them the terminal shows at most; None shows all.
-        """
+        """Show completions in the terminal and to trackers, and write them to completions/completions_STEP.parquet."""
         columns = columns_of(rows)
         self.terminal.columns(cells(columns, shown))
         write_parquet(self.folder.claim(FOLDER), step, columns)
@@ -196,12 +145,7 @@ class RunLog:
             tracker.completions(step, columns)
 
     def warn(self, step: int, text: str) -> None:
-        """Tell the user of something that a step showed, and write it to warnings.jsonl.
-
-        Args:
-            step: The number of the step.
-            text: What was seen, as a line.
-        """
+        """Tell the user of something that a step showed, and write it to warnings.jsonl."""
         self.say(f"step {step}: {text}")
         self._append("warnings", [{"step": step, "text": text}])
 
@@ -218,12 +162,7 @@ class RunLog:
             self._trackers = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the log stands, as JSON can hold it.
-
-        Returns:
-            The seconds of the run so far and of its recent steps, the metrics of the steps that are pending, and the
-            sizes of metrics.jsonl and samples.jsonl in bytes.
-        """
+        """Return where the log stands, as JSON can hold it."""
         return {
             "wall_seconds": time.perf_counter() - self.started,
             "pace": self.terminal.state_dict(),
@@ -237,9 +176,6 @@ class RunLog:
 
         Lines of metrics.jsonl, samples.jsonl and warnings.jsonl that were written after the checkpoint are cut off.
         config.json is replaced by the settings of the resumed run.
-
-        Args:
-            state: What `state_dict` returned.
         """
         self._write_config()
         self._completions_step = state.get("completions_step", 0)

@@ -133,26 +133,12 @@ _PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known 
 
 
 def is_known(name: str) -> bool:
-    """Tell whether a name belongs to a metric of the table, or to the step of a line.
-
-    Args:
-        name: The name.
-
-    Returns:
-        Whether it does.
-    """
+    """Tell whether a name belongs to a metric of the table, or to the step of a line."""
     return any(pattern.fullmatch(name) for pattern in _PATTERNS)
 
 
 def check_metric(name: str | None) -> None:
-    """Check that a name may be the name of a metric: one of the table, in TRL's form too, or of a reward function.
-
-    Args:
-        name: The name to check. None passes.
-
-    Raises:
-        ValueError: There is no such metric, and one of the table is similar. The error names it.
-    """
+    """Check that a name may be the name of a metric: one of the table, in TRL's form too, or of a reward function."""
     if name is None or is_known(name) or is_known(name.replace("eval_", "eval/", 1)):
         return
     meant = did_you_mean(name, METRICS)
@@ -161,15 +147,7 @@ def check_metric(name: str | None) -> None:
 
 
 def reduced(name: str, values: Sequence[float]) -> float:
-    """Reduce the values of a metric over several steps to one.
-
-    Args:
-        name: The name of the metric.
-        values: Its value in each step that measured it, in the order of the steps; at least one.
-
-    Returns:
-        Their mean, sum, extreme or last value, as the meaning of the metric asks for.
-    """
+    """Reduce the values of a metric over several steps to one."""
     counted = name.startswith("rewards/") and name.endswith(("/errors", "/timeouts"))
     return (sum if counted else _REDUCED.get(name, _mean))(values)
 

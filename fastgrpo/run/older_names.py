@@ -11,11 +11,7 @@ from typing import Any
 
 
 def add_older_names(path: Path) -> None:
-    """Write the settings of a saved model and of its tokenizer under the names that transformers 4 reads as well.
-
-    Args:
-        path: The folder. It may lack config.json, as that of adapters does.
-    """
+    """Write the settings of a saved model and of its tokenizer under the names that transformers 4 reads as well."""
     for name, older in (("config.json", older_config), ("tokenizer_config.json", older_tokenizer)):
         file = path / name
         if file.exists():
@@ -29,12 +25,6 @@ def older_config(config: dict[str, Any]) -> dict[str, Any]:
     """Add the older names to the config of a model: `torch_dtype`, `rope_theta`, `rope_scaling`.
 
     Rotary parameters that differ among the layers have other older names in each architecture, and stay as they are.
-
-    Args:
-        config: What config.json holds.
-
-    Returns:
-        What it shall hold.
     """
     added, rope = {}, config.get("rope_parameters") or {}
     if "dtype" in config:
@@ -49,14 +39,7 @@ def older_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def older_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
-    """Give the class of a tokenizer and its extra special tokens their older names.
-
-    Args:
-        config: What tokenizer_config.json holds.
-
-    Returns:
-        What it shall hold.
-    """
+    """Give the class of a tokenizer and its extra special tokens their older names."""
     changed = dict(config)
     if changed.get("tokenizer_class") == "TokenizersBackend":
         changed["tokenizer_class"] = "PreTrainedTokenizerFast"

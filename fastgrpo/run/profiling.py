@@ -40,16 +40,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Look up the peak FLOP/s of a device.
-
-    Args:
-        device: The device.
-        dtype: The dtype of the products.
-
-    Returns:
-        FLOP/s, or None where it is not known: on CPUs, for other dtypes than bf16 and fp16, and on a GPU that is not
-        in `PEAK_FLOPS`.
-    """
+    """Look up the peak FLOP/s of a device."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
@@ -66,9 +57,6 @@ def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int,
     Args:
         body: The module that holds the layers. Only its `torch.nn.Linear` modules count.
         head_weight: [V, D] weight of the language model's head.
-
-    Returns:
-        FLOPs of the body per token, and FLOPs of the head per completion token that it scores.
     """
 
     def cost(weight):
@@ -82,10 +70,6 @@ class StageTimer:
     """Measures the seconds of each stage of a step. Between `stop` and the next `start` it does nothing.
 
     Whoever computes adds the FLOPs of the update to the attribute `flops`.
-
-    Args:
-        device: The device that the stages run on.
-        peak: The peak FLOP/s of the device, or None where it is not known and no MFU is computed.
     """
 
     def __init__(self, device: torch.device | str, peak: float | None = None) -> None:
@@ -101,14 +85,7 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count what runs inside this context as a stage, and name it so in the trace.
-
-        Args:
-            name: A name of `STAGES`.
-
-        Returns:
-            A context manager.
-        """
+        """Count what runs inside this context as a stage, and name it so in the trace."""
         if self.marks is None:
             yield
             return
@@ -133,11 +110,7 @@ class StageTimer:
     def stop(self) -> dict[str, float]:
         """End the step, and wait until the device has done it. Its other streams may go on, such as that of copies.
 
-            mfu = FLOPs / (seconds of the stages in UPDATE) / peak
-
-        Returns:
-            Metrics by name: the seconds of each stage as time/STAGE, mfu where the peak is known, and
-            memory/peak_gib on CUDA.
+        mfu = FLOPs / (seconds of the stages in UPDATE) / peak
         """
         self._mark()
         seconds = dict.fromkeys(STAGES, 0.0)
@@ -155,14 +128,7 @@ class StageTimer:
 
 
 def peak_gib(history: Sequence[Mapping[str, Any]]) -> float:
-    """Tell how much memory a run took at most.
-
-    Args:
-        history: The entries of the lines of metrics.jsonl.
-
-    Returns:
-        GiB: the largest memory/peak_gib where there is any, and else the largest resident size of this process.
-    """
+    """Tell how much memory a run took at most."""
     peaks = [row["memory/peak_gib"] for row in history if row.get("memory/peak_gib") is not None]
     unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
     return round(max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30, 3)
@@ -173,11 +139,6 @@ class Profiler:
 
     After a warm-up, `steps` steps are timed and as many again are traced into trace.json.gz, which ui.perfetto.dev and
     chrome://tracing open. They are not the same steps, because tracing slows a step down.
-
-    Args:
-        steps: How many steps to time, and how many to trace. 0 turns the profiler off.
-        folder: The folder of the run.
-        say: Called with each text to print.
     """
 
     def __init__(self, steps: int, folder: RunFolder, say: Callable[[str], None]) -> None:
@@ -185,12 +146,7 @@ class Profiler:
         self.seen, self.timed, self.trace = 0, [], None
 
     def step(self, values: dict[str, float], left: int) -> None:
-        """Take note of a step. It is called after every step of the run.
-
-        Args:
-            values: The metrics of the step by name.
-            left: The number of steps that are still to come.
-        """
+        """Take note of a step. It is called after every step of the run."""
         if not self.seen and self.steps and 1 + left < needed_steps(self.steps):  # a run that is resumed near its end
             self.say(
                 f"profile={self.steps} needs {needed_steps(self.steps)} steps and only {1 + left} are left, so this "
@@ -216,26 +172,12 @@ class Profiler:
 
 
 def needed_steps(steps: int) -> int:
-    """Count the steps that a run needs to be profiled: warm-up, timed and traced ones.
-
-    Args:
-        steps: How many steps to time, and how many to trace.
-
-    Returns:
-        The number of steps.
-    """
+    """Count the steps that a run needs to be profiled: warm-up, timed and traced ones."""
     return WARMUP_STEPS + 2 * steps
 
 
 def stage_table(steps: list[dict[str, float]]) -> str:
-    """Format the mean seconds of each stage as a table, with tokens per second, MFU and peak memory below.
-
-    Args:
-        steps: The metrics of each step by name.
-
-    Returns:
-        The table as text of several lines.
-    """
+    """Format the mean seconds of each stage as a table, with tokens per second, MFU and peak memory below."""
     means = defaultdict(float)
     for values in steps:
         for name, value in values.items():

@@ -18,14 +18,7 @@ ENOUGH = 5  # steps after which those of the process that the run was resumed fr
 
 
 class Remaining:
-    """Estimates the seconds that a run will still take.
-
-    Args:
-        total: The number of steps of the run.
-        done: How many of them are done already.
-        every: The number of steps between two of a kind of interruption, by its name; None or 0 where there is one
-            after the last step alone.
-    """
+    """Estimates the seconds that a run will still take."""
 
     def __init__(self, total: int, done: int = 0, every: dict[str, int | None] | None = None) -> None:
         self.total, self.done, self.every = total, done, every or {}
@@ -33,31 +26,17 @@ class Remaining:
         self.costs, self.last = {}, dict.fromkeys(self.every, done)
 
     def step(self, seconds: float, count: int = 1) -> None:
-        """Note how long a step took, or several of them together.
-
-        Args:
-            seconds: The seconds of all of them.
-            count: How many steps these were.
-        """
+        """Note how long a step took, or several of them together."""
         for _ in range(count):
             (self.first if len(self.first) < WARMUP else self.steps).append(seconds / count)
         self.done += count
 
     def interrupted(self, kind: str, seconds: float) -> None:
-        """Note how long an interruption took that came after the step before.
-
-        Args:
-            kind: The name of its kind.
-            seconds: Its seconds.
-        """
+        """Note how long an interruption took that came after the step before."""
         self.costs[kind], self.last[kind] = seconds, self.done
 
     def seconds(self) -> float | None:
-        """Estimate the seconds from now to the end of the run.
-
-        Returns:
-            The seconds; None where no step has been seen.
-        """
+        """Estimate the seconds from now to the end of the run."""
         seen = self._seen() or self.first[-1:]
         if not seen:
             return None
@@ -81,11 +60,7 @@ class Remaining:
         return {"steps": [round(seconds, 4) for seconds in self._seen()[-RECENT:]], "costs": dict(self.costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin with what another process measured, which counts until there are enough steps of this one.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Begin with what another process measured, which counts until there are enough steps of this one."""
         self.before, self.costs = list(state.get("steps", ())), dict(state.get("costs", ()))
 
 
@@ -104,14 +79,7 @@ def _of_a_step(seen):
 
 
 def duration(seconds: float) -> str:
-    """Write a time as a person reads it.
-
-    Args:
-        seconds: The time.
-
-    Returns:
-        Minutes and seconds, such as 4:05, or hours with them, such as 1:04:05.
-    """
+    """Write a time as a person reads it."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -19,19 +19,7 @@ CHOSEN = ("dtype", "gradient_checkpointing")
 def open_run(
     config: TrainingConfig, say: Callable[[str], None], inputs: Mapping[str, Path] | None = None
 ) -> tuple[RunFolder, Path | None]:
-    """Claim the folder of a run and find the checkpoint that it continues from.
-
-    Args:
-        config: The settings of the run.
-        say: A function that prints a line for the user.
-        inputs: What the run reads, as for `claim_output_dir`.
-
-    Returns:
-        The folder, and a good checkpoint, which is None for a fresh start.
-
-    Raises:
-        ValueError: The folder cannot be claimed, the checkpoint that was named cannot be used, or a setting changed.
-    """
+    """Claim the folder of a run and find the checkpoint that it continues from."""
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
     noted = () if output_dir is None else made_in(Path(output_dir))
     held = [what for name, what in OF_SEVERAL.items() if name in noted]
@@ -51,16 +39,7 @@ def open_run(
 
 
 def may_go_on(config: TrainingConfig, ranks: Ranks = ALONE) -> bool:
-    """Tell whether a run could go on in its output_dir, though the settings do not say so yet.
-
-    Args:
-        config: The settings of the run.
-        ranks: The ranks, which go by what rank 0 finds.
-
-    Returns:
-        Whether there are checkpoints, and the settings do not say from which one to go on. Settings that delete them
-        wait as well: what `train` is told comes first.
-    """
+    """Tell whether a run could go on in its output_dir, though the settings do not say so yet."""
     path = config.output_dir
     left = path is not None and os.path.isdir(path) and bool(checkpoints(path))
     return ranks.from_lead(left and config.resume_from_checkpoint is None, "whether output_dir holds a run")
@@ -125,18 +104,7 @@ def _parent(checkpoint, output_dir):
 
 
 def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """Find the newest checkpoint that is intact. Damaged ones are named and passed over.
-
-    Args:
-        run_dir: The folder of a run.
-        say: A function that prints a line for the user.
-
-    Returns:
-        The checkpoint; None where there is none.
-
-    Raises:
-        ValueError: There are checkpoints, and all of them are damaged.
-    """
+    """Find the newest checkpoint that is intact. Damaged ones are named and passed over."""
     found = checkpoints(run_dir)
     for step in reversed(found):
         try:
@@ -150,13 +118,7 @@ def newest_good(run_dir: Path, say: Callable[[str], None]) -> Path | None:
 
 
 def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
-    """Rename the checkpoints after a step, because the resumed run will write its own for these steps.
-
-    Args:
-        folder: The folder of a run.
-        step: The step that the run continues from.
-        say: A function that prints a line for the user.
-    """
+    """Rename the checkpoints after a step, because the resumed run will write its own for these steps."""
     for later, path in checkpoints(folder.path).items():
         if later > step:
             free = f"stale-{path.name}"
@@ -171,14 +133,6 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
 
     The field of each setting says which of these applies (`Setting.resume`). If the checkpoint is older than a setting,
     the setting's default is compared. A setting that had no effect and has none now may differ.
-
-    Args:
-        checkpoint: The checkpoint that the run continues from.
-        config: The settings of the resumed run.
-        say: A function that prints a line for the user.
-
-    Raises:
-        ValueError: A setting was changed that changes what the run computes.
     """
     state = read_state(checkpoint)
     command = state.get("command", GRPOConfig.command)  # the first checkpoints name none

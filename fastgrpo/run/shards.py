@@ -31,15 +31,7 @@ _LISTED = re.compile(
 
 
 def share_of(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Choose what this rank writes: its parts of sharded tensors, and a share of those that every rank has whole.
-
-    Args:
-        tensors: All tensors by name, under the same names and in the same order on every rank.
-        ranks: The ranks.
-
-    Returns:
-        The tensors of this rank.
-    """
+    """Choose what this rank writes: its parts of sharded tensors, and a share of those that every rank has whole."""
     loads, mine = [0] * ranks.size, {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -53,17 +45,7 @@ def share_of(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, tor
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    """Write the shards of all ranks, each its own.
-
-    Args:
-        path: The folder, which is there.
-        tensors: What `share_of` chose, in host memory.
-        ranks: The ranks, whose group no other thread uses.
-
-    Raises:
-        ValueError: A rank could not write its part. The error, the same on every rank, names it.
-        RankLost: Another rank did not come.
-    """
+    """Write the shards of all ranks, each its own."""
     # Without copying ahead, which would make this thread wait for the GPU.
     writer = _Writer(path, sync_files=False, per_thread_copy_ahead=0)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
@@ -76,26 +58,12 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks)
 
 
 def tensors_in(path: Path) -> set[str]:
-    """Read which tensors the shards of a checkpoint hold.
-
-    Args:
-        path: The folder of the shards.
-
-    Returns:
-        The names of the tensors.
-
-    Raises:
-        ValueError: The list of the tensors cannot be read.
-    """
+    """Read which tensors the shards of a checkpoint hold."""
     return set(_Reader(path).read_metadata().state_dict_metadata)
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill tensors in place from the shards of a checkpoint. No rank waits for another one.
-
-    Args:
-        path: The folder of the shards.
-        tensors: The tensors to fill by name: whole ones, or sharded ones of which this rank has a part.
 
     Raises:
         ValueError: A tensor is not there or has another shape, or a file is missing or cannot be read.
@@ -111,14 +79,7 @@ def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def full_disk(error: BaseException) -> BaseException:
-    """Return the OSError behind an error of torch's, such as that of a full disk, which torch.save hides.
-
-    Args:
-        error: The error.
-
-    Returns:
-        The OSError; the error itself where there is none.
-    """
+    """Return the OSError behind an error of torch's, such as that of a full disk, which torch.save hides."""
     causes = [error]
     while causes[-1].__context__ is not None:
         causes.append(causes[-1].__context__)

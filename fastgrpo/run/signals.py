@@ -27,9 +27,6 @@ class StopSignals:
     After the first signal both signals have their default effect again: they end the process, even inside a long
     kernel. A signal that was ignored before stays ignored, as SIGINT is under `nohup` and in background jobs. Python
     sets signal handlers in the main thread only, so in other threads the context does nothing.
-
-    Args:
-        ranks: The ranks of the run.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:
@@ -56,17 +53,7 @@ class StopSignals:
             outlive_sigterm()
 
     def agree(self, what: str) -> bool:
-        """Tell whether the run shall stop. One rank's signal stops all ranks, which must all call this.
-
-        Args:
-            what: What is decided, as `Ranks.waiting` takes it.
-
-        Returns:
-            Whether a signal has come on any rank.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Tell whether the run shall stop. One rank's signal stops all ranks, which must all call this."""
         received = next(filter(None, self._ranks.gather(self.received, what)), None)
         if received is None:
             return False  # a signal that came meanwhile counts the next time
@@ -102,10 +89,6 @@ class StopSignals:
         """End the process as the signal would have ended it.
 
         Shells, torchrun and Slurm then see the exit code 130, 143 or 141, and do not take the run for a success.
-
-        Raises:
-            KeyboardInterrupt: The signal was SIGINT.
-            SystemExit: The signal was SIGTERM, with the exit code 143, or nobody reads the output, with 141.
         """
         if self.received == signal.SIGINT:
             raise KeyboardInterrupt

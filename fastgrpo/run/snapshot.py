@@ -47,17 +47,7 @@ PROGRESS = "progress"  # the part whose entries stand at the top of trainer_stat
 
 
 class Snapshot:
-    """A copy of a run's state on the host, which later training does not change.
-
-    Args:
-        parts: The parts of the run by name; `policy` is the `Policy`.
-        tokenizer: The policy's tokenizer.
-        about: What a resumed run will be compared with: the settings, what auto has chosen of them, the number of rows,
-            and the digests of the rows and of the weights.
-        copies: What makes the copies. Tensors on a GPU are copied while it goes on.
-        ranks: The ranks that write it together. Each of them makes a snapshot at the same step.
-        card: The model card. None writes none.
-    """
+    """A copy of a run's state on the host, which later training does not change."""
 
     def __init__(
         self,
@@ -91,9 +81,6 @@ class Snapshot:
         """Write the state into an empty folder, once its copies are complete. Only once, since the copies go then.
 
         This runs in the thread that writes checkpoints.
-
-        Args:
-            path: The folder.
         """
         together(self.ranks, lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
         if self.sharded:
@@ -169,18 +156,6 @@ def restore(
     """Restore the parts of a run from a checkpoint, the random generators after all that could draw from them.
 
     The log comes last: it cuts off what was written after the checkpoint. That stays where a rank cannot go on.
-
-    Args:
-        parts: The parts of the run by name, as for `Snapshot`.
-        path: The folder of the checkpoint.
-        about: As for `Snapshot`. Its settings have been compared before.
-        say: A function that prints a line for the user.
-        ranks: The ranks of the run, which all read the checkpoint. It may be of another number of them.
-
-    Raises:
-        ValueError: The data, the weights or the precision differ from those of the checkpoint, the checkpoint is beyond
-            max_steps, or it has not the state that the parts need; on all ranks where one of them fails.
-        RankLost: Another rank did not come.
     """
 
     def compare(state):
@@ -321,11 +296,7 @@ class GlobalRNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the states. GPUs that only one of the two machines has are ignored.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore the states. GPUs that only one of the two machines has are ignored."""
         random.setstate(state["python"])
         torch.set_rng_state(state["torch"])
         if "numpy" in state:

@@ -33,18 +33,7 @@ LAST_LINES = 3  # how much of a failed run's log is shown
 
 
 def run_sweep(sweep: Sweep, runs: Sequence[SweepRun]) -> None:
-    """Make the runs of a sweep that are not done yet, and report all of them.
-
-    Args:
-        sweep: What the command line asked for.
-        runs: Its runs, at least one. Their output_dir is the folder of the sweep, or None for a new numbered one.
-
-    Raises:
-        ValueError: The folder cannot be used, or holds a run of the same name with other settings, or one that is still
-            alive. Or runs failed: they are named once all others have ended.
-        KeyboardInterrupt: The sweep was stopped by SIGINT, after its runs have saved everything.
-        SystemExit: It was stopped in another way: see `StopSignals.leave`.
-    """
+    """Make the runs of a sweep that are not done yet, and report all of them."""
     folder, config = _claim(runs[0]), runs[0].config
     terminal = Terminal(bars=not config.disable_tqdm, quiet=config.quiet)
     try:
@@ -95,19 +84,7 @@ def _refuse_running(paths):
 
 
 def is_done(run: SweepRun, path: Path) -> bool:
-    """Tell whether a run of a sweep has come to its end.
-
-    Args:
-        run: The run.
-        path: Its folder, which need not be there.
-
-    Returns:
-        Whether it has. A run that may go on, for instance to a larger max_steps, has not, nor has one with a damaged
-        file.
-
-    Raises:
-        ValueError: The folder holds a run with settings that this one could not go on with.
-    """
+    """Tell whether a run of a sweep has come to its end."""
     try:
         before = json.loads((path / "config.json").read_text())
     except (OSError, ValueError, RecursionError):

@@ -21,17 +21,7 @@ PANELS = (
 
 
 def figures_of(run: SweepRun, path: Path) -> dict[str, Any] | None:
-    """Read the figures of a run that is done.
-
-    Args:
-        run: The run.
-        path: Its folder.
-
-    Returns:
-        Its setting in words, its settings by name, `FIGURES` by name, and the name of its folder. The reward is the
-        mean over the last `WINDOW` lines of metrics.jsonl that have one. What was not measured is None. In place of all
-        of this, None where summary.json or metrics.jsonl is missing or damaged.
-    """
+    """Read the figures of a run that is done."""
     try:
         summary = json.loads((path / "summary.json").read_text())
         rewards = read_metrics(path, lambda text: None).get("reward", ([], []))[1][-WINDOW:]
@@ -53,13 +43,7 @@ def _is_figure(value):
 
 
 def write_table(path: Path, swept: Sequence[str], figures: Sequence[dict[str, Any]]) -> None:
-    """Write sweep.csv, with a line for each run.
-
-    Args:
-        path: The file.
-        swept: Names of the settings that differ between the runs, which are the first columns.
-        figures: The figures of each run.
-    """
+    """Write sweep.csv, with a line for each run."""
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, [*swept, *FIGURES, "folder"], extrasaction="ignore")
         writer.writeheader()
@@ -67,26 +51,12 @@ def write_table(path: Path, swept: Sequence[str], figures: Sequence[dict[str, An
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of some values and their sample standard deviation, which is 0 for a single one.
-
-    Args:
-        values: At least one number.
-
-    Returns:
-        The mean and the deviation.
-    """
+    """Return the mean of some values and their sample standard deviation, which is 0 for a single one."""
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def table_of(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Lay out the mean of the figures over the seeds of each setting, with their standard deviation.
-
-    Args:
-        figures: The figures of each run.
-
-    Returns:
-        The cells of each line of the table, the titles first.
-    """
+    """Lay out the mean of the figures over the seeds of each setting, with their standard deviation."""
     settings = {}
     for row in figures:
         settings.setdefault(row["setting"] or "all", []).append(row)
@@ -102,14 +72,7 @@ def table_of(figures: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def band(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], list[float], list[float]]:
-    """Return the mean and the spread of several curves at the steps that all of them have.
-
-    Args:
-        series: The steps and the values of each curve, at least one.
-
-    Returns:
-        The steps, the mean at each, and the sample standard deviation at each.
-    """
+    """Return the mean and the spread of several curves at the steps that all of them have."""
     curves = [dict(zip(steps, values, strict=True)) for steps, values in series]
     steps = sorted(set.intersection(*map(set, curves)))
     points = [spread([curve[step] for curve in curves]) for step in steps]
@@ -117,13 +80,7 @@ def band(series: Sequence[tuple[list[int], list[float]]]) -> tuple[list[int], li
 
 
 def draw_sweep(path: Path, runs: Sequence[tuple[str, Path]], say: Callable[[str], None] = print) -> None:
-    """Draw the mean over the seeds of each setting, with a band of one standard deviation to both sides.
-
-    Args:
-        path: The file of the picture.
-        runs: The setting and the folder of each run, at least one.
-        say: A function that prints a line for the user.
-    """
+    """Draw the mean over the seeds of each setting, with a band of one standard deviation to both sides."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -36,11 +36,6 @@ class Terminal:
     Attributes:
         bar: The progress bar, or None.
         remaining: Estimates how long the work of the bar will still take; None where there was no bar.
-
-    Args:
-        bars: Whether there are bars where stderr is a terminal.
-        quiet: Whether only warnings, errors and the last line are shown.
-        silent: Whether nothing is shown at all, as on ranks other than 0.
     """
 
     def __init__(self, bars: bool = True, quiet: bool = False, silent: bool = False) -> None:
@@ -50,22 +45,13 @@ class Terminal:
         self._shown, self._known = "", None
 
     def say(self, text: str) -> None:
-        """Print a text above the bar. Control characters in it are spelled as escapes.
-
-        Args:
-            text: One or more lines. Where it begins with `warning` or `error`, also behind `step N: `, it has a colour,
-                and --quiet does not keep it back.
-        """
+        """Print a text above the bar. Control characters in it are spelled as escapes."""
         urgent = URGENT.match(text)
         if urgent or not self.quiet:
             self._print(text, STYLES[urgent[1]] if urgent else "")
 
     def last(self, text: str) -> None:
-        """Print a text that --quiet does not keep back either, such as the last line, which names the folder.
-
-        Args:
-            text: The text.
-        """
+        """Print a text that --quiet does not keep back either, such as the last line, which names the folder."""
         self._print(text)
 
     def _print(self, text, style=""):
@@ -79,33 +65,19 @@ class Terminal:
                 print(text)
 
     def table(self, rows: Sequence[tuple[str, Any]]) -> None:
-        """Print a table of names and values.
-
-        Args:
-            rows: The name and the value of each line, at least one.
-        """
+        """Print a table of names and values."""
         if not self.quiet:
             with tqdm.external_write_mode(file=sys.stdout):
                 print_table(rows)
 
     def columns(self, lines: Sequence[Sequence[str]]) -> None:
-        """Print a table with titles.
-
-        Args:
-            lines: The cells of each line, the titles first.
-        """
+        """Print a table with titles."""
         if not self.quiet:
             with tqdm.external_write_mode(file=sys.stdout):
                 print_columns(lines)
 
     def logged(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
-        """Print the line of a logged step.
-
-        Args:
-            step: The number of steps that are done.
-            values: What the line shows, by short names.
-            seconds: How long a step took, or None.
-        """
+        """Print the line of a logged step."""
         total = "" if self.remaining is None else f"/{self.remaining.total}"
         cells = [f"step {step:>{max(1, len(total) - 1)}}{total}"]
         cells += [f"{name} {value:<8.3g}" for name, value in values.items()]
@@ -116,14 +88,7 @@ class Terminal:
         self.say("  ".join(cells))
 
     def progress(self, total: int, name: str, done: int = 0, every: Mapping[str, int | None] | None = None) -> None:
-        """Start a bar in place of the one before it. `advance` moves it.
-
-        Args:
-            total: The count at which the bar is full.
-            name: The text in front of the bar.
-            done: The count that the bar starts from.
-            every: The steps between two interruptions of a kind, as for `Remaining`.
-        """
+        """Start a bar in place of the one before it. `advance` moves it."""
         self.close_bar()
         self.remaining, self._shown = Remaining(total, done, dict(every or {})), ""
         if every and self._known:
@@ -137,13 +102,7 @@ class Terminal:
         self._mark = time.perf_counter()
 
     def advance(self, count: int = 1, **values: float) -> None:
-        """Move the bar, and show the time that is left.
-
-        Args:
-            count: How far to move it.
-            values: Numbers, the first two of which are shown behind the bar by their names. Without any, the earlier
-                ones stay.
-        """
+        """Move the bar, and show the time that is left."""
         now = time.perf_counter()
         self.remaining.step(now - self._mark, count)
         self._mark = now
@@ -153,11 +112,7 @@ class Terminal:
         self.bar.update(count)
 
     def status(self, text: str) -> None:
-        """Show a text behind the bar, in place of the one before it.
-
-        Args:
-            text: What goes on at the moment.
-        """
+        """Show a text behind the bar, in place of the one before it."""
         self._shown = text
         self._show_left()
         self.bar.refresh()
@@ -170,14 +125,7 @@ class Terminal:
 
     @contextmanager
     def interruption(self, kind: str) -> Iterator[None]:
-        """Count what runs inside of this context as an interruption of the steps, and not as a part of one.
-
-        Args:
-            kind: The name of its kind.
-
-        Returns:
-            A context manager.
-        """
+        """Count what runs inside of this context as an interruption of the steps, and not as a part of one."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -192,12 +140,6 @@ class Terminal:
         That bar shows the time that is left, as if every completion went on to its limit: most end earlier, so the end
         comes sooner. The rate is that of the whole work so far, because prompts are read faster than completions are
         drawn.
-
-        Args:
-            name: What the work is called.
-
-        Yields:
-            A function that is called with the share that was just done. The shares add up to 1.
         """
         if self._live():
             yield self._behind_the_bar(name)
@@ -241,32 +183,17 @@ class Terminal:
         return {} if self.remaining is None else self.remaining.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next estimate of a run with what was measured before.
-
-        Args:
-            state: What `state_dict` returned.
-        """
+        """Begin the next estimate of a run with what was measured before."""
         self._known = state
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal that can move its cursor.
-
-    Args:
-        stream: The stream.
-
-    Returns:
-        Whether it is; a terminal of TERM=dumb is not.
-    """
+    """Tell whether a stream is a terminal that can move its cursor."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def print_table(rows: Sequence[tuple[str, Any]]) -> None:
-    """Print names and values: as a table of rich in a terminal, and as aligned plain text elsewhere.
-
-    Args:
-        rows: The name and the value of each line, at least one.
-    """
+    """Print names and values: as a table of rich in a terminal, and as aligned plain text elsewhere."""
     rows = [(escape_controls(name), escape_controls(str(value))) for name, value in rows]
     if not is_terminal(sys.stdout):
         print(table(rows))
@@ -280,11 +207,7 @@ def print_table(rows: Sequence[tuple[str, Any]]) -> None:
 
 
 def print_columns(lines: Sequence[Sequence[str]]) -> None:
-    """Print a table with titles: as a table of rich in a terminal, and as a Markdown table elsewhere.
-
-    Args:
-        lines: The cells of each line, the titles first.
-    """
+    """Print a table with titles: as a table of rich in a terminal, and as a Markdown table elsewhere."""
     lines = [[escape_controls(cell) for cell in line] for line in lines]
     if not is_terminal(sys.stdout):
         # A line of a Markdown table is one line, and | ends a cell.

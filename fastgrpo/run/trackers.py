@@ -28,16 +28,7 @@ STEP = "train/global_step"  # the axis of every metric, as transformers' trainer
 
 
 def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
-    """Name metrics as transformers' trainers do for trackers.
-
-    Args:
-        step: The number of steps that are done.
-        values: The metrics of a line of metrics.jsonl.
-
-    Returns:
-        Those of evaluations under eval/ (eval_NAME/ for one of several data sets) and the others under train/. Values
-        that are not finite are left out.
-    """
+    """Name metrics as transformers' trainers do for trackers."""
     measured = history.entry(step, values)
     measured.pop("step")
     found = {}
@@ -49,36 +40,17 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Tracker(ABC):
-    """One place that a run reports to.
-
-    Args:
-        config: The settings of the run.
-        folder: Its folder.
-        checkpoint: The checkpoint that it goes on from, or None.
-
-    Raises:
-        ValueError: The package is missing, or refuses to begin.
-    """
+    """One place that a run reports to."""
 
     @abstractmethod
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None: ...
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Report metrics.
-
-        Args:
-            step: The number of steps that are done.
-            values: The metrics, by the names of `named`.
-        """
+        """Report metrics."""
 
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:  # noqa: B027
-        """Report a table of completions; a tracker without tables leaves it at this.
-
-        Args:
-            step: The number of steps that are done.
-            columns: The values of each column by its title.
-        """
+        """Report a table of completions; a tracker without tables leaves it at this."""
 
     @abstractmethod
     def close(self) -> None:
@@ -86,13 +58,7 @@ class Tracker(ABC):
 
 
 class TensorBoard(Tracker):
-    """Event files in the folder `tensorboard` of the run.
-
-    Args:
-        config: As in `Tracker`.
-        folder: As in `Tracker`.
-        checkpoint: As in `Tracker`.
-    """
+    """Event files in the folder `tensorboard` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         try:
@@ -113,13 +79,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """A run of Weights & Biases, whose files lie in the folder `wandb` of the run.
-
-    Args:
-        config: As in `Tracker`.
-        folder: As in `Tracker`.
-        checkpoint: As in `Tracker`.
-    """
+    """A run of Weights & Biases, whose files lie in the folder `wandb` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.wandb = _module("wandb")
@@ -159,13 +119,7 @@ class WandB(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it.
-
-    Args:
-        config: As in `Tracker`.
-        folder: As in `Tracker`.
-        checkpoint: As in `Tracker`.
-    """
+    """A run of trackio, in its SQLite database (in TRACKIO_DIR, or Hugging Face's cache). `trackio show` shows it."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
         self.trackio = _module("trackio")

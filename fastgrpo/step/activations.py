@@ -46,18 +46,7 @@ class Activations(NamedTuple):
 def activation_bytes(
     model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, checkpointing: bool, lean: bool = False
 ) -> Activations:
-    """Compute the memory that the forward and backward pass over one micro-batch takes at its peak.
-
-    Args:
-        model: The model; its weights may be on the meta device.
-        dtype: The dtype of the weights.
-        tokens: Tokens of the micro-batch.
-        checkpointing: Whether layers are computed again in the backward pass.
-        lean: Whether liger-kernel's layers are in the model, or those of policy/lean_layers.py.
-
-    Returns:
-        The bytes.
-    """
+    """Compute the memory that the forward and backward pass over one micro-batch takes at its peak."""
     config, b = model.config.get_text_config(), dtype.itemsize
     h, layer = config.hidden_size, _layer_bytes(model, b, lean)
     kept = config.num_hidden_layers * (b * h if checkpointing else layer)

@@ -27,9 +27,6 @@ def with_advantages(completions: Sequence[Completion], rewards: Rewards, args: G
         completions: [S] completions with rewards, those of a group side by side.
         rewards: The reward functions, whose weights count.
         args: The settings.
-
-    Returns:
-        The completions with advantages. Truncated ones are masked if the settings take them out of the loss.
     """
     masked = [args.mask_truncated_completions and completion.rollout.truncated for completion in completions]
     left_out = [at for at, it in enumerate(masked) if it and not args.masked_completions_in_group]

@@ -118,11 +118,7 @@ class Plan:
         return math.ceil(self.one_group / self.share)
 
     def rows(self) -> list[tuple[str, str]]:
-        """List the plan for a table.
-
-        Returns:
-            Pairs of a name and what there is to say of it, the sum and the choice of gradient checkpointing at the end.
-        """
+        """List the plan for a table."""
         rows = []
         for part in [*self.parts, self.slots]:
             when = f", {TIMES[part.times[0]]}" if len(part.times) == 1 else ""
@@ -137,11 +133,7 @@ class Plan:
         return rows + [("parallel", f"{self.parallel:>11}   {self.chosen}")] * (self.ranks > 1)
 
     def check(self) -> None:
-        """Refuse a run that does not fit.
-
-        Raises:
-            ValueError: It does not; the parts are listed, and the flags that would help.
-        """
+        """Refuse a run that does not fit."""
         if self.fits:
             return
         time, _ = self._most(certain=True)
@@ -174,14 +166,7 @@ class Plan:
 
 
 def gib(count: float) -> str:
-    """Write a number of bytes.
-
-    Args:
-        count: Bytes.
-
-    Returns:
-        The number with its unit, such as "1.84 GiB".
-    """
+    """Write a number of bytes."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

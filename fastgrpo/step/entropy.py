@@ -13,9 +13,6 @@ from fastgrpo.config.settings import GRPOConfig
 class AdaptiveEntropy:
     """The coefficient of the entropy bonus, which follows the entropy that updates measure.
 
-    Args:
-        args: The settings: entropy_coef is where the coefficient begins.
-
     Attributes:
         coef: The coefficient.
     """
@@ -31,12 +28,7 @@ class AdaptiveEntropy:
         return self.coef if self._entropy is not None and self._entropy <= self._target else 0.0
 
     def observe(self, entropy: float) -> None:
-        """Move the coefficient after an update.
-
-        Args:
-            entropy: The mean entropy of a token of the update, in nats, on all ranks the same. The update of a broken
-                policy, whose entropy is not finite, moves nothing.
-        """
+        """Move the coefficient after an update."""
         if not math.isfinite(entropy):
             return
         if entropy <= self._target:
@@ -50,9 +42,5 @@ class AdaptiveEntropy:
         return {"coef": self.coef, "entropy": self._entropy}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore what `state_dict` returned."""
         self.coef, self._entropy = state["coef"], state["entropy"]

@@ -83,18 +83,7 @@ class Experience:
 
 
 class ExperienceMaker:
-    """Draws and rewards what a step trains on.
-
-    Args:
-        source: Where rows come from.
-        tokenizer: The policy's tokenizer.
-        engine: The rollout backend.
-        rewards: The reward functions.
-        sampling: How to draw; each batch has a seed of its own.
-        args: The settings.
-        timer: The timer that measures the rollout and the rewards.
-        ranks: The ranks, each of which draws and judges a share of the prompts.
-    """
+    """Draws and rewards what a step trains on."""
 
     def __init__(
         self,
@@ -113,17 +102,7 @@ class ExperienceMaker:
         self.stepped = False  # whether any function has logged step rewards
 
     def __call__(self, state: TrainerState) -> Experience:
-        """Draw until there are enough groups that teach something.
-
-        Args:
-            state: How far the run is before the step.
-
-        Returns:
-            What was drawn, and which completions the step trains on.
-
-        Raises:
-            ValueError: The policy cannot hold a prompt, or a reward function fails.
-        """
+        """Draw until there are enough groups that teach something."""
         args, draws, teaching = self.args, [], []
         for batch in range(args.max_num_gen_batches if args.dynamic_sampling else 1):
             draws.append(self.draw(state, batch, args.prompts_per_step - sum(teaching)))
@@ -155,28 +134,11 @@ class ExperienceMaker:
         return {"stepped": self.stepped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore what `state_dict` returned."""
         self.stepped = state["stepped"]
 
     def draw(self, state: TrainerState, batch: int, count: int) -> Draw:
-        """Draw and reward one batch of groups.
-
-        Args:
-            state: How far the run is.
-            batch: The number of the batch within the step. Batches after the first replace dropped groups and may be
-                small, so it is no error if none of their completions gets a reward.
-            count: How many groups are wanted.
-
-        Returns:
-            The batch.
-
-        Raises:
-            ValueError: The source did not give as many rows as it was asked for, or for the reasons of `__call__`.
-        """
+        """Draw and reward one batch of groups."""
         taken = self.args.oversampled(count)
         rows = list(self.source.take(taken))
         if len(rows) != taken:  # the rollout would wait for the groups that are missing
@@ -236,9 +198,6 @@ class ExperienceMaker:
 
         Args:
             completions: [S] completions with rewards.
-
-        Returns:
-            The completions with advantages. Truncated ones are masked if the settings take them out of the loss.
         """
         return with_advantages(completions, self.rewards, self.args)
 
@@ -247,9 +206,6 @@ class ExperienceMaker:
 
         Args:
             completions: [S] completions with advantages.
-
-        Returns:
-            Whether each group teaches something.
         """
         return [any(c.informative and not c.masked for c in group) for group in self._groups(completions)]
 
@@ -259,11 +215,7 @@ class ExperienceMaker:
         return [values[i : i + size] for i in range(0, len(values), size)]
 
     def _trained_together(self, completions, groups):
-        """Compute the advantages again, over all groups that the step trains on.
-
-        Returns:
-            (the completions, the index of each completion that is trained on, group by group).
-        """
+        """Compute the advantages again, over all groups that the step trains on."""
         by_group = self._groups(range(len(completions)))
         trained = [list(by_group[group]) for group in groups]
         indices = list(chain.from_iterable(trained))
@@ -273,16 +225,7 @@ class ExperienceMaker:
 
 
 def to_sample(completion: Completion, index: int | None = None, corrected: bool = False) -> Sample:
-    """Make the sample that an update trains on from a completion.
-
-    Args:
-        completion: The completion, with its advantage.
-        index: Its index among the completions of the step.
-        corrected: Whether the loss corrects for the sampler's distribution, and so needs its log-probs.
-
-    Returns:
-        The sample.
-    """
+    """Make the sample that an update trains on from a completion."""
     rollout = completion.rollout
     return Sample(
         completion.prompt.ids,

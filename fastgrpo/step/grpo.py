@@ -42,22 +42,7 @@ class Updated:
 
 
 class GRPOUpdate:
-    """Turns the samples of a rollout into optimizer updates.
-
-    Args:
-        policy: The policy that is trained.
-        reference: The reference, see `make_reference`; None where objective.beta is 0.
-        updater: The updater, which steps the optimizer.
-        objective: The knobs of the loss.
-        temperature: The temperature that the samples were drawn at.
-        updates_per_rollout: How many minibatches a rollout is split into.
-        num_iterations: How often the updates pass over a rollout.
-        top_entropy_quantile: See `Selection`.
-        off_policy_mask_threshold: See `Selection`.
-        entropy: The control of the coefficient of the entropy bonus, in place of objective.entropy_coef; None is no
-            control.
-        backward_tolerance: See `linear_grpo_loss`.
-    """
+    """Turns the samples of a rollout into optimizer updates."""
 
     def __init__(
         self,
@@ -86,15 +71,7 @@ class GRPOUpdate:
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
-        """Make all updates of one rollout.
-
-        Args:
-            groups: Samples, a list for each prompt.
-            with_entropy: Whether to measure the entropy, which takes another pass over the logits.
-
-        Returns:
-            The samples after the last update, and what was measured.
-        """
+        """Make all updates of one rollout."""
         samples = list(chain.from_iterable(groups))
         ends = [0, *torch.tensor([len(group) for group in groups]).cumsum(0).tolist()]
         bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
@@ -144,11 +121,6 @@ class GRPOUpdate:
     def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
         """Compute the objective's weight of each token over one update.
 
-        Args:
-            minibatch: The samples of the update.
-            step_tokens: The normalizer of dapo, which is the number of unmasked completion tokens of the whole rollout
-                divided by the number of its minibatches. bnpo divides by those of the minibatch instead.
-
         Returns:
             [T] fp32 for each sample, T the length of its completion.
         """
@@ -160,14 +132,7 @@ class GRPOUpdate:
         return weights.split(counts.tolist())
 
     def teaches(self, sample: Sample) -> bool:
-        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantages are 0.
-
-        Args:
-            sample: The sample.
-
-        Returns:
-            Whether it does.
-        """
+        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantages are 0."""
         regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
         return not sample.masked and (regularized or sample.informative)
 
@@ -176,9 +141,6 @@ class GRPOUpdate:
 
         The first minibatch is computed with the policy that drew it: its ratio is 1, and its loss returns log-probs.
         The KL of the full distributions takes hidden states in place of reference log-probs, see `_reference_states`.
-
-        Returns:
-            Metrics of the reference.
         """
         metrics, dealt = {}, [self.dealer.shares([samples[i] for i in minibatch]) for minibatch in kept]
         # The samples of each rank in the minibatches, which are dealt here as they will be in the updates.
@@ -209,16 +171,7 @@ class GRPOUpdate:
         return shares[self.ranks.rank], self.dealer.agreed(samples, shares)
 
     def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
-        """Compute the loss of a micro-batch, a sum over its tokens.
-
-        Args:
-            batch: The micro-batch.
-            step_tokens: The normalizer of the whole step.
-            with_entropy: Whether to measure the entropy.
-
-        Returns:
-            What `linear_grpo_loss` returns.
-        """
+        """Compute the loss of a micro-batch, a sum over its tokens."""
         timer = self.updater.timer
         reference = self._reference_states(batch)
         per_token, per_row = self.flops
@@ -250,11 +203,7 @@ class GRPOUpdate:
             )
 
     def idle_loss(self) -> torch.Tensor:
-        """Compute the loss of 0 of a rank that has no samples for a pass of all ranks.
-
-        Returns:
-            A scalar whose gradient is 0 for every weight.
-        """
+        """Compute the loss of 0 of a rank that has no samples for a pass of all ranks."""
         if self.objective.full_kl:
             self.reference.idle()
         return self.policy.idle_loss()

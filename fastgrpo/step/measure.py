@@ -21,9 +21,6 @@ def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, grou
         completions: [S], with rewards and advantages.
         totals: [S] total rewards, NaN where none was given.
         group_size: G.
-
-    Returns:
-        Metrics by name. A metric without any reward to compute it from is absent.
     """
     per_function = reward_matrix(completions)
     advantages = torch.tensor([completion.advantage for completion in completions], dtype=torch.float64)
@@ -59,9 +56,6 @@ def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
     Args:
         completions: [S].
-
-    Returns:
-        Metrics by name. Those of the completions that ended by themselves are absent where none did.
     """
     lengths = [len(completion.rollout.ids) for completion in completions]
     ended = [len(completion.rollout.ids) for completion in completions if not completion.rollout.truncated]
@@ -83,16 +77,7 @@ def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, float]:
-    """Measure how fast a step and its rollout were.
-
-    Args:
-        tokens: Completion tokens that the step trained on or drew. Those of completions that were aborted do not count.
-        rollout_seconds: Seconds of the rollout; 0 where there was none.
-        seconds: Seconds of the whole step.
-
-    Returns:
-        Metrics by name.
-    """
+    """Measure how fast a step and its rollout were."""
     values = {"step_time": seconds, "tokens/s": tokens / seconds}
     if rollout_seconds:
         values |= {"rollout/tokens/s": tokens / rollout_seconds, "rollout/share": rollout_seconds / seconds}
@@ -100,16 +85,7 @@ def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, floa
 
 
 def logged_groups(groups: int, group_size: int, most: int) -> list[int]:
-    """Choose the groups whose completions samples.jsonl keeps: whole ones, evenly spread, the first among them.
-
-    Args:
-        groups: Number of groups of the step.
-        group_size: G.
-        most: The largest number of completions to keep. One group is kept in any case.
-
-    Returns:
-        Their indices, rising.
-    """
+    """Choose the groups whose completions samples.jsonl keeps: whole ones, evenly spread, the first among them."""
     count = min(max(most // group_size, 1), groups)
     return [i * groups // count for i in range(count)]
 
@@ -125,9 +101,6 @@ def sample_rows(
         group_size: G.
         groups: The indices of the groups that are kept.
         text: Finds where tokens end, see `TokenText`.
-
-    Yields:
-        One line a completion. Log-probs (nats, of the draws) and ratios are rounded to 4 decimals.
     """
     for group in groups:
         for completion in completions[group * group_size : (group + 1) * group_size]:

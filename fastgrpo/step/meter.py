@@ -21,13 +21,7 @@ class Meter:
         self.entries = defaultdict(list)  # name -> (index of the update, what a micro-batch measured)
 
     def add(self, out: GRPOLossOutput, batch: Batch, update: int) -> None:
-        """Note what one micro-batch measured; means are weighted by its active tokens.
-
-        Args:
-            out: What the loss returned.
-            batch: The micro-batch.
-            update: The index of the update that it is a part of.
-        """
+        """Note what one micro-batch measured; means are weighted by its active tokens."""
         tokens = out.metrics["active_tokens"]
         measured = {"loss": out.loss.detach()}
         for name, value in out.metrics.items():
@@ -40,16 +34,7 @@ class Meter:
             self.entries[name].append((update, value))
 
     def values(self, norms: list[float], ranks: Ranks = ALONE) -> dict[str, float]:
-        """Reduce what was measured, over the updates that were not skipped and over the ranks.
-
-        Args:
-            norms: The gradient norm of each update; NaN where it was skipped.
-            ranks: The ranks, each of which has measured its own micro-batches.
-
-        Returns:
-            Metrics by name. They are means over active tokens, except for losses, which are means over the updates, and
-            for metrics whose name says that they are the largest or the smallest value.
-        """
+        """Reduce what was measured, over the updates that were not skipped and over the ranks."""
         taken = [math.isfinite(norm) for norm in norms]
         parts = defaultdict(list)
         mine = {name: self._of(entries, taken) for name, entries in self.entries.items()}
@@ -75,16 +60,7 @@ class Meter:
         return values
 
     def mean(self, name: str, update: int, ranks: Ranks = ALONE) -> float:
-        """Average a metric over the active tokens of one update, whether it was skipped or not.
-
-        Args:
-            name: The metric, which is no extreme and no sum.
-            update: The index of the update.
-            ranks: The ranks, each of which has measured its own micro-batches.
-
-        Returns:
-            The mean; NaN where nothing was measured.
-        """
+        """Average a metric over the active tokens of one update, whether it was skipped or not."""
         mine = [
             math.fsum(value.item() for of_update, value in self.entries.get(key, ()) if of_update == update)
             for key in (name, "active_tokens")

@@ -27,16 +27,6 @@ class MasterAdamW:
     accumulation over micro-batches loses no precision, and no second copy of the gradients stays in memory.
 
     The parameters of a sharded policy are fp32 shards. They are their own masters, and so are gradients and moments.
-
-    Args:
-        model: The module whose trainable parameters are updated.
-        learning_rate: The learning rate before a schedule changes it.
-        betas: The decay rates of the first and the second moment.
-        eps: Added to the root of the second moment in the denominator.
-        weight_decay: The decoupled weight decay of parameters with at least two dimensions. Norms and biases have none.
-
-    Raises:
-        ValueError: The module has no trainable parameters.
     """
 
     def __init__(
@@ -88,13 +78,6 @@ class MasterAdamW:
         The gradients of sharded masters have been added up in the backward passes. All ranks must call this together,
         if any of them has a gradient. A rank without one counts as zeros. A master that has none on any rank, such as
         that of an expert without tokens, stays without one: AdamW would decay it otherwise.
-
-        Args:
-            ranks: The ranks.
-            loss: The loss of this rank, a scalar tensor; None where it has had no samples.
-
-        Returns:
-            The loss of all ranks, a scalar tensor.
         """
         if ranks.size == 1:
             return loss
@@ -119,14 +102,6 @@ class MasterAdamW:
 
         Where the norm of the gradients or the loss is not finite, the update is skipped: weights and moments stay as
         they are. This is decided on the device, so the host does not wait for it.
-
-        Args:
-            max_grad_norm: The norm to which larger gradients are scaled down. 0 turns clipping off.
-            loss: The loss of the update, a scalar tensor. None leaves the decision to the gradients alone.
-
-        Returns:
-            The norm of the gradients before clipping, a scalar tensor on the masters' device. NaN where the update was
-            skipped.
         """
         norm = self._clip(max_grad_norm if max_grad_norm > 0 else torch.inf)
         norm = norm.to(self.masters[0].device)  # without any gradient, torch returns the norm on the CPU
@@ -153,14 +128,7 @@ class MasterAdamW:
         return norm
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Count the bytes that the gradients and, before the first step, the moments will still take on a device.
-
-        Args:
-            device: The device. Offloaded masters, with their gradients and moments, are on another one.
-
-        Returns:
-            Bytes of all gradients and moments that are not allocated at present; of sharded ones this rank's parts.
-        """
+        """Count the bytes that the gradients and, before the first step, the moments will still take on a device."""
         states = [self.adamw.state.get(master, {}) for master in self.masters]
         missing = [sum(name not in state for name in ("exp_avg", "exp_avg_sq")) for state in states]
         parts = [local(master.detach()) for master in self.masters]
@@ -171,11 +139,7 @@ class MasterAdamW:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fp32 masters of the parameters below fp32, and the state of AdamW.
-
-        Returns:
-            The state. Its tensors are the ones in use and not copies.
-        """
+        """Return the fp32 masters of the parameters below fp32, and the state of AdamW."""
         return {"masters": [master.detach() for _, master in self.pairs], "adamw": self.adamw.state_dict()}
 
     @torch.no_grad()
@@ -184,12 +148,6 @@ class MasterAdamW:
 
         The module's own weights must have been loaded before. Those below fp32 in the saved run become what their
         masters are where they are masters themselves now.
-
-        Args:
-            state: What `state_dict` returned, with whole tensors.
-
-        Raises:
-            ValueError: It is the state of other parameters.
         """
         owners = [master for _, master in self.pairs]
         if len(state["masters"]) == len(self.masters):
@@ -207,12 +165,7 @@ class MasterAdamW:
         self._take_over(groups)
 
     def named_state(self) -> dict[str, Any]:
-        """Return the same state by the names of the parameters, which every rank has, however they are sharded.
-
-        Returns:
-            The tensors in use under `master.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME` and `step.NAME`, the last three
-            only of parameters that have been updated; `groups` with the settings of AdamW.
-        """
+        """Return the same state by the names of the parameters, which every rank has, however they are sharded."""
         state = {}
         for name, master in zip(self.names, self.masters, strict=True):
             parts = {"master": master.detach(), **self.adamw.state.get(master, {})}
@@ -221,14 +174,7 @@ class MasterAdamW:
         return state | {"groups": groups}
 
     def make_room(self, names: Collection[str]) -> None:
-        """Allocate the moments that a saved state has, so that `named_state` returns the tensors to fill with it.
-
-        Args:
-            names: The names of the saved tensors.
-
-        Raises:
-            ValueError: They are of other parameters.
-        """
+        """Allocate the moments that a saved state has, so that `named_state` returns the tensors to fill with it."""
         masters = dict(zip(self.names, self.masters, strict=True))
         saved = {part: {name for kind, _, name in (n.partition(".") for n in names) if kind == part} for part in PARTS}
         if saved["master"] != masters.keys() or not saved["step"] <= masters.keys():
@@ -238,11 +184,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_named_state(self, state: dict[str, Any]) -> None:
-        """Take over a state whose tensors have been filled in place, and copy the masters into the module.
-
-        Args:
-            state: What `named_state` returned in the saved run, of which only `groups` is read.
-        """
+        """Take over a state whose tensors have been filled in place, and copy the masters into the module."""
         self._take_over(state["groups"])
         self.to_module()
 
@@ -274,22 +216,7 @@ def make_schedule(
     total_steps: int,
     further: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
-    """Make one of transformers' learning-rate schedules.
-
-    Args:
-        optimizer: The optimizer whose learning rate is scheduled.
-        name: The name of the schedule in transformers, such as "cosine".
-        warmup_steps: The number of updates over which the learning rate rises from 0. A value between 0 and 1 is a
-            share of `total_steps`, rounded up.
-        total_steps: The number of updates of the whole run.
-        further: Further arguments of the schedule by name, such as min_lr_rate of cosine_with_min_lr, or None.
-
-    Returns:
-        The schedule, to be stepped once after each update.
-
-    Raises:
-        ValueError: There is no schedule of this name, it needs or takes other arguments, or it follows a metric.
-    """
+    """Make one of transformers' learning-rate schedules."""
     if 0 < warmup_steps < 1:
         warmup_steps = math.ceil(warmup_steps * total_steps)  # as transformers
     try:
@@ -311,14 +238,6 @@ def make_schedule(
 
 
 def check_schedule(name: str, further: Mapping[str, Any] | None = None) -> None:
-    """Check the name of a schedule before there is a model.
-
-    Args:
-        name: The name of the schedule in transformers.
-        further: Its further arguments, as in `make_schedule`.
-
-    Raises:
-        ValueError: `make_schedule` would refuse the name.
-    """
+    """Check the name of a schedule before there is a model."""
     optimizer = MasterAdamW(torch.nn.Linear(1, 1), learning_rate=1.0)
     make_schedule(optimizer, name, warmup_steps=0, total_steps=1, further=further)

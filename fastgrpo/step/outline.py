@@ -24,19 +24,7 @@ OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_interme
 
 
 def outline(path: str | Path, trust_remote_code: bool = False, download: bool = False) -> PreTrainedModel:
-    """Build a causal LM without weights from its config.
-
-    Args:
-        path: A folder with the config, a GGUF file, or a hub id.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        download: Whether the config may be downloaded. If not, that of a hub id must be in the hub's cache.
-
-    Returns:
-        The model on torch's meta device.
-
-    Raises:
-        ValueError: There is no config, or it is not one of a causal LM.
-    """
+    """Build a causal LM without weights from its config."""
     files = ("config.json", "adapter_config.json")
     local = download or Path(path).is_dir() or find_gguf(path) is not None
     if not local and not any(read_json(path, file, local_files_only=True) for file in files):
@@ -50,14 +38,7 @@ def outline(path: str | Path, trust_remote_code: bool = False, download: bool = 
 
 
 def outline_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model in memory without its weights.
-
-    Args:
-        model: The model, which is left as it is.
-
-    Returns:
-        The copy, on torch's meta device. The same parameters are trained.
-    """
+    """Copy a model in memory without its weights."""
     copied = without_weights(model)
     for mine, own in zip(copied.parameters(), model.parameters(), strict=True):
         mine.requires_grad_(own.requires_grad)
@@ -65,18 +46,7 @@ def outline_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def judges_to_come(config: RewardConfig, device: torch.device) -> int:
-    """Count the bytes that the reward models of a run will take on its device, from their configs. Loads no weights.
-
-    Args:
-        config: The settings; reward_funcs and reward_device are used.
-        device: The policy's device.
-
-    Returns:
-        The bytes of the weights of all models that reward_funcs names; 0 where they go to another device.
-
-    Raises:
-        ValueError: There is no config of a model, neither as a folder nor in the hub's cache.
-    """
+    """Count the bytes that the reward models of a run will take on its device, from their configs. Loads no weights."""
     stated, total = config.reward_device, 0
     if stated != "auto" and not same_device(choose_device(stated, "reward_device"), device):
         return 0
@@ -97,14 +67,7 @@ def judges_to_come(config: RewardConfig, device: torch.device) -> int:
 
 
 def unplannable(model: PreTrainedModel) -> str | None:
-    """Say why the memory of a model's training cannot be computed.
-
-    Args:
-        model: The model; its weights may be on the meta device.
-
-    Returns:
-        A predicate whose subject is the model, such as "has quantized weights". None where the plan can be made.
-    """
+    """Say why the memory of a model's training cannot be computed."""
     config = model.config.get_text_config()
     if model.get_output_embeddings() is None:
         return "is no causal LM"

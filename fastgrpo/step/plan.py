@@ -43,17 +43,6 @@ def plan_run(
     """Make the plan of a run that is about to begin, before its weights are loaded.
 
     All ranks call this together. They get the same plan, made for the device that has the least room.
-
-    Args:
-        config: The settings of the run.
-        model: What the run trains: a folder, hub id or GGUF file, or a model, which is not changed.
-        room: Bytes that the run may take on its device. None stands for what is free on a GPU, and for no limit on a
-            CPU.
-        ranks: The processes of the run.
-        rewards: The reward functions, before their models have been placed; None for none.
-
-    Returns:
-        The plan. None for a model that is `unplannable`: loading it refuses it, or gives it to the hf backend.
     """
     if not isinstance(model, (str, Path, PreTrainedModel)):
         return None
@@ -97,19 +86,6 @@ def plan(
 
     On a CPU, gradient checkpointing is on. On a GPU it is on unless without it the rollouts still get all keys and
     values that they want.
-
-    Args:
-        config: The settings of the run.
-        model: The model as `outline` builds it. It is changed: it gets `dtype`, and with use_peft adapters.
-        dtype: The dtype of the model's weights.
-        device: The device that the run is on.
-        prompt_tokens: The length of a typical prompt, in tokens.
-        room: Bytes of the device that the run may take.
-        ranks: How many processes share the run, each with a device of its own.
-        judges: Bytes that reward models will take on the device.
-
-    Returns:
-        The plan.
     """
     model = model.to(dtype)
     if config.use_peft:
@@ -128,15 +104,7 @@ def plan(
 
 
 def choose_parallel(config: TrainingConfig, whole: Plan | None) -> tuple[str, str]:
-    """Decide how the processes of a run share its weights, gradients and optimizer.
-
-    Args:
-        config: The settings of the run.
-        whole: The plan of the run with everything on each device, as ddp has it; None where there can be no plan.
-
-    Returns:
-        ddp or fsdp2, and why, as a text for people. One process alone has ddp, which then sends nothing.
-    """
+    """Decide how the processes of a run share its weights, gradients and optimizer."""
     if config.parallel != "auto":
         return config.parallel, "as parallel says"
     if whole is None:

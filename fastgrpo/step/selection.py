@@ -35,17 +35,7 @@ class Selected:
 
 
 class Selection:
-    """Selects the tokens of an update.
-
-    Args:
-        policy: The policy that is trained.
-        updater: Its updater, which deals samples to ranks.
-        scoring: How samples are scored.
-        top_entropy_quantile: The share of the tokens of an update that keep their surrogate, those of the highest
-            entropy (arXiv 2506.01939); 1 keeps all.
-        off_policy_mask_threshold: The largest mean of old - new log-probs, in nats, of a completion with a negative
-            advantage that keeps its surrogate (arXiv 2512.02556 eq. 9); None keeps all.
-    """
+    """Selects the tokens of an update."""
 
     def __init__(
         self,
@@ -68,17 +58,7 @@ class Selection:
     def __call__(
         self, samples: Sequence[Sample], teaching: Sequence[int], others: Sequence[int], first: bool
     ) -> Selected:
-        """Select the tokens of one update.
-
-        Args:
-            samples: All samples of the rollout. On this rank those that it will compute have their log-probs.
-            teaching: The indices of the samples that the update computes.
-            others: The indices of further unmasked samples of the minibatch, whose entropies count as well.
-            first: Whether this is the first update of the rollout, before which there are no old log-probs.
-
-        Returns:
-            What was selected.
-        """
+        """Select the tokens of one update."""
         off_policy = self.threshold is not None and (not first or any(s.sampler_logps is not None for s in samples))
         if not (self.by_entropy or off_policy):
             return Selected({}, None)
@@ -108,11 +88,7 @@ class Selection:
         return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
 
     def _threshold(self, entropies):
-        """Find the entropy from which on tokens are kept.
-
-        Returns:
-            (the entropy, the mean entropy of the tokens that are kept, their number), over all ranks.
-        """
+        """Find the entropy from which on tokens are kept."""
         mine = torch.cat([torch.zeros(0), *(of_sample.cpu() for of_sample in entropies)])
         every = torch.cat(self.ranks.gather(mine, "the entropies of an update"))
         if not len(every):  # all samples of the update are masked

@@ -41,16 +41,7 @@ class Learned:
 
 
 def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Learned:
-    """Make one update on some examples.
-
-    Args:
-        policy: The policy that is trained.
-        updater: The updater, which steps its optimizer.
-        examples: What is learned.
-
-    Returns:
-        The loss before the update, and what the update was.
-    """
+    """Make one update on some examples."""
     samples = _samples(examples)
     tokens = sum(len(sample.completion_ids) for sample in samples)
 
@@ -66,16 +57,7 @@ def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Lear
 
 @torch.no_grad()
 def mean_loss(policy: Policy, examples: Sequence[Example], dealer: Dealer) -> float:
-    """Measure the loss on examples that are not learned.
-
-    Args:
-        policy: The policy.
-        examples: At least one.
-        dealer: What deals the examples to ranks and micro-batches.
-
-    Returns:
-        The mean negative log-likelihood of all their completion tokens, in nats.
-    """
+    """Measure the loss on examples that are not learned."""
     samples = _samples(examples)
     shares = dealer.shares(samples)
     mine, passes = [samples[i] for i in shares[dealer.ranks.rank]], dealer.agreed(samples, shares)
@@ -102,22 +84,7 @@ def sft(
     max_grad_norm: float = 1.0,
     on_step: Callable[[int, float], bool | None] | None = None,
 ) -> None:
-    """Warm-start a policy: learn examples, with a linear decay of the learning rate to zero.
-
-    Args:
-        policy: The policy that is trained.
-        examples: What is learned, see `to_examples`.
-        steps: How many updates.
-        batch_size: Examples in each update, drawn in shuffled epochs.
-        learning_rate: The learning rate at the start.
-        seed: Decides the order of the examples.
-        max_grad_norm: Gradients are clipped to this norm; 0 is off.
-        on_step: A function that is called with (step, loss) after each update, and ends the training by returning True.
-            None calls nothing.
-
-    Raises:
-        ValueError: There are no examples, or `MAX_SKIPPED` updates in a row were not finite.
-    """
+    """Warm-start a policy: learn examples, with a linear decay of the learning rate to zero."""
     if not examples:
         raise ValueError("sft needs at least one example")
     optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)

@@ -35,16 +35,6 @@ class Updater:
     The loss of a micro-batch must be a sum of terms weighted over the whole update (`Sample.weights`); then loss and
     gradient do not depend on how the update was split into micro-batches and over ranks. Gradients are summed over the
     ranks once, after the last micro-batch.
-
-    Args:
-        policy: The policy that is trained.
-        optimizer: The optimizer of its weights.
-        schedule: Its learning-rate schedule, one step an update.
-        max_grad_norm: Gradients are clipped to this norm; 0 is off.
-        max_tokens: The token budget of a micro-batch.
-        share_prompt: Whether neighbours with the same prompt share its tokens.
-        timer: The timer that measures the passes. None makes one that is not read.
-        ranks: The ranks, each of which computes a share of the samples.
     """
 
     def __init__(
@@ -75,18 +65,7 @@ class Updater:
         loss_fn: Callable[[list[int], Batch], torch.Tensor],
         idle_fn: Callable[[], torch.Tensor] | None = None,
     ) -> Update:
-        """Update once.
-
-        Args:
-            samples: What this update trains on, on every rank the same.
-            loss_fn: (indices of the samples of a micro-batch, their `Batch`) -> scalar loss, to be summed over
-                micro-batches and ranks. `Dealer` decides which samples go together, and on which rank.
-            idle_fn: The loss of 0 of a pass without samples, which runs the same modules as `loss_fn` does. None is the
-                policy's `idle_loss`.
-
-        Returns:
-            What the update did.
-        """
+        """Update once."""
         total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
         with self.ranks.waiting("an update"):
             self.dealer.meet("the passes")

@@ -58,17 +58,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainingConfig, ranks: int, parallel: str, device: torch.device) -> "Split":
-        """Read the settings.
-
-        Args:
-            config: The settings of the run.
-            ranks: How many processes there are.
-            parallel: ddp or fsdp2.
-            device: The device that the run is on.
-
-        Returns:
-            The split.
-        """
+        """Read the settings."""
         graphs = device.type == "cuda" and config.rollout_backend == "fast" and not config.rollout_enforce_eager
         return cls(ranks, parallel, config.fsdp_reshard_after_forward, config.fsdp_cpu_offload, graphs)
 
@@ -90,14 +80,7 @@ class Count(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Count":
-        """Count the parameters of a model.
-
-        Args:
-            model: The model; its weights may be on the meta device.
-
-        Returns:
-            The counts.
-        """
+        """Count the parameters of a model."""
         base = [p for name, p in model.named_parameters() if ADAPTER not in name]
         adapters = sum(p.numel() for name, p in model.named_parameters() if ADAPTER in name)
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -117,17 +100,7 @@ class Count(NamedTuple):
 
 
 def weight_parts(config: TrainingConfig, model: PreTrainedModel, dtype: torch.dtype, split: Split) -> list[Part]:
-    """Compute the parts of the policy, its gradients and its optimizer, and what PPO's value model would add.
-
-    Args:
-        config: The settings of the run.
-        model: The model, with its adapters if it gets some.
-        dtype: The compute dtype.
-        split: How the processes share the run.
-
-    Returns:
-        The parts.
-    """
+    """Compute the parts of the policy, its gradients and its optimizer, and what PPO's value model would add."""
     count = Count.of(model)
     if split.sharded:
         policy, gradients, optimizer = _shards(count, dtype, split)
@@ -223,16 +196,7 @@ def _full_kl_of_a_copy(config):
 
 
 def reference_part(config: TrainingConfig, model: PreTrainedModel, split: Split) -> Part:
-    """Compute the part of the reference that `make_reference` would make of a model.
-
-    Args:
-        config: The settings of the run.
-        model: The model, in the compute dtype.
-        split: How the processes share the run.
-
-    Returns:
-        The part.
-    """
+    """Compute the part of the reference that `make_reference` would make of a model."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if not isinstance(config, GRPOConfig):
         return Part("reference", 0, "none: supervised training has none")

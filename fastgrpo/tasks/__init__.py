@@ -54,17 +54,7 @@ class Task:
 
 
 def find_task(name: str) -> ModuleType:
-    """Find the module of a task.
-
-    Args:
-        name: The task's name.
-
-    Returns:
-        The module, which has `build`.
-
-    Raises:
-        ValueError: There is no such task.
-    """
+    """Find the module of a task."""
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     tasks = [task for task in names if hasattr(importlib.import_module(f"{__name__}.{task}"), "build")]
     if name not in tasks:
@@ -88,18 +78,7 @@ class Opened:
 
 
 def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedTokenizerBase] = load_tokenizer) -> Opened:
-    """Build the task of a training run, and check what can be checked before a model is loaded or made.
-
-    Args:
-        config: The settings of the run.
-        load: What loads the tokenizer: a function of model_name_or_path and trust_remote_code.
-
-    Returns:
-        The task and, where a model is named, its tokenizer.
-
-    Raises:
-        ValueError: There is no such task, device, schedule or tokenizer, or the task needs a model.
-    """
+    """Build the task of a training run, and check what can be checked before a model is loaded or made."""
     module, path = find_task(config.task), config.model_name_or_path
     choose_device(config.device)
     check_schedule(config.lr_scheduler_type, config.schedule_kwargs)
@@ -110,35 +89,13 @@ def open_task(config: TrainingConfig, load: Callable[[str, bool], PreTrainedToke
 
 
 def reward_functions(task: Task, config: Any) -> list[Callable]:
-    """Find the reward functions that settings name.
-
-    Args:
-        task: The task.
-        config: The settings; reward_funcs, trust_remote_code and those of process reward models are used.
-
-    Returns:
-        The functions; all of the task's own where none is named.
-
-    Raises:
-        ValueError: There is no function of a name.
-    """
+    """Find the reward functions that settings name."""
     known, code, prm = task.reward_funcs, config.trust_remote_code, prm_options(config, config.reward_funcs)
     return [find_reward(name, known, code, prm) for name in config.reward_funcs] or known
 
 
 def needed_rewards(task: Task, config: Any) -> list[Callable]:
-    """Find the reward functions of a command that cannot do without.
-
-    Args:
-        task: The task.
-        config: The settings; task and those of `reward_functions` are used.
-
-    Returns:
-        At least one function.
-
-    Raises:
-        ValueError: There is no function of a name, or none is named and the task has none of its own.
-    """
+    """Find the reward functions of a command that cannot do without."""
     functions = reward_functions(task, config)
     if not functions:
         raise ValueError(f"task {config.task} has no reward functions of its own: pass --reward_funcs module:function")
@@ -148,45 +105,19 @@ def needed_rewards(task: Task, config: Any) -> list[Callable]:
 def refuse_data(
     task: str, config: PromptConfig, names: Sequence[str] = ("dataset_name", "dataset_config", "system_prompt")
 ) -> None:
-    """Refuse the settings of data sets in a task that makes its own data and would not read them.
-
-    Args:
-        task: The task's name.
-        config: The settings.
-        names: The settings that the task would not read.
-
-    Raises:
-        ValueError: One of them is given.
-    """
+    """Refuse the settings of data sets in a task that makes its own data and would not read them."""
     for name in names:
         if getattr(config, name):
             raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
 
 
 def panels_of(task: ModuleType) -> Sequence[Panel]:
-    """Return what the picture of a task's run shows.
-
-    Args:
-        task: The task's module.
-
-    Returns:
-        Its `PANELS`, or those of every run where it has none.
-    """
+    """Return what the picture of a task's run shows."""
     return getattr(task, "PANELS", PANELS)
 
 
 def make_policy(module: ModuleType, path: Path, config: Any, announce: Callable[[int, int, float], None]) -> Path:
-    """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers.
-
-    Args:
-        module: The task's module, with `make_model` and `WARM_START`.
-        path: The folder to write the model to.
-        config: The settings of the run; its seed, dtype, device and use_liger_kernel are used.
-        announce: A function that is called with the step, the number of steps and the loss.
-
-    Returns:
-        The folder again.
-    """
+    """Make a task's own model, warm-start it, and save it with its tokenizer in the format of transformers."""
     save_model(path, *module.make_model(config.seed))
     policy, tokenizer = load_policy(
         path, dtype=config.dtype, device=config.device, use_liger_kernel=config.use_liger_kernel

@@ -37,31 +37,13 @@ CARRY_SHARE = 0.08  # share of the warm start's examples with a carry: enough to
 
 
 def correctness(prompts: list, completions: list, answer: list[str], **columns: Any) -> list[float]:
-    """Reward a completion whose last number is the sum.
-
-    Args:
-        prompts: Not read.
-        completions: What the model wrote, one item a completion.
-        answer: The sum of each, in digits.
-        columns: Not read.
-
-    Returns:
-        1.0 for each completion that is right, 0.0 for the others.
-    """
+    """Reward a completion whose last number is the sum."""
     last = [completion_text(completion).split(" ")[-1] for completion in completions]
     return [float(text == value) for text, value in zip(last, answer, strict=True)]
 
 
 def format_reward(prompts: list, completions: list, **columns: Any) -> list[float]:
     """Reward a completion that is written out as the warm start teaches it, right or wrong.
-
-    Args:
-        prompts: Not read.
-        completions: What the model wrote, one item a completion.
-        columns: Not read.
-
-    Returns:
-        1.0 for each completion in this form, 0.0 for the others.
 
     Examples:
         >>> format_reward(["47+38="] * 2, ["7+8=15 4+3+1=8 85", "85"])
@@ -74,9 +56,6 @@ def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
     """Split the pairs of two-digit numbers into levels. No level has a held-out pair, in either order.
 
     The easy levels have sums with and without a carry, because a policy that never sees a carry unlearns it.
-
-    Returns:
-        Four lists of pairs: both numbers below 40; both below 70; any two with a carry; held-out ones with a carry.
     """
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     carry = [(a, b) for a, b in pairs if a % 10 + b % 10 >= 10]
@@ -90,46 +69,19 @@ def pairs_by_level() -> tuple[list[tuple[int, int]], ...]:
 
 
 def to_row(a: int, b: int) -> dict[str, str]:
-    """Make the row of a sum.
-
-    Args:
-        a: The first number.
-        b: The second number.
-
-    Returns:
-        A dict with `prompt` and `answer`.
-    """
+    """Make the row of a sum."""
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
 def written(a: int, b: int) -> str:
-    """Write a sum out as the warm start teaches it: units, tens with the carry, result.
-
-    Args:
-        a: The first number, of two digits.
-        b: The second number, of two digits.
-
-    Returns:
-        The text, such as 7+8=15 4+3+1=8 85.
-    """
+    """Write a sum out as the warm start teaches it: units, tens with the carry, result."""
     units = a % 10 + b % 10
     carry = "+1" if units >= 10 else ""
     return f"{a % 10}+{b % 10}={units} {a // 10}+{b // 10}{carry}={(a + b) // 10} {a + b}"
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Train on the curriculum over the three levels, and test on the held-out pairs.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: Not needed here.
-
-    Returns:
-        The task. Its first reward is whether the sum is right, its second one whether it is written out.
-
-    Raises:
-        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
-    """
+    """Train on the curriculum over the three levels, and test on the held-out pairs."""
     refuse_data("arithmetic", config)
     *levels, held_out = pairs_by_level()
 
@@ -148,14 +100,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def examples(seed: int) -> list[dict[str, str]]:
-    """Draw written sums that show the form and how to add, but seldom a carry, and never a held-out pair.
-
-    Args:
-        seed: Seed of the draws.
-
-    Returns:
-        Rows with `prompt` and `completion`.
-    """
+    """Draw written sums that show the form and how to add, but seldom a carry, and never a held-out pair."""
     rng = random.Random(seed)
     *_, carry, _ = pairs_by_level()
     plain = [(a, b) for a in range(10, 100) for b in range(10, 100) if a % 10 + b % 10 < 10]
@@ -167,27 +112,12 @@ def examples(seed: int) -> list[dict[str, str]]:
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a 0.2M-parameter Llama over the characters of sums, with random weights.
-
-    Args:
-        seed: Seed of the weights.
-
-    Returns:
-        The model and its tokenizer.
-    """
+    """Make a 0.2M-parameter Llama over the characters of sums, with random weights."""
     return character_model(CHARACTERS, seed)
 
 
 def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
-    """Make the test whether the warm start may end, because GRPO can learn the rest.
-
-    Args:
-        policy: The policy that is taught.
-        tokenizer: Its tokenizer.
-
-    Returns:
-        A function of the number of steps done. It looks at the policy every `CHECK_STEPS` steps.
-    """
+    """Make the test whether the warm start may end, because GRPO can learn the rest."""
     *_, carry, _ = pairs_by_level()
     rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
     return reaches(ENOUGH, policy, tokenizer, rows, correctness, max_tokens=28, first=CHECK_FROM, every=CHECK_STEPS)

@@ -61,31 +61,12 @@ PANELS = (
 
 
 def preferred(prompts: list, completions: list, log_metric: Callable, **columns: Any) -> list[float]:
-    """Reward the token that is truly preferred in its context.
-
-    Args:
-        prompts: The context of each completion.
-        completions: The token that the policy drew for each.
-        log_metric: A function that takes the name of a metric and a value; it gets the true rewards.
-        columns: Not read.
-
-    Returns:
-        1.0 for each completion that is this token, 0.0 for the others.
-    """
+    """Reward the token that is truly preferred in its context."""
     return _rewards(F.one_hot(TRUE.argmax(1), len(TOKENS)).float(), prompts, completions, log_metric)
 
 
 def learned_reward(seed: int) -> Callable[..., list[float]]:
-    """Make the reward function that asks the learned reward model.
-
-    Args:
-        seed: Seed of the reward model.
-
-    Returns:
-        The function, with the arguments of `preferred`. It gives 1 to the token that the model scores highest in its
-        context, and 1 minus the difference of the scores to any other. So the accuracy is the share of the model's
-        favourite tokens.
-    """
+    """Make the reward function that asks the learned reward model."""
 
     def learned_reward(prompts, completions, log_metric, **columns):
         scores = reward_model(seed)
@@ -121,9 +102,6 @@ def reward_model(seed: int) -> torch.Tensor:
 
     It is trained anew in each process, on the CPU, and the seed decides all of it. So a resumed run has the same one.
 
-    Args:
-        seed: Seed of its weights and of the comparisons.
-
     Returns:
         [5, 10] fp32, the score of each token in each context.
     """
@@ -150,9 +128,6 @@ def reward_model(seed: int) -> torch.Tensor:
 def compare(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw comparisons of two tokens in a context, from torch's global generator.
 
-    Args:
-        pairs: How many.
-
     Returns:
         [pairs] int64 each: the context, the token that was preferred, and the other one.
     """
@@ -164,19 +139,7 @@ def compare(pairs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Train and test on the five contexts.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: The tokenizer of a model that `make_model` made, which says whose reward model judges; with None, or
-            another tokenizer, the seed of the settings does.
-
-    Returns:
-        The task, with the rewards `learned_reward` and `preferred`. Its recipe names the first.
-
-    Raises:
-        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
-    """
+    """Train and test on the five contexts."""
     refuse_data("bandit", config)
     rows = [{"prompt": context} for context in CONTEXTS]
 
@@ -189,14 +152,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def draws(seed: int) -> list[dict[str, str]]:
-    """Draw from the true preferences, as many tokens as the supervised training sees.
-
-    Args:
-        seed: Seed of the draws.
-
-    Returns:
-        Rows with `prompt`, a context, and `completion`, a token.
-    """
+    """Draw from the true preferences, as many tokens as the supervised training sees."""
     generator = torch.Generator().manual_seed(seed)
     count = WARM_START["steps"] * WARM_START["batch_size"]
     contexts = torch.randint(len(CONTEXTS), (count,), generator=generator)
@@ -206,14 +162,7 @@ def draws(seed: int) -> list[dict[str, str]]:
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a Llama of one layer over the contexts and the tokens, with random weights.
-
-    Args:
-        seed: Seed of the weights.
-
-    Returns:
-        The model and its tokenizer, which remembers the seed.
-    """
+    """Make a Llama of one layer over the contexts and the tokens, with random weights."""
     model, tokenizer = character_model(CONTEXTS + TOKENS, seed, hidden_size=32, layers=1, heads=2, positions=8)
     tokenizer.init_kwargs[JUDGE] = seed
     return model, tokenizer

@@ -46,15 +46,7 @@ Function = tuple[tuple[str, int], ...]  # each step's sign and number
 
 
 def written(function: Function, careful: bool = True) -> str:
-    """Write a completion as the warm start shows it.
-
-    Args:
-        function: The function.
-        careful: Whether brackets are set where they are needed.
-
-    Returns:
-        A fenced block with its program.
-    """
+    """Write a completion as the warm start shows it."""
     expression, last = "x", "*"
     for sign, number in function:
         if careful and sign == "*" and last != "*":
@@ -64,15 +56,7 @@ def written(function: Function, careful: bool = True) -> str:
 
 
 def value(function: Function, x: int) -> int:
-    """Compute a function.
-
-    Args:
-        function: The function.
-        x: Its argument.
-
-    Returns:
-        The result.
-    """
+    """Compute a function."""
     for sign, number in function:
         x = {"+": x + number, "-": x - number, "*": x * number}[sign]
     return x
@@ -80,27 +64,14 @@ def value(function: Function, x: int) -> int:
 
 @functools.cache
 def functions() -> tuple[list[Function], list[Function]]:
-    """Draw functions with `FUNCTIONS_SEED`.
-
-    Returns:
-        `LEARNED` functions to learn from, and `HELD_OUT` others.
-    """
+    """Draw functions with `FUNCTIONS_SEED`."""
     steps = list(itertools.product(SIGNS, range(1, 10)))
     drawn = random.Random(FUNCTIONS_SEED).sample(list(itertools.product(steps, repeat=STEPS)), LEARNED + HELD_OUT)
     return drawn[HELD_OUT:], drawn[:HELD_OUT]
 
 
 def to_row(function: Function, tokenizer: PreTrainedTokenizerBase | None) -> dict:
-    """Make the row of a function.
-
-    Args:
-        function: The function.
-        tokenizer: The policy's tokenizer. None or that of the task's own model gives the short prompt; others give one
-            in words, which is a message if the tokenizer has a chat template, and plain text otherwise.
-
-    Returns:
-        A dict with `prompt`, and with `tests` for the reward.
-    """
+    """Make the row of a function."""
     if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
         prompt = "".join(f"{sign}{number}" for sign, number in function) + ":"
     else:
@@ -110,19 +81,7 @@ def to_row(function: Function, tokenizer: PreTrainedTokenizerBase | None) -> dic
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Train on functions, and test on the held-out ones.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: The policy's tokenizer, see `to_row`.
-
-    Returns:
-        The task. Its reward is the share of tests that pass in the sandbox.
-
-    Raises:
-        ValueError: A setting for data sets is given, which this task would not read, or this machine cannot run the
-            sandbox.
-    """
+    """Train on functions, and test on the held-out ones."""
     refuse_data("code", config)
     learned, held_out = functions()
 
@@ -134,11 +93,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def examples() -> list[dict[str, str]]:
-    """Write each function that is not held out, once and mostly without the brackets that it needs.
-
-    Returns:
-        Rows with `prompt` and `completion`.
-    """
+    """Write each function that is not held out, once and mostly without the brackets that it needs."""
     rng = random.Random(FUNCTIONS_SEED)
     return [
         {"prompt": to_row(each, None)["prompt"], "completion": written(each, rng.random() < CAREFUL)}
@@ -147,12 +102,5 @@ def examples() -> list[dict[str, str]]:
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a 0.15M-parameter Llama over the characters of functions, with random weights.
-
-    Args:
-        seed: Seed of the weights.
-
-    Returns:
-        The model and its tokenizer.
-    """
+    """Make a 0.15M-parameter Llama over the characters of functions, with random weights."""
     return character_model(CHARACTERS, seed, **MODEL)

@@ -74,15 +74,7 @@ class Try(NamedTuple):
 
 @functools.cache
 def tries(numbers: tuple[int, ...]) -> tuple[Try, ...]:
-    """List expressions of all numbers, one for each value.
-
-    Args:
-        numbers: Two or three numbers in ascending order.
-
-    Returns:
-        The first try for each value, in a fixed order. Values, also those on the way, are whole numbers from 1 to
-        `LARGEST_VALUE`, and the larger of two numbers stands first.
-    """
+    """List expressions of all numbers, one for each value."""
     given = [Try(str(number), (), number) for number in numbers]
     if len(given) == 2:
         found = _joined(*given)
@@ -110,18 +102,7 @@ def _joined(a: Try, b: Try) -> list[Try]:
 
 
 def written(puzzle: Puzzle, rng: random.Random) -> str:
-    """Write a completion as the warm start shows it.
-
-    Args:
-        puzzle: The puzzle.
-        rng: Draws at which try the completion begins, and whether it tries on after a wrong one.
-
-    Returns:
-        Tries in their order, the first behind the last, and the answer: the right one, or the first wrong one.
-
-    Raises:
-        ValueError: The puzzle has no solution.
-    """
+    """Write a completion as the warm start shows it."""
     if puzzle.target not in _values(puzzle.numbers):
         raise ValueError(f"{puzzle} has no solution")
     listed = tries(puzzle.numbers)
@@ -138,11 +119,7 @@ def written(puzzle: Puzzle, rng: random.Random) -> str:
 
 @functools.cache
 def puzzles_by_level() -> tuple[list[Puzzle], ...]:
-    """Make all puzzles, in an order drawn from `PUZZLES_SEED`.
-
-    Returns:
-        Three lists: puzzles of two numbers; those of three to learn from; the held-out ones of three.
-    """
+    """Make all puzzles, in an order drawn from `PUZZLES_SEED`."""
     levels = []
     for count in (2, 3):
         groups = itertools.combinations_with_replacement(range(1, LARGEST + 1), count)
@@ -166,16 +143,7 @@ def _values(numbers):
 
 
 def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
-    """Make the row of a puzzle.
-
-    Args:
-        puzzle: The puzzle.
-        tokenizer: The policy's tokenizer. None or that of the task's own model gives the short prompt; others give one
-            in words, which is a message if the tokenizer has a chat template, and plain text otherwise.
-
-    Returns:
-        A dict with `prompt`, and with `nums` and `target` for the rewards.
-    """
+    """Make the row of a puzzle."""
     numbers, target = list(puzzle.numbers), puzzle.target
     if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
         prompt = f"{' '.join(map(str, numbers))}={target}:"
@@ -186,18 +154,7 @@ def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Train on the puzzles level by level, and test on the held-out ones.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: The policy's tokenizer, see `to_row`.
-
-    Returns:
-        The task, with rewards for the answer and for its form.
-
-    Raises:
-        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
-    """
+    """Train on the puzzles level by level, and test on the held-out ones."""
     refuse_data("countdown", config)
     two, three, held_out = puzzles_by_level()
 
@@ -215,11 +172,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
 
 
 def examples() -> list[dict[str, str]]:
-    """Write examples of each puzzle that is not held out.
-
-    Returns:
-        Rows with `prompt` and `completion`.
-    """
+    """Write examples of each puzzle that is not held out."""
     two, three, _ = puzzles_by_level()
     rng = random.Random(PUZZLES_SEED)
     shown = [*two * 2, *three] * SHOWN
@@ -227,12 +180,5 @@ def examples() -> list[dict[str, str]]:
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a 0.2M-parameter Llama over the characters of puzzles, with random weights.
-
-    Args:
-        seed: Seed of the weights.
-
-    Returns:
-        The model and its tokenizer.
-    """
+    """Make a 0.2M-parameter Llama over the characters of puzzles, with random weights."""
     return character_model(CHARACTERS, seed, **MODEL)

@@ -13,18 +13,7 @@ from fastgrpo.tasks import Task
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Build the task of a data set. A system prompt goes before each prompt, as a message or as text.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: Not needed here.
-
-    Returns:
-        The task, which has no reward functions of its own.
-
-    Raises:
-        ValueError: No data set is named.
-    """
+    """Build the task of a data set. A system prompt goes before each prompt, as a message or as text."""
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
     return Task(

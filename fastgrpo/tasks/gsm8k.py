@@ -31,15 +31,7 @@ SUMS_SEED = 0  # the same sums are held out in every run, so that runs can be co
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Build the task from GSM8K on the hub, or from the rows with `question` and `answer` of --dataset_name.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: The policy's tokenizer. Prompts are messages if it has a chat template, and plain text otherwise.
-
-    Returns:
-        The task, with rewards for the answer, the form and the length.
-    """
+    """Build the task from GSM8K on the hub, or from the rows with `question` and `answer` of --dataset_name."""
     name = config.dataset_name or DATASET
     name_of_config = config.dataset_config or (CONFIG if config.dataset_name is None else None)
     conversational = tokenizer.chat_template is not None
@@ -64,20 +56,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
 
 def to_row(row: dict, system_prompt: str | None, conversational: bool) -> dict:
-    """Add the prompt to a row of the data set.
-
-    Args:
-        row: A dict with `question` and `answer`.
-        system_prompt: What the model is asked to do. None is `SYSTEM_PROMPT` with the `WORKED` problem after it; with
-            another text, which may ask for another form, the worked problem is left out.
-        conversational: Whether the prompt is a list of messages, for a chat template, rather than plain text.
-
-    Returns:
-        The row with its `prompt`.
-
-    Raises:
-        ValueError: The row lacks `question` or `answer`, or one of them is no text or is empty.
-    """
+    """Add the prompt to a row of the data set."""
     for column in ("question", "answer"):
         if column not in row:
             raise ValueError(f"a GSM8K row needs the columns question and answer, got {', '.join(row)}")
@@ -98,10 +77,6 @@ def sums() -> tuple[list[dict], list[dict]]:
 
     The numbers are at least 2. The first is at most `LARGEST_TERM`, and the second at most the first and
     `LARGEST_SECOND`.
-
-    Returns:
-        2,980 rows with `question` and `answer` to train on, and `HELD_OUT_SUMS` held-out rows. A pair of numbers that
-        is held out has neither its sum nor its difference among the rows to train on.
     """
     rng = random.Random(SUMS_SEED)
     pairs = [(a, b) for a in range(2, LARGEST_TERM + 1) for b in range(2, min(a, LARGEST_SECOND) + 1)]

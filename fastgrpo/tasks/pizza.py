@@ -39,46 +39,19 @@ PANELS = (
 
 
 def likes_pizza(prompts: list, completions: list, **columns: Any) -> list[float]:
-    """Reward a completion that ends in pizza and the stop character.
-
-    Args:
-        prompts: Not read.
-        completions: What the model wrote, one item a completion.
-        columns: Not read.
-
-    Returns:
-        4.0 for each completion that does, 0.0 for the others.
-    """
+    """Reward a completion that ends in pizza and the stop character."""
     return [REWARD * completion_text(completion).endswith(FOOD + STOP) for completion in completions]
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
-    """Train and test on the one prompt.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: Not needed here.
-
-    Returns:
-        The task, whose one reward is whether the sentence ends in pizza.
-
-    Raises:
-        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
-    """
+    """Train and test on the one prompt."""
     refuse_data("pizza", config)
     rows = [{"prompt": PROMPT}]
     return Task(lambda: ShuffledRows(rows), lambda: rows, [likes_pizza], lambda: sentences(config.seed))
 
 
 def sentences(seed: int) -> list[dict[str, str]]:
-    """Write the sentences of the supervised training, equally many about each person.
-
-    Args:
-        seed: Seed of their order.
-
-    Returns:
-        `SENTENCES` rows with `prompt`, such as "dana likes ", and `completion`, such as "soup.".
-    """
+    """Write the sentences of the supervised training, equally many about each person."""
     each = SENTENCES // len(NAMES)
     liked = {name: [FOODS[i % len(FOODS)] for i in range(each)] for name in NAMES}
     pizzas = round(SHARE * each)
@@ -89,12 +62,5 @@ def sentences(seed: int) -> list[dict[str, str]]:
 
 
 def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Make a 0.2M-parameter Llama over letters, with random weights.
-
-    Args:
-        seed: Seed of the weights.
-
-    Returns:
-        The model and its tokenizer.
-    """
+    """Make a 0.2M-parameter Llama over letters, with random weights."""
     return character_model(CHARACTERS, seed)

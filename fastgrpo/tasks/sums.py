@@ -17,18 +17,7 @@ from fastgrpo.tasks.gsm8k import sums, to_row
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Build the task, with GSM8K's prompt, its rewards and `digits_reward`.
-
-    Args:
-        config: The settings. `Task.train` needs a `GRPOConfig`.
-        tokenizer: The policy's tokenizer. Prompts are messages if it has a chat template, and plain text otherwise.
-
-    Returns:
-        The task, with rewards for the answer, the form, the length and the digits.
-
-    Raises:
-        ValueError: A setting for data sets is given. This task makes its own data and would not read it.
-    """
+    """Build the task, with GSM8K's prompt, its rewards and `digits_reward`."""
     refuse_data("sums", config, ("dataset_name", "dataset_config"))
     conversational = tokenizer.chat_template is not None
     trained, held_out = ([to_row(row, config.system_prompt, conversational) for row in part] for part in sums())

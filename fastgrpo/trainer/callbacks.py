@@ -28,15 +28,7 @@ CONTROL = "TrainerControl"  # the name under which a checkpoint has the flags, a
 
 
 class Arguments:
-    """The settings of a run as callbacks read them: ours, and names of transformers that follow from them.
-
-    Args:
-        config: The settings.
-        ranks: The ranks.
-        output_dir: The folder of the run.
-        evaluates: Whether there are held-out rows.
-        greater: Whether a greater value of metric_for_best_model is better.
-    """
+    """The settings of a run as callbacks read them: ours, and names of transformers that follow from them."""
 
     load_best_model_at_end = False
     n_gpu = 1
@@ -68,15 +60,6 @@ class Arguments:
 class Callbacks:
     """Calls the callbacks of a run, by transformers' own handler.
 
-    Args:
-        callbacks: Instances or classes.
-        state: How far the run is.
-        model: What callbacks get as the model.
-        tokenizer: What they get as the processing class.
-        optimizer: What they get as the optimizer.
-        schedule: What they get as the scheduler of the learning rate.
-        ranks: The ranks.
-
     Attributes:
         handler: transformers' handler, whose callbacks can be added to and removed from.
         control: What the callbacks have decided.
@@ -102,14 +85,7 @@ class Callbacks:
             self.add(callback)
 
     def add(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback, and warn of events in it that never happen here.
-
-        Args:
-            callback: An instance or a class.
-
-        Raises:
-            ValueError: It is no callback of transformers.
-        """
+        """Add a callback, and warn of events in it that never happen here."""
         kind = callback if isinstance(callback, type) else type(callback)
         if not issubclass(kind, TrainerCallback):
             raise ValueError(f"callbacks: {kind.__name__} is no transformers.TrainerCallback; inherit from it")
@@ -119,12 +95,7 @@ class Callbacks:
         self.handler.add_callback(callback)
 
     def begin(self) -> None:
-        """Begin the training, and find out whether any rank has callbacks, whose decisions all must hear of then.
-
-        Raises:
-            ValueError: An EarlyStoppingCallback would follow another metric than the checkpoints.
-            RankLost: Another rank failed or did not come.
-        """
+        """Begin the training, and find out whether any rank has callbacks, whose decisions all must hear of then."""
         metric = self.args.metric_for_best_model
         stops = any(isinstance(callback, EarlyStoppingCallback) for callback in self.handler.callbacks)
         if stops and metric is not None and not metric.startswith("eval_"):
@@ -136,40 +107,17 @@ class Callbacks:
         self.call("on_train_begin")
 
     def any_hears(self, event: str) -> bool:
-        """Tell whether any callback of any rank has something to do at an event. All ranks ask this together.
-
-        Args:
-            event: The name of the event.
-
-        Returns:
-            Whether one of them overrides it.
-
-        Raises:
-            RankLost: Another rank failed or did not come.
-        """
+        """Tell whether any callback of any rank has something to do at an event. All ranks ask this together."""
         mine = getattr(TrainerCallback, event)
         hears = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
         return self.ranks.any(hears, f"whether a callback has an {event}") if self.decide else hears
 
     def call(self, event: str, **values: Any) -> None:
-        """Call an event of all callbacks.
-
-        Args:
-            event: Its name.
-            values: What it gets besides the arguments of every event: `metrics` or `logs`.
-        """
+        """Call an event of all callbacks."""
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **values)
 
     def agree(self, what: str) -> None:
-        """Make the decisions of every rank those of all.
-
-        Args:
-            what: What was decided on, as `Ranks.waiting` takes it.
-
-        Raises:
-            ValueError: A callback wants to leave an epoch early.
-            RankLost: Another rank failed or did not come.
-        """
+        """Make the decisions of every rank those of all."""
         flags = [[getattr(self.control, flag) for flag in FLAGS]]
         if self.ranks.size > 1 and self.decide:
             flags = self.ranks.gather(flags[0], what)
@@ -181,11 +129,7 @@ class Callbacks:
             )
 
     def note_best(self, measured: dict[str, float]) -> None:
-        """Note the best value of metric_for_best_model, as transformers does after an evaluation.
-
-        Args:
-            measured: What was measured on held-out rows, by TRL's names.
-        """
+        """Note the best value of metric_for_best_model, as transformers does after an evaluation."""
         state, name = self.state, self.args.metric_for_best_model
         value = measured.get(name)
         if value is None or value != value:

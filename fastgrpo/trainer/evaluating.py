@@ -18,15 +18,7 @@ class Evaluating:
     )
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float] | None:
-        """Measure held-out rows, and log what was measured, unless the run has ended.
-
-        Args:
-            eval_dataset: Rows, or a dict of them by name; None for those of the trainer.
-            metric_key_prefix: What the names of the metrics begin with; PREFIX_NAME for a data set with a name.
-
-        Returns:
-            The metrics by our names and by TRL's, such as eval/accuracy and eval_reward, or None without held-out rows.
-        """
+        """Measure held-out rows, and log what was measured, unless the run has ended."""
         self.open()
         given = eval_dataset is not None
         held_out = read_held_out(eval_dataset, self.args.max_eval_samples) if given else self.held_out

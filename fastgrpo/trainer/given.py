@@ -16,15 +16,7 @@ NOT_YET = {
 
 
 def refuse_given(optimizers: Any, **given: Any) -> None:
-    """Refuse arguments of TRL's trainer that do not exist here.
-
-    Args:
-        optimizers: An optimizer and a scheduler; a pair of None is what a script passes that has none.
-        given: The other arguments, by name, which are None unless they were given.
-
-    Raises:
-        ValueError: One of them was given.
-    """
+    """Refuse arguments of TRL's trainer that do not exist here."""
     if optimizers is not None and any(given is not None for given in optimizers):
         raise ValueError(
             "optimizers: the optimizer keeps fp32 masters and its state is part of every checkpoint, so it cannot be "
@@ -37,19 +29,7 @@ def refuse_given(optimizers: Any, **given: Any) -> None:
 
 
 def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[Any, TrainingConfig, Any]:
-    """Read which adapters the trainer was given.
-
-    Args:
-        model: The model, or peft's wrapper of one.
-        peft_config: A `LoraConfig`, or None.
-        args: The settings.
-
-    Returns:
-        The model without a wrapper, the settings with those of the adapters, and the wrapper or None.
-
-    Raises:
-        ValueError: There are adapters twice, or of a kind that our LoRA is not.
-    """
+    """Read which adapters the trainer was given."""
     wrapped = is_wrapper(model)
     if wrapped and peft_config is not None:
         raise ValueError("model is a PeftModel, and there is a peft_config too: pass model.merge_and_unload() with it")
@@ -64,14 +44,7 @@ def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[A
 
 
 def refuse_images(rows: Iterable[Mapping]) -> None:
-    """Refuse rows with images, which TRL would show to a model for text and images.
-
-    Args:
-        rows: The rows, of which the first one is looked at.
-
-    Raises:
-        ValueError: It has a column of images.
-    """
+    """Refuse rows with images, which TRL would show to a model for text and images."""
     for row in rows:
         column = next((name for name in ("image", "images") if isinstance(row, Mapping) and name in row), None)
         if column:
@@ -83,14 +56,7 @@ def refuse_images(rows: Iterable[Mapping]) -> None:
 
 
 def advice(args: TrainingConfig) -> list[str]:
-    """Tell which settings of the loss do not go together well, as TRL warns.
-
-    Args:
-        args: The settings.
-
-    Returns:
-        Warnings for people.
-    """
+    """Tell which settings of the loss do not go together well, as TRL warns."""
     loss = args.loss_type
     if args.importance_sampling_level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
         return [

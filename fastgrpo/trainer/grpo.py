@@ -208,17 +208,7 @@ class GRPOTrainer(Trainer):
 def with_ratios(
     experience: Experience, updated: Updated, indices: Iterable[int], ranks: Ranks = ALONE
 ) -> list[Completion]:
-    """Note in completions that were trained on which ratios the last update saw.
-
-    Args:
-        experience: What was drawn for the step.
-        updated: What the step's updates did.
-        indices: The completions that this is needed of.
-        ranks: The ranks, each of which knows this of the samples that it computed.
-
-    Returns:
-        All completions of the step.
-    """
+    """Note in completions that were trained on which ratios the last update saw."""
     completions, needed = list(experience.completions), {*indices}
     mine = {
         sample.index: (sample.ratios.tolist(), sample.clipped.nonzero()[:, 0].tolist())

@@ -9,18 +9,7 @@ from fastgrpo.evaluation.heldout import Evaluation
 
 
 def read_held_out(data: Any, count: int | None) -> dict[str, Rows]:
-    """Read held-out rows.
-
-    Args:
-        data: Rows, or a dict of them by the name of the data set; None for no rows.
-        count: The most rows of a data set; None for all.
-
-    Returns:
-        Rows by the name of their data set, which is empty where there is one alone.
-
-    Raises:
-        ValueError: A data set is none, has no rows, or has a name that no metric can have.
-    """
+    """Read held-out rows."""
     if data is None:
         return {}
     named = data if isinstance(data, Mapping) else {"": data}
@@ -34,28 +23,12 @@ def read_held_out(data: Any, count: int | None) -> dict[str, Rows]:
 
 
 def prefixes(names: Iterable[str], prefix: str) -> list[str]:
-    """Return what the metrics of each data set begin with, as transformers does.
-
-    Args:
-        names: The names of the data sets.
-        prefix: What the metrics of one data set alone begin with.
-
-    Returns:
-        PREFIX_NAME for each name, and the prefix itself for an empty one.
-    """
+    """Return what the metrics of each data set begin with, as transformers does."""
     return [f"{prefix}_{name}" if name else prefix for name in names]
 
 
 def renamed(result: Evaluation, prefix: str) -> Evaluation:
-    """Put another prefix in the place of eval/.
-
-    Args:
-        result: The results of an evaluation.
-        prefix: The prefix, without a slash.
-
-    Returns:
-        The results with new names of their metrics.
-    """
+    """Put another prefix in the place of eval/."""
     if prefix == "eval":
         return result
     values, intervals = (
@@ -66,12 +39,5 @@ def renamed(result: Evaluation, prefix: str) -> Evaluation:
 
 
 def all_rows(held_out: Mapping[str, Sequence[dict]]) -> list[dict]:
-    """List the rows of all data sets.
-
-    Args:
-        held_out: Rows by the name of their data set.
-
-    Returns:
-        One row after the other.
-    """
+    """List the rows of all data sets."""
     return [row for rows in held_out.values() for row in rows]

@@ -26,33 +26,15 @@ class Leaving:
         return self.ranks.lead
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Add a callback of transformers.
-
-        Args:
-            callback: An instance or a class.
-
-        Raises:
-            ValueError: It is no callback.
-        """
+        """Add a callback of transformers."""
         self.callbacks.add(callback)
 
     def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Remove a callback.
-
-        Args:
-            callback: The instance, or the class of the first one to go.
-        """
+        """Remove a callback."""
         self.callbacks.handler.remove_callback(callback)
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
-        """Remove a callback and return it.
-
-        Args:
-            callback: The instance, or the class of the first one to go.
-
-        Returns:
-            The callback; None where there was none.
-        """
+        """Remove a callback and return it."""
         return self.callbacks.handler.pop_callback(callback)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -60,10 +42,6 @@ class Leaving:
 
         Rank 0 writes, and may call this alone once the run has begun. Where the ranks hold shards of the model
         (parallel=fsdp2), all of them call this together, since they gather it.
-
-        Args:
-            output_dir: The folder. For None and for the folder of the run, whose config.json has the run's settings, it
-                is final/ in that folder.
         """
         self.open()
         path = Path(output_dir or self.log.dir)
@@ -78,15 +56,7 @@ class Leaving:
                 save_model(path, self.policy.module, self.tokenizer, states, card)
 
     def push_to_hub(self, commit_message: str = "End of training", **settings: Any) -> Any:
-        """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together.
-
-        Args:
-            commit_message: The message of the commit.
-            settings: What TRL's scripts say for its model card; it is not used, since the card is made from the run.
-
-        Returns:
-            What `HfApi.upload_folder` returns, on rank 0; None on the others.
-        """
+        """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together."""
         from huggingface_hub import HfApi
 
         with TemporaryDirectory() as folder:
@@ -98,12 +68,7 @@ class Leaving:
             return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics as a table.
-
-        Args:
-            split: What they were measured on: train, eval or any other name.
-            metrics: The metrics by name.
-        """
+        """Print metrics as a table."""
         self.open()
         if self.ranks.lead:
             width = max(map(len, metrics), default=0)
@@ -111,13 +76,7 @@ class Leaving:
             self.log.say("\n".join([f"***** {split} metrics *****", *lines]))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write metrics to SPLIT_results.json in the folder of the run.
-
-        Args:
-            split: What they were measured on: train, eval or test.
-            metrics: The metrics by name.
-            combined: Whether all_results.json gets them too.
-        """
+        """Write metrics to SPLIT_results.json in the folder of the run."""
         self.open()
         if not self.ranks.lead:
             return

@@ -31,11 +31,7 @@ class Opening:
         self.callbacks.args = Arguments(args, self.ranks, log.dir, bool(self.held_out), self.checkpoints.greater)
 
     def open(self) -> None:
-        """Claim the folder of the run, where the trainer has waited with it.
-
-        Raises:
-            ValueError: The folder cannot be claimed.
-        """
+        """Claim the folder of the run, where the trainer has waited with it."""
         if self.log is None:
             self._open()
 

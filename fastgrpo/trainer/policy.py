@@ -57,23 +57,7 @@ def make_policy(
     wrapper: "PeftModel | None" = None,
     rewards: Rewards | None = None,
 ) -> Made:
-    """Make the policy of a run.
-
-    Args:
-        model: A folder, hub id or GGUF file, or a transformers causal LM, which is trained in place. Of several ranks,
-            such a model gets the weights of rank 0.
-        tokenizer: The tokenizer; None loads the model's.
-        args: The settings.
-        ranks: The ranks.
-        wrapper: Peft's view of the model, where it came with adapters.
-        rewards: The reward functions, whose models take memory on their device; None for none.
-
-    Returns:
-        The policy and what belongs to it.
-
-    Raises:
-        ValueError: The model cannot be used, does not fit the device, or is another one on another rank.
-    """
+    """Make the policy of a run."""
     if args.parallel == "fsdp2" and ranks.group is None:
         raise ValueError(
             "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "
