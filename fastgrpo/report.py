@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
+from fastgrpo.config.fields import REQUIRED, documented, setting
 from fastgrpo.config.settings import Settings
 from fastgrpo.page.reading import find_runs, names_of, read_run
 from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, Panel, draw_curves
@@ -34,30 +34,15 @@ class ReportConfig(Settings):
     output: str | None = setting(
         None, "File of the page. None takes report.html: in the given folder if it is one, otherwise where you are."
     )
-    live: bool = setting(
-        False, "Serve the page on this machine alone (127.0.0.1) and refresh it while runs go on; no file is written."
-    )
-    port: int = setting(
-        0, "Port of --live. 0 takes a free one, and the address is printed.", within=Interval(at_least=0, at_most=65535)
-    )
 
 
 def report(argv: list[str]) -> None:
-    """Make the page of the runs that the command line names, or serve it."""
-    config = parse_flags(ReportConfig, _with_values(argv), prog="python -m fastgrpo.report", description=__doc__)
+    """Make the page of the runs that the command line names."""
+    config = parse_flags(ReportConfig, argv, prog="python -m fastgrpo.report", description=__doc__)
     if not config.runs:
         raise ValueError("an argument is missing: the folder of a run, such as runs/TASK-1")
-    if config.live and config.output is not None:
-        raise ValueError("--live writes no file; leave --output or --live away")
-    if config.port and not config.live:
-        raise ValueError("--port is that of --live; give --live too, or leave --port away")
     folders = list(map(Path, config.runs))
     runs = find_runs(folders)
-    if config.live:
-        from fastgrpo.page.live import serve
-
-        serve(runs, lambda: _page(runs, live=True), config.port)
-        return
     page = Path(config.output) if config.output is not None else _default(folders)
     _refuse_page(page)
     for run in runs:
@@ -69,22 +54,13 @@ def report(argv: list[str]) -> None:
     print(page)
 
 
-def _with_values(argv):
-    """Let --live stand alone, as it is written everywhere."""
-    following = [*argv[1:], ""]
-    return [
-        "--live=True" if argument == "--live" and after not in ("True", "False") else argument
-        for argument, after in zip(argv, following, strict=False)
-    ]
-
-
-def _page(runs: Sequence[Path], live: bool = False) -> str:
+def _page(runs: Sequence[Path]) -> str:
     """Read the runs and write their page. A line that cannot be read is told by the picture, so not here again."""
     from fastgrpo.page.payload import payload
     from fastgrpo.page.render import render
 
     records = [read_run(run, name, lambda _: None) for run, name in zip(runs, names_of(runs), strict=True)]
-    return render(payload(records, _shown(runs), live))
+    return render(payload(records, _shown(runs)))
 
 
 def _shown(runs):

@@ -28,13 +28,12 @@ COLORS = (
 )  # fmt: skip
 
 
-def payload(runs: Sequence[Run], panels: Sequence[Panel], live: bool = False) -> dict[str, Any]:
+def payload(runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
     """Make what a page shows."""
     points = max(FEWEST, min(POINTS, 2 * POINTS // len(runs)))
     return {
         "title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         "made": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        "live": live,
         "panels": [dataclasses.asdict(panel) for panel in [*panels, *_missing(panels)]],
         "metrics": METRICS,
         "runs": [

@@ -14,7 +14,7 @@ from typing import Any
 STYLES = ("style.css", "samples.css")
 SCRIPTS = (
     "page.js", "charts.js", "curves.js", "distributions.js", "controls.js", "overview.js", "samples_text.js",
-    "samples_card.js", "samples_search.js", "samples_controls.js", "samples.js", "live.js", "main.js",
+    "samples_card.js", "samples_search.js", "samples_controls.js", "samples.js", "main.js",
 )  # fmt: skip
 SURROGATE = re.compile("[\ud800-\udfff]")
 # What could end a script element, or a line of JavaScript, inside of a string of JSON.
@@ -47,7 +47,6 @@ def policy(page: str) -> str:
             "script-src " + " ".join(f"'sha256-{code}'" for code in hashes),
             "style-src 'unsafe-inline'",  # plotly writes styles
             "img-src data: blob:",  # its button that saves a picture
-            "connect-src 'self'",
             "base-uri 'none'",
             "form-action 'none'",
         )

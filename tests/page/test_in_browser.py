@@ -1,12 +1,11 @@
 """The page in Debian's Chromium: what a reader clicks, types and sees, and that no text of a run does anything."""
 
-import json
 import random
 
 import pytest
 from chromium import chromium  # noqa: F401, a fixture
 from selenium.webdriver.common.keys import Keys
-from shown_runs import NASTY, TOKENS, row, served, write_report, write_run
+from shown_runs import NASTY, TOKENS, row, write_report, write_run
 
 from fastgrpo.page.thinning import kept_of, stretches_of
 
@@ -36,8 +35,6 @@ for (const element of document.body.querySelectorAll("*")) {
 }
 return found.sort((x, y) => x[0] - y[0]);
 """
-# The page asks at once for what is new when its reader comes back to it; otherwise it takes its time.
-LOOK = "document.dispatchEvent(new Event('visibilitychange'))"
 
 
 @pytest.fixture(scope="module")
@@ -344,26 +341,6 @@ def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noq
     assert 9_990 < max(last for _, last in points) <= 10_000
     assert chromium.run("return document.querySelectorAll('*').length") < 15_000
     assert chromium.run("return document.querySelector('#samples-step').max") == "9901" and chromium.console() == []
-
-
-def test_a_live_page_follows_the_run_and_keeps_the_place(chromium, tmp_path):  # noqa: F811
-    run = write_run(tmp_path / "run", [row(step, 0, f"answer {step}", 1, **TOKENS) for step in (1, 2)])
-    with served(run) as address:
-        chromium.open(address)
-        assert chromium.requests() == [address] and chromium.console() == []
-        chromium.click("[aria-label='Next step']")
-        chromium.choose("#samples-colour", "logps")
-        chromium.run("document.getElementById('samples-sort').focus(); scrollTo(0, 150); window.before = true")
-        scrolled = chromium.run("return scrollY")
-        with open(run / "samples.jsonl", "a") as file:
-            file.write(json.dumps(row(3, 0, "answer 3", 1)) + "\n")
-        chromium.until(f"{LOOK}; return !window.before && document.querySelector('#samples-step')?.max === '3'")
-        chromium.until("return document.readyState === 'complete'")
-        assert where(chromium) == "Step 2, group 1 of 1" and chromium.run("return scrollY") == scrolled > 0
-        assert chromium.run("return document.activeElement.id") == "samples-sort"
-        assert chromium.run("return document.getElementById('samples-colour').value") == "logps"
-        assert set(chromium.requests()) == {address, address + "version"} and chromium.console() == []
-    chromium.until(f"{LOOK}; return document.getElementById('live').textContent.startsWith('The command')")
 
 
 def test_a_run_without_samples_says_so(chromium, tmp_path):  # noqa: F811

@@ -11,8 +11,8 @@ from fastgrpo.page.thinning import POINTS
 from fastgrpo.run.curves import PANELS, Panel
 
 
-def shown(*folders, **flags):
-    return payload([read_run(folder, folder.name) for folder in folders], PANELS, **flags)
+def shown(*folders):
+    return payload([read_run(folder, folder.name) for folder in folders], PANELS)
 
 
 def test_a_run_with_its_curves_and_settings(tmp_path):
@@ -24,7 +24,7 @@ def test_a_run_with_its_curves_and_settings(tmp_path):
     )  # fmt: skip
     page = shown(folder)
     (run,) = page["runs"]
-    assert page["title"] == run["name"] == "a" and not page["live"] and page["panels"][0]["metrics"] == ("reward",)
+    assert page["title"] == run["name"] == "a" and page["panels"][0]["metrics"] == ("reward",)
     assert run["axes"] == {"step": [0, 1, 2, 3, 4], "tokens": [0, 100, 200, 300, 400], "seconds": [0, 0.5, 1, 1.5, 2]}
     assert run["series"]["reward"] == {"at": [1, 2, 3, 4], "value": [0.125, 0.25, 0.375, 0.5]}
     assert run["series"]["eval/accuracy"] == {"at": [0, 4], "value": [0.3, 0.5]} and run["note"] == ""
@@ -94,11 +94,11 @@ def test_nothing_of_a_run_is_read_as_html(tmp_path):
         tmp_path / "a", config={"run_name": bad}, samples=[sample(1, 1.0, completion=bad)],
         warnings=[{"step": 1, "text": bad}],
     )  # fmt: skip
-    page = render(shown(folder, live=True))
+    page = render(shown(folder))
     assert bad not in page and "alert(1)" in page
     inside = page.split('type="application/json">')[1].split("</script>")[0]
     found = json.loads(inside)
-    assert found["runs"][0]["warnings"][0]["text"] == found["runs"][0]["settings"]["run_name"] == bad and found["live"]
+    assert found["runs"][0]["warnings"][0]["text"] == found["runs"][0]["settings"]["run_name"] == bad
 
 
 def test_settings_are_written_as_text():

@@ -184,7 +184,7 @@ class Runner:
             assert train.parse(argv) if sweep is None else runs_of(argv, sweep)
         elif command == "doctor" and (parse or "--check" in argv):  # the kernels' checks have tests of their own
             train.parse(["--model_name_or_path" if word == "--model" else word for word in argv if word != "--check"])
-        elif command in LONG or parse or "--live" in argv:
+        elif command in LONG or parse:
             self.parse(module, argv)
         else:
             self.make_runs(argv)

@@ -1,13 +1,10 @@
 """Runs for the tests of pages: what a run leaves, and its page as the command makes it."""
 
 import json
-import threading
-from contextlib import contextmanager
 
 import pytest
 
 from fastgrpo import report as report_command
-from fastgrpo.page import live
 
 LONG = "A" * 1_000_000
 NASTY = (
@@ -55,21 +52,3 @@ def write_report(path, *folders):
         patch.setattr(report_command, "draw_curves", lambda run, **_: run / "curves.png")
         assert report_command.main([*map(str, folders), "--output", str(path)]) == 0
     return path
-
-
-@contextmanager
-def served(run):
-    """Serve the page as the command does with --live, in this process. Yields its address."""
-    given = []
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (live, report_command):
-            patch.setattr(module, "serve", lambda *arguments: given.extend(arguments), raising=False)
-        assert report_command.main([str(run), "--live", "True", "--port", "0"]) == 0
-    with live.listen(*given) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/"
-        finally:
-            server.shutdown()
-            thread.join()

@@ -1,8 +1,6 @@
 """The report of runs: their page and their curves are made, and mistakes are told like those of the other commands."""
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -84,30 +82,6 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypat
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert main([str(run)]) == 2
     assert (run / "report.html").read_text() == before and not list(run.glob(".*.part"))
-
-
-def test_live_serves_what_the_folders_hold_now(tmp_path, monkeypatch, quick):
-    run, served = write_run(tmp_path / "a"), []
-    live = types.SimpleNamespace(serve=lambda runs, make, port: served.append((runs, make, port)))
-    monkeypatch.setitem(sys.modules, "fastgrpo.page.live", live)
-    for flags, port in ((["--live", str(run)], 0), ([str(run), "--live", "True", "--port", "8123"], 8123)):
-        assert main(flags) == 0
-        runs, make, given = served.pop()
-        assert runs == [run] and given == port
-    assert '"live": true' in make() and "going on" not in make()
-    (run / "warnings.jsonl").write_text('{"step": 4, "text": "going on"}\n')
-    assert "going on" in make() and not (run / "report.html").exists()
-
-
-def test_flags_that_would_do_nothing_are_refused(tmp_path, capsys):
-    run = str(write_run(tmp_path))
-    for flags, told in (
-        (["--live", "--output", "page.html"], "--live writes no file; leave --output or --live away"),
-        (["--port", "8000"], "--port is that of --live"),
-        (["--live", "--port", "70000"], "port"),
-    ):
-        assert main([run, *flags]) == 2
-        assert told in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_take_the_picture_is_named(tmp_path, capsys):

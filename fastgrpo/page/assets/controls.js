@@ -3,23 +3,6 @@
 ((page) => {
   const { element, swatch } = page;
   const WINDOWS = [1, 2, 5, 10, 20, 50, 100, 200, 500]; // logged steps that the moving average is over
-  const KEPT = "fastgrpo-charts"; // what a live page remembers over its refresh
-
-  function remembered(live) {
-    try {
-      return (live && JSON.parse(sessionStorage.getItem(KEPT))) || {};
-    } catch {
-      return {};
-    }
-  }
-
-  function remember(live, state) {
-    if (!live) return;
-    const { x, smooth, hidden, added } = state;
-    try {
-      sessionStorage.setItem(KEPT, JSON.stringify({ x, smooth, hidden: Array.from(hidden), added }));
-    } catch { /* a browser that stores nothing forgets the choices at a refresh */ }
-  }
 
   /** Every metric that no chart shows yet and that is a curve of its own. */
   function further(runs, panels) {
@@ -28,15 +11,14 @@
     return Array.from(all).filter((name) => !shown.has(name) && !/\/ci95_(low|high)$/.test(name)).sort();
   }
 
-  function showCharts({ runs, panels, metrics, live }) {
+  function showCharts({ runs, panels, metrics }) {
     const section = document.getElementById("charts");
     const curves = window.fastgrpoCurves, charts = window.fastgrpoCharts;
-    const kept = remembered(live);
     const longest = Math.max(...runs.map((run) => (run.series.reward || run.series.loss || { at: [] }).at.length));
     // A tenth of a short run is smoothed over, so that the curve ends near the last values.
     const usual = Math.max(...WINDOWS.filter((one) => one <= Math.max(1, Math.min(10, longest / 10))));
-    const state = { x: kept.x || "step", smooth: kept.smooth || usual, hidden: new Set(kept.hidden), added: kept.added || [],
-      runs, unit: curves.timeUnit(runs), shown: () => runs.filter((run) => !state.hidden.has(run.name)) };
+    const state = { x: "step", smooth: usual, hidden: new Set(), added: [], runs,
+      unit: curves.timeUnit(runs), shown: () => runs.filter((run) => !state.hidden.has(run.name)) };
     if (!runs.some((run) => Object.keys(run.series).length)) {
       section.append(element("p", { class: "note" }, "metrics.jsonl has no line yet."));
       return;
@@ -46,12 +28,12 @@
     const grid = element("div", { class: "grid" });
     const more = element("div", { class: "grid more" });
     let hide = () => {};
-    const changed = () => { remember(live, state); hide(); charts.refresh(); };
+    const changed = () => { hide(); charts.refresh(); };
 
     const addCurve = (metric) => {
       const panel = { title: metric, metrics: [metric], labels: [], dashed: [], window: 10 };
       charts.add(more, { title: metric, note: metrics[metric] || "", make: () => curves.make(panel, state),
-        remove: () => { state.added = state.added.filter((name) => name !== metric); remember(live, state); } });
+        remove: () => { state.added = state.added.filter((name) => name !== metric); } });
     };
 
     section.append(toolbar(state, changed), ...(runs.length > 1 ? [chooser(state, changed)] : []));
@@ -60,8 +42,7 @@
     hide = window.fastgrpoDistributions.addAll(grid, state);
     section.append(grid);
     for (const { note } of runs) if (note) section.append(element("p", { class: "note after" }, note));
-    section.append(adder(further(runs, measured), state, addCurve, () => remember(live, state)), more);
-    state.added.forEach(addCurve);
+    section.append(adder(further(runs, measured), state, addCurve), more);
     hide();
   }
 
@@ -95,13 +76,12 @@
     }));
   }
 
-  function adder(names, state, addCurve, done) {
+  function adder(names, state, addCurve) {
     const choice = element("select", { onchange: () => {
       const metric = choice.value;
       if (metric && !state.added.includes(metric)) {
         state.added.push(metric);
         addCurve(metric);
-        done();
       }
       choice.value = "";
     } }, element("option", { value: "" }, `choose one of ${names.length} more metrics`),

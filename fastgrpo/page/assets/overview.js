@@ -7,9 +7,8 @@
   function showHead(payload) {
     const head = document.getElementById("head");
     head.append(element("h1", {}, payload.title));
-    const made = payload.live ? `Live page, last read ${payload.made}.` : `Made ${payload.made}.`;
     const folders = payload.runs.length === 1 ? ` The run is in ${payload.runs[0].folder}.` : "";
-    head.append(element("p", { class: "note" }, made + folders));
+    head.append(element("p", { class: "note" }, `Made ${payload.made}.${folders}`));
     const sections = Array.from(document.querySelectorAll("main > section")).filter((section) => !section.hidden);
     head.append(element("nav", { "aria-label": "Sections" }, element("ul", { class: "pages" }, ...sections.map((section) =>
       element("li", {}, element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent))))));

@@ -1,6 +1,6 @@
 "use strict";
 // The sample browser: one group of one step at a time. Where the reader is stands in the page's address, so that a
-// reload, a live page's refresh or a bookmark shows the same place.
+// reload or a bookmark shows the same place.
 window.fastgrpoSections = window.fastgrpoSections || [];
 window.fastgrpoSamples = window.fastgrpoSamples || {};
 ((samples, { element }) => {
