@@ -138,8 +138,6 @@ COLUMNS = {
     "tokens/s": _number("tokens_per_s", ",d"),
     "of the bandwidth limit": _number("of_bandwidth_limit", ".0%"),
     "samples/s": _number("samples_per_s", ".4g"),
-    "drafts accepted": _number("accepted", ".0%"),
-    "tokens a step": _number("tokens_per_step", ".2f"),
     "peak MiB": _number("peak_mib", ".0f"),
     "error logp": _number("error_logp", ".1e"),
     "error dH, dW": lambda row, mine: ", ".join(

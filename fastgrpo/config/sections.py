@@ -13,7 +13,6 @@ TOP_K = Interval(at_least=0)
 MIN_P = Interval(at_least=0, at_most=1)
 REPETITION_PENALTY = Interval(above=0)
 MEMORY_UTILIZATION = Interval(above=0, at_most=1)
-SPECULATIVE_TOKENS = Interval(at_least=0)
 REWARD_ERRORS = ("raise", "skip")
 POOL_WORKERS = 8  # processes of a pool for rewards where their number is not stated, at most
 PRM_AGGREGATIONS = ("min", "mean", "last", "product")
@@ -147,15 +146,6 @@ class EngineConfig:
     )
     rollout_enforce_eager: bool = setting(
         False, "Decode without CUDA graphs, which is slower.", active=WITH_ENGINE, resume="inexact"
-    )
-    num_speculative_tokens: int = setting(
-        0,
-        "Largest number of tokens of a completion that are drafted from what its group has written and verified in one "
-        "pass; 0 turns it off. Drafts change no draw but by rounding. On a GPU they are refused; on a CPU they take "
-        "effect while 16 completions or fewer are in flight, and where enough of them are accepted.",
-        within=SPECULATIVE_TOKENS,
-        active=WITH_ENGINE,
-        resume="inexact",
     )
 
 

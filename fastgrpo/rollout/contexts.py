@@ -1,4 +1,4 @@
-"""The policy's attention in generation: contexts for the prefill of prompts, a decode step, and a pass over drafts.
+"""The policy's attention in generation: contexts for the prefill of prompts, a decode step, and given tokens.
 
 A context receives the queries, keys and values of each layer from `policy/attention.py`.
 
@@ -93,14 +93,11 @@ class DecodeAttention:
                 self.slots.write(held, self.lanes, self.token_index, new.transpose(0, 1))
             else:  # a slice, which is faster to write than single tokens
                 held[: len(self.lanes), :, self.same] = new.transpose(0, 1)
-        return self.provider.decode(query.transpose(0, 1), cache, scaling)
+        return self.provider.attend(query.transpose(0, 1)[:, None], cache, scaling)[:, 0]
 
 
-class VerifyAttention:
-    """Attention of the newest token and of drafted tokens of each lane, to its prompt, its tokens, and one another.
-
-    A drafted token that is not accepted leaves its keys and values behind the end of its completion, where nothing
-    reads them before the next token is written over them.
+class ExtendAttention:
+    """Attention of several new tokens of some lanes, to their prompts, the tokens before them, and one another.
 
     Args:
         slots: The slots.
@@ -124,7 +121,7 @@ class VerifyAttention:
         new = int(offsets.max()) + 1
         indices = token_index[:, None] + torch.arange(new, device=token_index.device)
         self.shape, self.token_index = indices.shape, indices[lanes, offsets]
-        provider.begin(slots, indices, tuple(map(int, indices.aminmax())))
+        provider.begin(slots, indices.squeeze(1), tuple(map(int, indices.aminmax())))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -146,4 +143,4 @@ class VerifyAttention:
             self.slots.write(held, self.lanes, self.token_index, new.transpose(0, 1))
         rows = query.new_zeros(*self.shape, len(query), query.shape[2])
         rows[self.lanes, self.offsets] = query.transpose(0, 1)
-        return self.provider.verify(rows, cache, scaling)[self.lanes, self.offsets]
+        return self.provider.attend(rows, cache, scaling)[self.lanes, self.offsets]

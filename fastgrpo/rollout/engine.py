@@ -10,18 +10,18 @@ Shapes: B prompts, G completions each, n lanes in use, V vocabulary.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.config.sections import MEMORY_UTILIZATION, SPECULATIVE_TOKENS
+from fastgrpo.config.sections import MEMORY_UTILIZATION
 from fastgrpo.data.records import Rollout
 from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
-from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention, VerifyAttention
+from fastgrpo.rollout.contexts import DecodeAttention, ExtendAttention, PrefillAttention
 from fastgrpo.rollout.geometry import bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.graph import Graphs, recordable
 from fastgrpo.rollout.lanes import Lanes
@@ -29,7 +29,6 @@ from fastgrpo.rollout.providers import choose_provider, make_provider
 from fastgrpo.rollout.running import Group, Running
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
 from fastgrpo.rollout.slots import Slots
-from fastgrpo.rollout.speculation import Speculation, Verification
 from fastgrpo.rollout.weights import HeldWeights
 
 COMPACT_BELOW = 0.9  # gaps are closed when a smaller share of the lanes is in use: a copy costs less than idle lanes
@@ -50,8 +49,6 @@ class RolloutEngine(RolloutBackend):
         enforce_eager: Whether to decode without CUDA graphs. A model that cannot be recorded goes without them anyway.
         reserved: A function that returns how many of the free bytes something else will take later (such as the
             optimizer's states before its first step). None stands for 0.
-        num_speculative_tokens: How many tokens of a completion are drafted at most, see speculation.py. 0 is none. A
-            GPU takes none.
 
     Raises:
         ValueError: An argument is out of range, or the provider does not work here.
@@ -66,19 +63,11 @@ class RolloutEngine(RolloutBackend):
         memory_utilization: float = 0.7,
         enforce_eager: bool = False,
         reserved: Callable[[], int] | None = None,
-        num_speculative_tokens: int = 0,
     ):
         super().__init__(model, max_num_seqs)
         MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
-        SPECULATIVE_TOKENS.check("num_speculative_tokens", num_speculative_tokens)
-        if num_speculative_tokens and self.on_gpu:
-            raise ValueError(
-                f"num_speculative_tokens={num_speculative_tokens} drafts on a CPU alone, and the model is on "
-                f"{self.policy.device}; leave it at 0"
-            )
-        self.speculation = Speculation(num_speculative_tokens) if num_speculative_tokens else None
         if attention != "auto":  # what cannot work is refused before anything is drawn
             choose_provider(attention, self.policy.device, self.policy.dtype, head_dim(self.policy.shape), 0)
         self.graphs = Graphs(self.policy.device, recordable(self.policy, enforce_eager))
@@ -109,7 +98,6 @@ class RolloutEngine(RolloutBackend):
             memory_utilization=config.rollout_memory_utilization,
             enforce_eager=config.rollout_enforce_eager,
             reserved=reserved,
-            num_speculative_tokens=config.num_speculative_tokens,
         )
 
     def _stop(self, request):
@@ -140,17 +128,6 @@ class RolloutEngine(RolloutBackend):
         waiting = sum(len(request.prompt_ids) + sum(request.limits) for request in self.waiting)
         return waiting + sum(running.end - self.steps for running in self.running if running)
 
-    def metrics(self) -> dict[str, float]:
-        """Return what the engine measured since it was last idle.
-
-        Returns:
-            That of `RolloutBackend.metrics`; and where it drafts tokens, that of `Speculation.metrics`.
-        """
-        measured = super().metrics()
-        if self.speculation and measured:
-            measured |= self.speculation.metrics(sum(self.live_lanes))
-        return measured
-
     def _release(self):
         """Release the gathered weights once nothing is in flight."""
         if not self.unfinished:
@@ -173,13 +150,9 @@ class RolloutEngine(RolloutBackend):
         else:
             self.weights.check()
         self._admit()
-        drafts = self.speculation.drafts(self.running, self.lanes, self.steps) if self.speculation else None
-        if drafts:
-            self._verify(drafts)
-        else:
-            remaining = max(running.end for running in self.running if running) - self.steps
-            for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
-                self._decode()
+        remaining = max(running.end for running in self.running if running) - self.steps
+        for _ in range(min(remaining, POLL_STEPS if self.on_gpu else 1)):
+            self._decode()
         outputs = self._collect()
         self._release()
         return outputs
@@ -190,8 +163,6 @@ class RolloutEngine(RolloutBackend):
     def _begin(self):
         """Make ready for the waiting requests, when none is in flight."""
         self.weights.hold(max(max(request.limits) for request in self.waiting))
-        if self.speculation and not self.live_lanes:  # the first requests since the engine was idle
-            self.speculation.begin()
         if self.lanes and self.lanes.spoilt:
             self.slots.zero()
             self.lanes.forgive()
@@ -317,31 +288,41 @@ class RolloutEngine(RolloutBackend):
         self._draw(slice(n), self.weights.logits(lanes.token[:n], lanes.position[:n], context))
 
     @torch.inference_mode()
-    def _verify(self, drafts):
-        """Draw on each lane the tokens that were drafted for it and one more, or up to the first that was not."""
-        lanes, rows = self.lanes, Verification(drafts, self.lanes)
-        token_index = (lanes.position if self.geometry.flat else lanes.length - 1)[: len(drafts)]
-        context = VerifyAttention(self.slots, self.provider, token_index, rows.owners, rows.offsets)
-        logits = self.weights.logits(rows.ids, rows.positions, context)
-        drawn = self._sample(logits, rows.uniforms, rows.seen(lanes) if self.sampling.penalizes else None)
-        lanes.spoilt |= not drawn[1].isfinite().all().item()  # also of a draft that is not kept
-        counts, kept, accepted = rows.accepted(drawn[0].tolist(), self.sampling.stop_token_ids)
-        lanes.extend(rows.lanes, self._tensor(counts), *(values[kept] for values in drawn), self.stop_ids)
-        self.steps += 1
-        for lane, count in zip(rows.live, counts, strict=True):
-            self.running[lane].end -= count - 1
-        self.speculation.count(len(rows.ids) - len(counts), accepted, sum(counts) - len(counts))
+    def append(self, given: Mapping[int, Sequence[int]]) -> None:
+        """Append given tokens, such as a tool's answer, to lanes that have not finished, in one forward pass.
+
+        The next decode step draws the token after them. They count toward the limit of their completion, which must
+        leave room for that token, and their log-probs are 0.
+
+        Args:
+            given: Token ids by lane.
+        """
+        self.weights.check()
+        lanes, index = self.lanes, self._tensor(list(given))
+        counts = self._tensor([len(tokens) for tokens in given.values()])
+        ids = self._tensor([token for tokens in given.values() for token in tokens])
+        # The pass computes the newest token of each lane and all given ones but the last, which is the next input.
+        owners = index.repeat_interleave(counts)
+        ends = counts.cumsum(0)
+        offsets = torch.arange(len(ids), device=ids.device) - (ends - counts).repeat_interleave(counts)
+        inputs = ids.roll(1)
+        inputs[ends - counts] = lanes.token[index]
+        newest = (lanes.position if self.geometry.flat else lanes.length - 1)[: len(self.running)]
+        context = ExtendAttention(self.slots, self.provider, newest, owners, offsets)
+        with self.weights.packed.in_use():
+            self.policy.states(inputs, lanes.position[owners] + offsets, context)
+        lanes.append(index, counts, owners, offsets, ids)
+        for lane, tokens in given.items():
+            self.running[lane].end -= len(tokens)
 
     def _draw(self, lanes, logits):
         """Draw a token on each of these lanes, a slice or [S], from its logits [S, V]."""
-        seen = self.lanes.seen[lanes] if self.sampling.penalizes else None
-        self.lanes.record(lanes, *self._sample(logits, self.lanes.draws(lanes), seen), self.stop_ids)
-
-    def _sample(self, logits, numbers, seen):
-        """Draw tokens from logits [S, V], with random numbers [S] and the tokens [S, V] that a penalty counts."""
-        if seen is None:
-            return sample(logits, numbers, **self.sampling.distribution)
-        return sample_penalized(logits, seen, numbers, **self.sampling.distribution)
+        numbers, how = self.lanes.draws(lanes), self.sampling.distribution
+        if self.sampling.penalizes:
+            drawn = sample_penalized(logits, self.lanes.seen[lanes], numbers, **how)
+        else:
+            drawn = sample(logits, numbers, **how)
+        self.lanes.record(lanes, *drawn, self.stop_ids)
 
     def _collect(self):
         """Look at the finished flags, and take the completions that finished off their lanes."""

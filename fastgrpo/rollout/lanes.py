@@ -111,38 +111,28 @@ class Lanes:
         self.token[lanes] = torch.where(live, drawn, self.token[lanes])
         self.finished[lanes] |= (drawn[:, None] == stop_ids).any(-1) | (length >= self.limit[lanes])
 
-    def extend(
-        self,
-        lanes: torch.Tensor,
-        counts: torch.Tensor,
-        drawn: torch.Tensor,
-        logps: torch.Tensor,
-        kept: torch.Tensor,
-        stop_ids: torch.Tensor,
+    def append(
+        self, lanes: torch.Tensor, counts: torch.Tensor, owners: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
     ) -> None:
-        """Append one or more drawn tokens to lanes that are not finished, and finish those that stopped or are full.
+        """Append given tokens to lanes that are not finished. Their log-probs are 0.
 
         Args:
             lanes: [S] int64 lanes.
-            counts: [S] int64 how many tokens each gets. Its limit holds them, and none but the last stops it.
-            drawn: [N] int64 tokens, those of a lane side by side.
-            logps: [N] fp32 log-probs of the tokens.
-            kept: [N] fp32 probability that the filters left.
-            stop_ids: Tokens that end a completion, int64.
+            counts: [S] int64 how many tokens each gets, fewer than its limit leaves.
+            owners: [N] int64 lane of each token.
+            offsets: [N] int64 how many of the new tokens of its lane stand before each.
+            ids: [N] int64 tokens, those of a lane side by side.
         """
-        ends, index = counts.cumsum(0), lanes.repeat_interleave(counts)
-        before = torch.arange(len(drawn), device=drawn.device) - (ends - counts).repeat_interleave(counts)
-        at = self.length[index] + before
-        self.tokens[index, at] = drawn
-        self.logps[index, at] = logps
+        at = self.length[owners] + offsets
+        self.tokens[owners, at] = ids
+        self.logps[owners, at] = 0
         if self.kept is not None:
-            self.kept[index, at] = kept
+            self.kept[owners, at] = 1
         if self.seen is not None:
-            self.seen[index, drawn] = True
+            self.seen[owners, ids] = True
         self.length[lanes] += counts
         self.position[lanes] += counts
-        self.token[lanes] = last = drawn[ends - 1]
-        self.finished[lanes] = (last[:, None] == stop_ids).any(-1) | (self.length[lanes] >= self.limit[lanes])
+        self.token[lanes] = ids[counts.cumsum(0) - 1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Continue completions on other lanes.

@@ -45,25 +45,13 @@ class Provider(ABC):
 
         Args:
             slots: The slots.
-            token_index: [n] int64 index of the newest token in the slot of each lane; [n, Q] before `verify`.
+            token_index: [n] int64 index of the newest token in the slot of each lane, or [n, Q] of several new tokens.
             bounds: The smallest and the largest of these, on the host. None on a GPU, where reading them would wait.
         """
 
     @abstractmethod
-    def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        """Attend in one layer, each lane to its prompt and to the tokens in its slot.
-
-        Args:
-            query: [n, H, d].
-            cache: The slots of the layer.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            [n, H, d], in the dtype of the query.
-        """
-
-    def verify(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        """Attend in one layer with several new tokens of each lane, which do not see the ones after them.
+    def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+        """Attend in one layer, each of Q new tokens of a lane to its prompt and to the tokens of the lane up to itself.
 
         Args:
             query: [n, Q, H, d].
@@ -73,7 +61,6 @@ class Provider(ABC):
         Returns:
             [n, Q, H, d], in the dtype of the query.
         """
-        raise AssertionError(f"{type(self).__name__} attends with one new token of each lane")
 
 
 class SharedPrefix(Provider):
@@ -109,24 +96,22 @@ class SharedPrefix(Provider):
         self.prompt_lengths = slots.prompt_lengths[: len(members)].clamp(min=1)
         self.lengths = (token_index + 1).to(torch.int32)
 
-    def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        return self.verify(query[:, None], cache, scale)[:, 0]
-
-    def verify(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         n, prompts, new = len(query), len(self.lanes), (-1, query.shape[1])
-        on_prompt, prompt_lse = self.part(
+        part = self.part if query.shape[1] == 1 else products  # it alone takes a length for each query
+        on_prompt, prompt_lse = part(
             query[self.lanes].flatten(1, 2), cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
             self.prompt_lengths, scale,
         )  # fmt: skip
         on_prompt = on_prompt.unflatten(1, new).flatten(0, 1)[self.entry]  # [n, Q, H, d]
         prompt_lse = prompt_lse.transpose(1, 2).unflatten(1, new).flatten(0, 1)[self.entry]  # [n, Q, H]
-        on_suffix, suffix_lse = self.part(query, cache.keys[:n], cache.values[:n], self.lengths, scale)
+        on_suffix, suffix_lse = part(query, cache.keys[:n], cache.values[:n], self.lengths, scale)
         share = torch.sigmoid(prompt_lse - suffix_lse.transpose(1, 2))[..., None]  # exp(l_1 - l)
         return torch.lerp(on_suffix.to(share.dtype), on_prompt.to(share.dtype), share).to(query.dtype)
 
 
 class GroupDecode(Provider):
-    """The Triton kernel, which computes what `SharedPrefix` does in one operation.
+    """The Triton kernel, which computes what `SharedPrefix` does in one operation, for one new token of each lane.
 
     Its first use is checked on a few lanes (fastgrpo/loss/self_check.py), and `SharedPrefix` takes over where it fails.
     """
@@ -141,18 +126,21 @@ class GroupDecode(Provider):
         self.prompt_lengths = slots.prompt_lengths[: len(self.members)]
         self.to_begin = slots, token_index, bounds
 
-    def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+        if query.shape[1] == 1 and self._trusted(query[:, 0], cache, scale):
+            return self._fused(query[:, 0], cache, scale)[:, None]
+        if self.to_begin is not None:  # once a step
+            self.plain.begin(*self.to_begin)
+            self.to_begin = None
+        return self.plain.attend(query, cache, scale)
+
+    def _trusted(self, query, cache, scale):
         from fastgrpo.loss.self_check import trusted
 
         variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
                    "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip
         remedy = "--rollout_attention auto goes on without it." if self.asked else None
-        if trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy):
-            return self._fused(query, cache, scale)
-        if self.to_begin is not None:  # once a step
-            self.plain.begin(*self.to_begin)
-            self.to_begin = None
-        return self.plain.decode(query, cache, scale)
+        return trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy)
 
     def _fused(self, query, cache, scale):
         from fastgrpo.kernels.group_decode import group_decode
@@ -203,31 +191,23 @@ class Flat(Provider):
         beyond = torch.arange(self.longest, device=token_index.device) > token_index.view(len(token_index), -1, 1)
         self.bias = torch.zeros(beyond.shape, device=beyond.device).masked_fill_(beyond, -torch.inf)[:, None]
 
-    def decode(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
-        n, heads, width = query.shape
-        grouped = query.reshape(n, cache.keys.shape[1], -1, width)  # query heads that share a key head are its queries
-        return self._attend(grouped, cache, scale).reshape(n, heads, -1)
-
-    def verify(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         n, new, heads, width = query.shape
-        kv_heads = cache.keys.shape[1]
-        grouped = query.transpose(1, 2).reshape(n, kv_heads, -1, width)
-        if self.bias.shape[2] == new:  # in the first layer: repeat it for the query heads that share a key head
-            self.bias = self.bias.repeat(1, 1, heads // kv_heads, 1)
-        return self._attend(grouped, cache, scale).reshape(n, heads, new, -1).transpose(1, 2)
-
-    def _attend(self, grouped, cache, scale):
-        """Attend with [n, K, queries of a key head, d]."""
-        n = len(grouped)
+        kv_heads, bias = cache.keys.shape[1], self.bias
+        grouped = query.transpose(1, 2).reshape(n, kv_heads, -1, width)  # the queries of all heads that share keys
+        if new > 1:
+            bias = bias.repeat(1, 1, heads // kv_heads, 1)
         keys, values = cache.keys[:n, :, : self.longest], cache.values[:n, :, : self.longest]
-        if not self.on_cpu or n * keys.shape[1] < MANY:
-            bias = None if self.bias is None else self.bias.to(grouped.dtype)
-            return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
-        scores = (grouped * scale) @ keys.transpose(-1, -2)
-        if self.bias is not None:
-            scores = scores + self.bias  # the bias is fp32, and so is the softmax of a 16-bit model
-        probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
-        return probs @ values
+        if not self.on_cpu or n * kv_heads < MANY:
+            bias = None if bias is None else bias.to(query.dtype)
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=bias, scale=scale)
+        else:
+            scores = (grouped * scale) @ keys.transpose(-1, -2)
+            if bias is not None:
+                scores = scores + bias  # the bias is fp32, and so is the softmax of a 16-bit model
+            probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+            out = probs @ values
+        return out.reshape(n, heads, new, -1).transpose(1, 2)
 
 
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:

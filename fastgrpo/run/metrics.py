@@ -57,10 +57,6 @@ METRICS = {
     "rollout/share": "share of the step's time that generation took",
     "rollout/live_mean": "mean number of lanes (completions in flight) over the decoding steps of a rollout",
     "rollout/live_share": "rollout/live_mean as a share of the largest number of lanes: how full the device was kept",
-    "rollout/draft_acceptance_rate": "share of the drafted tokens that were drawn, with --num_speculative_tokens; 0 "
-    "where none was drafted",
-    "rollout/tokens_per_step": "tokens of a completion for each decoding step that it took, with "
-    "--num_speculative_tokens",
     "rollout/logp_gap_max": "largest absolute difference of the sampler's and the trainer's log-prob of a token, nats",
     "sampling/importance_sampling_ratio/min": "smallest importance weight of the policy against the distribution that "
     "was drawn from, over active tokens, with --importance_sampling_mode",

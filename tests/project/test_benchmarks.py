@@ -237,19 +237,6 @@ def test_bench_decode(small):
         assert ("fastgrpo" in variants) == torch.cuda.is_available() == bool(info["bars"])
 
 
-def test_bench_speculative(small):
-    """Drafts change no token; each case has a row with them and one without."""
-    if torch.cuda.is_available():
-        pytest.skip("drafts take effect on a CPU")
-    infos = infos_of(small, "bench_speculative")
-    assert [info["rows"][0]["case"].split(",")[0] for info in infos] == ["batch 1", "batch 1", "tail"]
-    for info in infos:
-        rows = {row["variant"]: row for row in info["rows"]}
-        assert set(rows) == {"fastgrpo", "fastgrpo, drafts"} and len(info["bars"]) == 2
-        drafted = rows["fastgrpo, drafts"]
-        assert drafted["differ"] == 0 and drafted["logp_gap"] < 1e-5 and drafted["tokens_per_step"] >= 1
-
-
 def test_bench_dtype(small):
     """Both precisions take steps and draw, and bfloat16's log-probs are off by what its rounding explains."""
     if torch.cuda.is_available():

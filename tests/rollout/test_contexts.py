@@ -21,7 +21,7 @@ class Recorder(Provider):
     def begin(self, slots, token_index, bounds):
         self.bounds = bounds
 
-    def decode(self, query, cache, scale):
+    def attend(self, query, cache, scale):
         self.scale = scale
         return query
 

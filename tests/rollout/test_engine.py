@@ -8,8 +8,17 @@ from drawing import PROMPTS, greedy_of_transformers
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.providers import GroupDecode
 from fastgrpo.rollout.sampling import SamplingParams, filter_logps
+
+
+class Untrusted(GroupDecode):
+    """The kernel's provider where its self-check fails: the plain parts take over."""
+
+    def _trusted(self, query, cache, scale):
+        return False
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
@@ -148,3 +157,32 @@ def test_head_gives_fp32_logits_of_a_bf16_model():
     logits = Policy.of(model).logits(states)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, states.float() @ Policy.of(model).head.weight.float().T)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "products", "triton"])
+@pytest.mark.parametrize("how", [{}, {"top_k": 9, "repetition_penalty": 1.3}], ids=str)
+def test_tokens_appended_at_once_equal_tokens_appended_one_at_a_time(monkeypatch, attention, how):
+    model, sampling = tiny.model("qwen3"), SamplingParams(max_tokens=20, seed=6, **how)
+    answers = {1: [5, 9, 9, 4, 31], 4: [8], 2: [17, 2]}  # by lane
+    if attention == "triton":
+        monkeypatch.setattr(engine_module, "make_provider", lambda *_: Untrusted())
+    rollouts = []
+    for at_once in (True, False):
+        engine = RolloutEngine(model, attention="auto" if attention == "triton" else attention)
+        for i, prompt in enumerate(PROMPTS[:3]):
+            engine.add_request(prompt, 2, sampling, request_id=i)
+        for _ in range(3):
+            engine.step()
+        for given in [answers] if at_once else [{lane: [token]} for lane, ids in answers.items() for token in ids]:
+            engine.append(given)
+        outputs = [output for _ in range(20) for output in engine.step()]
+        rollouts.append([each for output in sorted(outputs, key=lambda o: o.request_id) for each in output.rollouts])
+    for lane, (together, single) in enumerate(zip(*rollouts, strict=True)):
+        given = answers.get(lane, [])
+        assert together.ids == single.ids and len(together.ids) == 20 and together.ids[4 : 4 + len(given)] == given
+        torch.testing.assert_close(together.logps, single.logps, atol=1e-5, rtol=0)
+        own = [t for t in range(20) if not 4 <= t < 4 + len(given)]
+        samples = [Sample(PROMPTS[lane // 2], together.ids, 1.0)]
+        (forced,) = score(Policy.of(model), samples, Scoring(1.0, 100))
+        torch.testing.assert_close(together.logps[own], forced[own], atol=1e-5, rtol=0)
+        assert not together.logps[4 : 4 + len(given)].any()
