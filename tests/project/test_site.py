@@ -4,13 +4,13 @@ import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from chromium import BROWSERS, find
 from mkdocstrings import Inventory
 from paths import ROOT
 from selenium import webdriver
@@ -129,9 +129,9 @@ def driver():
         "--window-size=1280,900",
     ):
         options.add_argument(argument)
-    options.binary_location = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), "")
+    options.binary_location = find(*BROWSERS)
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(options, webdriver.ChromeService(find("chromedriver")))
     yield driver
     driver.quit()
 
