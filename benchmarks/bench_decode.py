@@ -58,7 +58,7 @@ def attention_variants(heads: int, key_heads: int, depth: int) -> dict[str, Call
 
     if not CUDA:
         return {"sdpa": sdpa}
-    from fastgrpo.kernels.group_decode import group_decode
+    from fastgrpo.kernels.decode import group_decode
 
     def integers(*shape: int, value: int) -> torch.Tensor:
         return torch.full(shape, value, dtype=torch.int32, device=DEVICE)

@@ -206,14 +206,15 @@ def time_trl() -> None:
 
 def compare_choices() -> None:
     """Compare what was chosen without a GPU: `flatten` on and off, and the Triton path in fp32 with the one without."""
-    from fastgrpo.kernels import launch, linear_exp
-    from fastgrpo.kernels.linear_logprob import linear_logprob as anchored
+    from fastgrpo.kernels import head as head_kernels
+    from fastgrpo.kernels import launch
+    from fastgrpo.kernels.head import linear_logprob as anchored
 
     for size in FLATTEN_SIZES:
         hidden, weight, targets = _operands(size, DTYPE)
 
         def call(flatten: bool, head: tuple = (hidden, weight, targets)) -> torch.Tensor:
-            with torch.no_grad(), mock.patch.object(linear_exp, "flattens", lambda *options: flatten):
+            with torch.no_grad(), mock.patch.object(head_kernels, "flattens", lambda *options: flatten):
                 return anchored(*head, path="anchored")[0]
 
         name = size_name(size)

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.batches import OBJECTIVE, Batch
 from fastgrpo import linear_grpo_loss
-from fastgrpo.kernels import chunked, reference
-from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.kernels import head_torch, reference
+from fastgrpo.kernels.head_torch import Vocabulary
 from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.loss.inputs import TokenInputs
@@ -107,12 +107,12 @@ def fastgrpo_chunks(chunk_rows: int) -> Head:
         inputs = TokenInputs(batch.targets, batch.advantages, batch.mask, rows=batch.rows, old_logps=batch.old_logps)
         kept = keep_rows(inputs, OBJECTIVE)
         if hidden.is_cuda and HAS_TRITON:
-            from fastgrpo.kernels import linear_grpo
+            from fastgrpo.kernels import head as head_kernels
 
-            loss, _ = linear_grpo.linear_grpo_loss(hidden, weight, None, kept, OBJECTIVE, chunk_rows=chunk_rows)
+            loss, _ = head_kernels.linear_grpo_loss(hidden, weight, None, kept, OBJECTIVE, chunk_rows=chunk_rows)
         else:
             needs, vocabulary = (True, True, False), Vocabulary.of(weight, None)
-            loss, _ = chunked.LinearGRPO.apply(
+            loss, _ = head_torch.LinearGRPO.apply(
                 hidden, weight, None, kept, OBJECTIVE, chunk_rows, needs, False, vocabulary, None, None
             )
         return gradients_of(loss, batch)

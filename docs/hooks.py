@@ -1,6 +1,6 @@
 """What the site needs besides mkdocs: links out of docs/, the notebook as a page, and names that are loaded lazily.
 
-Pages link to files of the repository, such as ../CONTRIBUTING.md or ../kernels/tiles.py, which is right where the
+Pages link to files of the repository, such as ../CONTRIBUTING.md or ../kernels/head.py, which is right where the
 repository is browsed. The site has no address of a repository, so it shows these files itself, below repository/:
 Markdown as pages, Python and the like as pages of code, folders as lists of their files, pictures and data as they are.
 A link to something that is not there, and a public name that no page of the API reference documents, are warnings,

@@ -13,7 +13,24 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+# What changes from batch to batch must not ask for another compilation: the number of tokens, and the alignment of a
+# vector over tokens, which may be a slice of a longer one.
+ROWS_VARY = {
+    "do_not_specialize": ("n_rows", "n_splits", "SPLITS", "count"),
+    "do_not_specialize_on_alignment": (
+        "advantage_ptr", "anchor_ptr", "bonus_ptr", "entropy_ptr", "flag_ptr", "g_ptr", "importance_ptr", "inv_t_ptr",
+        "log_ratio_ptr", "logp_ptr", "mix_ptr", "norm_ptr", "old_ptr", "patch_ptr", "phi_ptr", "place_ptr", "ref_ptr",
+        "target_ptr", "target_y_ptr", "total_ptr", "weight_ptr",
+    ),
+}  # fmt: skip
 INTERPRET = triton.knobs.runtime.interpret  # as it was when the kernels were decorated
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_ROWS = 8192  # rows whose exponentials are held at once: 2 * 8192 * V bytes in bf16
@@ -55,6 +72,17 @@ INTERPRETED = Blocks(16, 32, 16, 4, 1)
 INTERPRETED_PROGRAMS = 3
 
 
+@triton.jit
+def log1p(x):
+    """Return log(1 + x) to full relative precision, which the log-prob of a confident token needs: it is -x.
+
+    Args:
+        x: fp32 values, at least 0.
+    """
+    series = x * (1.0 - x * (0.5 - x * (0.33333333 - x * 0.25)))
+    return tl.where(x < 0.01, series, tl.log(1.0 + x))
+
+
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Return (major, minor) of a CUDA device; the interpreter stands in for the newest."""
@@ -71,7 +99,7 @@ def programs(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernels run there: on NVIDIA GPUs from compute capability 8.0 on, or on the interpreter's CPU."""
+    """Return whether the kernels run there: on NVIDIA GPUs of compute capability 8.0 or later, or the interpreter."""
     if device.type == "cpu":
         return INTERPRET
     return device.type == "cuda" and torch.version.hip is None and capability(device) >= (8, 0)
@@ -230,7 +258,7 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
 
 
 def decode_splits(programs_without: int, length: int, blocks: Blocks, device: torch.device) -> int:
-    """Return the splits of a slot's keys: about four programs a multiprocessor, with at least two blocks of keys each."""
+    """Return the splits of a slot's keys: about four programs a multiprocessor, at least two blocks of keys each."""
     if device.type == "cpu":
         return 2
     wanted = triton.cdiv(4 * programs(device), max(programs_without, 1))

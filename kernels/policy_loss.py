@@ -20,9 +20,8 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch, objectives
-from fastgrpo.kernels.objectives import Tokens
-from fastgrpo.kernels.policy_rows import PolicyRows, sequence_mean
-from fastgrpo.kernels.tiles import ROWS_VARY
+from fastgrpo.kernels.launch import ROWS_VARY
+from fastgrpo.kernels.objectives import PolicyRows, Tokens, sequence_mean
 
 # What the rows of the kernel's [6, M] output hold.
 LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)

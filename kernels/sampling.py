@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
+from fastgrpo.kernels.launch import LN2, LOG2E
 from fastgrpo.kernels.sampling_floor import least_kept, load_tile, row_masses, token_mass
-from fastgrpo.kernels.tiles import LN2, LOG2E
 
 LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
-from fastgrpo.kernels.objectives import Tokens, vespo_phi
-from fastgrpo.kernels.products import compute_dtype
+from fastgrpo.kernels.objectives import Tokens, compute_dtype, vespo_phi
 from fastgrpo.loss.objective import LOSS_TYPES, POSITIVE, Objective
 
 Tensor = torch.Tensor

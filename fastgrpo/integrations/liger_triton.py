@@ -12,9 +12,7 @@ returns them; the last is not read, so here the tokens get one more column, whic
 import torch
 
 from fastgrpo.integrations.liger_terms import Terms, objective_of, step_tokens, translate
-from fastgrpo.kernels.first_order import first_order
-from fastgrpo.kernels.objectives import policy_loss_fwd
-from fastgrpo.kernels.products import compute_dtype
+from fastgrpo.kernels.objectives import compute_dtype, first_order, policy_loss_fwd
 from fastgrpo.loss.inputs import TokenInputs
 from fastgrpo.loss.losses import logits_grpo_loss
 from fastgrpo.loss.rows import keep_rows

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 
 SLACK = 1e-5
 FACTORS = {"logps": 1.1, "entropy": 1.1, "hidden": 1.1, "weight": 1.5, "bias": 1.5, "logits": 1.1, "loss": 1.1}

@@ -13,17 +13,17 @@ from fastgrpo.kernel_checks import heads
 from fastgrpo.kernel_checks.heads import FACTORS, SLACK, Head
 from fastgrpo.kernel_checks.places import Place, Trial
 from fastgrpo.kernels import objectives, reference
-from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.kernels.head_torch import Vocabulary
 from fastgrpo.loss import Objective
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.loss.losses import linear_grpo_loss, logits_grpo_loss
 
 if HAS_TRITON:
-    from fastgrpo.kernels import linear_grpo, logits_grpo, policy_loss
-    from fastgrpo.kernels import linear_logprob as triton_logprob
-    from fastgrpo.kernels.head_columns import Choice, keep_columns
-    from fastgrpo.kernels.head_rows import Rows
+    from fastgrpo.kernels import head as head_kernels
+    from fastgrpo.kernels import logits as logits_kernels
+    from fastgrpo.kernels import policy_loss
+    from fastgrpo.kernels.head import Choice, Rows, keep_columns
 
 Tensor = torch.Tensor
 DAPO = Objective(beta=0.1)
@@ -99,7 +99,7 @@ def fused_loss(
             )  # fmt: skip
             loss, logps = out.loss, out.logps
         else:
-            loss, outputs = linear_grpo.linear_grpo_loss(
+            loss, outputs = head_kernels.linear_grpo_loss(
                 leaves["hidden"], leaves["weight"], leaves.get("bias"), rows._replace(targets=targets), objective,
                 path=path, **options,
             )  # fmt: skip
@@ -131,7 +131,7 @@ def logprob(place: Place, *, path: str = "anchored", entropy: bool = True, **opt
             found = linear_logprob(*operands, logit_softcap=head.softcap, backend="chunked", **keywords)
             logps, entropies = found if entropy else (found, None)
         else:
-            logps, entropies = triton_logprob.linear_logprob(*operands, softcap=head.softcap, path=path, **keywords)
+            logps, entropies = head_kernels.linear_logprob(*operands, softcap=head.softcap, path=path, **keywords)
         gradients = torch.autograd.grad(scalar(logps, entropies), list(leaves.values()))
         found = {"logps": logps, **({"entropy": entropies} if entropy else {})}
         return {**found, **dict(zip(leaves, gradients, strict=True))}
@@ -195,7 +195,7 @@ def logits_loss(place: Place, *, inplace: bool = False) -> Trial | None:
                 ref_logps=head.ref_logps, backend="chunked", objective=DAPO, inplace=inplace,
             )  # fmt: skip
             return found(leaf, out.loss, out.logps)
-        loss, outputs = logits_grpo.logits_grpo_loss(leaf, rows, DAPO, inplace=inplace)
+        loss, outputs = logits_kernels.logits_grpo_loss(leaf, rows, DAPO, inplace=inplace)
         return found(leaf, loss, outputs["logps"])
 
     def judge(values: dict[str, Tensor]) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,7 @@ from fastgrpo.kernels import reference
 from fastgrpo.loss.checks import HAS_TRITON
 
 if HAS_TRITON:
-    from fastgrpo.kernels.group_decode import group_decode
+    from fastgrpo.kernels.decode import group_decode
     from fastgrpo.kernels.sampling import sample
 
 Tensor = torch.Tensor

@@ -1,14 +1,14 @@
 """What the losses are given for `kl="full"`: the reference's hidden states and its head, in place of log-probs.
 
 The KL of the full distributions needs all logits of the reference, so `linear_grpo_loss` alone takes it.
-kernels/full_kl.py has the formula.
+kernels/head_torch.py has the formula.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastgrpo.kernels.full_kl import ReferenceHead
+from fastgrpo.kernels.head_torch import ReferenceHead
 from fastgrpo.loss.objective import Objective
 from fastgrpo.loss.values import check_constant
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 from fastgrpo.loss.objective import NOT_NEGATIVE
 from fastgrpo.loss.values import (
     check_constant,

@@ -1,6 +1,6 @@
 """The public log-prob of a language-model head: hidden states -> log-probs and entropy, without logits in memory.
 
-The formula stands in kernels/linear_logprob.py (Triton) and kernels/chunked.py (plain PyTorch); kernels/reference.py
+The formula stands in kernels/head.py (Triton) and kernels/head_torch.py (plain PyTorch); kernels/reference.py
 has the plain function that both are held to.
 
 Shapes: V vocabulary, D hidden; [...] is any shape of tokens.
@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastgrpo.kernels import chunked
-from fastgrpo.kernels.policy_rows import cut
-from fastgrpo.kernels.products import needed
-from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.kernels import head_torch
+from fastgrpo.kernels.head_torch import Vocabulary
+from fastgrpo.kernels.objectives import cut, needed
 from fastgrpo.loss.checks import (
     HAS_TRITON,
     cast_for_autocast,
@@ -26,7 +25,7 @@ from fastgrpo.loss.rows import per_token
 from fastgrpo.loss.values import check_targets, check_temperature, check_temperatures
 
 if HAS_TRITON:
-    from fastgrpo.kernels import linear_logprob as triton_logprob
+    from fastgrpo.kernels import head as head_kernels
     from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,15 +89,15 @@ def linear_logprob(
 
     def fused(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
         located, group = vocabulary.located(flat[part], len(weight))
-        return triton_logprob.linear_logprob(
+        return head_kernels.linear_logprob(
             states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
             return_entropy=return_entropy, group=group, sum_hidden_grad=sum_hidden_grad,
             tolerance=tolerance,
         )  # fmt: skip
 
     def plain(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
-        return chunked.LinearLogprob.apply(
-            states, weight, bias, flat[part], cut(temperature, part), chunked.chunk_rows(vocabulary.largest),
+        return head_torch.LinearLogprob.apply(
+            states, weight, bias, flat[part], cut(temperature, part), head_torch.chunk_rows(vocabulary.largest),
             return_entropy, vocabulary, logit_softcap, sum_hidden_grad, tolerance,
         )  # fmt: skip
 

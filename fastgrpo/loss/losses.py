@@ -9,9 +9,9 @@ every objective. The losses are computed in these files:
 | loss             | formula in plain PyTorch (kernels/)    | Triton (kernels/) | without Triton (kernels/) |
 |------------------|----------------------------------------|-------------------|---------------------------|
 | grpo_loss        | reference.py: policy_loss              | policy_loss.py    | objectives.py             |
-| logits_grpo_loss | reference.py: logits_grpo_loss         | logits_grpo.py    | chunked_logits.py         |
-| linear_grpo_loss | reference.py: linear_grpo_loss         | linear_grpo.py    | chunked.py                |
-| its kl="full"    | reference.py: full_kl                  | none              | full_kl.py                |
+| logits_grpo_loss | reference.py: logits_grpo_loss         | logits.py         | head_torch.py             |
+| linear_grpo_loss | reference.py: linear_grpo_loss         | head.py           | head_torch.py             |
+| its kl="full"    | reference.py: full_kl                  | none              | head_torch.py             |
 
 The weights w_n and their formulas stand at the end of objective.py. tests/loss/ compares the losses with reference.py
 on a CPU, and tests/kernels/interpreted/ does so for the Triton kernels. benchmarks/bench_loss.py times linear_grpo_loss
@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastgrpo.kernels import chunked, chunked_logits, objectives
-from fastgrpo.kernels.products import compute_dtype, needed
-from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.kernels import head_torch, objectives
+from fastgrpo.kernels.head_torch import Vocabulary
+from fastgrpo.kernels.objectives import compute_dtype, needed
 from fastgrpo.loss.checks import (
     HAS_TRITON,
     cast_for_autocast,
@@ -48,7 +48,9 @@ from fastgrpo.loss.rows import keep_rows
 from fastgrpo.loss.values import check_targets, check_tensor
 
 if HAS_TRITON:
-    from fastgrpo.kernels import linear_grpo, logits_grpo, policy_loss
+    from fastgrpo.kernels import head as head_kernels
+    from fastgrpo.kernels import logits as logits_kernels
+    from fastgrpo.kernels import policy_loss
     from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,7 +115,7 @@ def linear_grpo_loss(
             hold at most tau (1 - p_target) of the probability of every row: the 1-norm of a row's gradient by its
             logits, |dz_n|_1 = 2 |g_n| (1 - p_target) / temperature, then errs by at most tau / 2 of itself, and dH_n by
             at most tau |g_n| (1 - p_target) / temperature times the largest norm of a row of the weight
-            (kernels/bounded.py). Loss, log-probs and metrics stay exact. 0 is the exact gradient. The metrics
+            (kernels/head_torch.py). Loss, log-probs and metrics stay exact. 0 is the exact gradient. The metrics
             `head/kept_columns` (share of the vocabulary) and `head/dropped_mass` (the largest of a row, relative to its
             1 - p_target; at most tau) say what was done. On a GPU the host waits for the number of columns, once a
             chunk.
@@ -149,15 +151,15 @@ def linear_grpo_loss(
 
     def fused(states, kept, weight, bias, tolerance=backward_tolerance):
         located, group = vocabulary.located(kept.targets, len(weight))
-        return linear_grpo.linear_grpo_loss(
+        return head_kernels.linear_grpo_loss(
             states, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
             softcap=logit_softcap, group=group, tolerance=tolerance,
         )  # fmt: skip
 
     def plain(states, kept, weight, bias, tolerance=backward_tolerance):
-        return chunked.LinearGRPO.apply(
-            states, weight, bias, kept, objective, chunked.chunk_rows(vocabulary.largest), needed(states, weight, bias),
-            return_entropy, vocabulary, logit_softcap, reference, tolerance,
+        return head_torch.LinearGRPO.apply(
+            states, weight, bias, kept, objective, head_torch.chunk_rows(vocabulary.largest),
+            needed(states, weight, bias), return_entropy, vocabulary, logit_softcap, reference, tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
@@ -254,11 +256,11 @@ def logits_grpo_loss(
     flat = logits.reshape(-1, vocab_size)
 
     def fused(states, kept):
-        return logits_grpo.logits_grpo_loss(states, kept, objective, return_entropy=return_entropy, inplace=inplace)
+        return logits_kernels.logits_grpo_loss(states, kept, objective, return_entropy=return_entropy, inplace=inplace)
 
     def plain(states, kept):
-        return chunked_logits.LogitsGRPO.apply(
-            states, kept, objective, chunked.chunk_rows(vocab_size), return_entropy, inplace
+        return head_torch.LogitsGRPO.apply(
+            states, kept, objective, head_torch.chunk_rows(vocab_size), return_entropy, inplace
         )
 
     options = {"entropy": return_entropy, "in place": inplace, "vocabulary": vocab_size,

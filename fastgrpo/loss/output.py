@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 
 
 @dataclass(frozen=True)

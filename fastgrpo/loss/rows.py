@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 from fastgrpo.loss.inputs import TokenInputs, check_kept, check_whole
 from fastgrpo.loss.objective import Objective
 from fastgrpo.loss.staging import to_device

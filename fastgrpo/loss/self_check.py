@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 
 logger = logging.getLogger(__name__)
 

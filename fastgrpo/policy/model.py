@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fastgrpo.data.records import Sample
-from fastgrpo.kernels.products import linear_fp32
+from fastgrpo.kernels.head_torch import linear_fp32
 from fastgrpo.loss import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
 from fastgrpo.policy.batch import Batch

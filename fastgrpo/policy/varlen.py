@@ -20,7 +20,7 @@ from functools import cache
 
 import torch
 
-from fastgrpo.kernels.first_order import first_order
+from fastgrpo.kernels.objectives import first_order
 from fastgrpo.policy.packages import package_obstacle
 from fastgrpo.policy.padded import PaddedAttention
 from fastgrpo.policy.segments import AttentionKernel, Segments

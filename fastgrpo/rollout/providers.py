@@ -143,7 +143,7 @@ class GroupDecode(Provider):
         return trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy)
 
     def _fused(self, query, cache, scale):
-        from fastgrpo.kernels.group_decode import group_decode
+        from fastgrpo.kernels.decode import group_decode
 
         prompts = len(self.members)  # the splits of the prompts' keys follow from it
         return group_decode(

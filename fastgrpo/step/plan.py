@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
-from fastgrpo.kernels.chunked import chunk_rows
+from fastgrpo.kernels.head_torch import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
 from fastgrpo.policy.lean_layers import would_keep_less
 from fastgrpo.policy.liger_layers import would_apply

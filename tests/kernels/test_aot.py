@@ -26,18 +26,9 @@ import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
 from machine_code import TABLE, Budget, budgets, measure, write_budgets  # noqa: E402
 
-from fastgrpo.kernels import (  # noqa: E402
-    group_decode,
-    head_columns,
-    head_rows,
-    launch,
-    linear_exp,
-    logits_rows,
-    online,
-    policy_loss,
-    sampling,
-    sampling_floor,
-)
+from fastgrpo.kernels import decode, launch, policy_loss, sampling, sampling_floor  # noqa: E402
+from fastgrpo.kernels import head as head_kernels  # noqa: E402
+from fastgrpo.kernels import logits as logits_kernels  # noqa: E402
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="compiled kernels need a process without TRITON_INTERPRET")
 
@@ -141,10 +132,10 @@ def of_descriptors(capability, variant, dtype, *left_out):
     """The persistent kernel with tensor descriptors, which sm_90 and sm_100 have."""
     if capability not in (90, 100):
         return None
-    kernel, options, name = linear_exp._linear_exp_fwd_kernel, VARIANTS[variant], NAMES[dtype]
+    kernel, options, name = head_kernels._linear_exp_fwd_kernel, VARIANTS[variant], NAMES[dtype]
     blocks = launch.exp_blocks(capability // 10, "softcap" in options, "bias" in options)
-    flatten = linear_exp.flattens("bias" in options)
-    constants = sizes(blocks, dtype, PROGRAMS=132, GROUP_M=linear_exp.GROUP_M, FLATTEN=flatten)
+    flatten = head_kernels.flattens("bias" in options)
+    constants = sizes(blocks, dtype, PROGRAMS=132, GROUP_M=head_kernels.GROUP_M, FLATTEN=flatten)
     constants |= absent(kernel, options, "mix_ptr", *left_out)
     types = matrix_types(dtype) | {
         "h_desc": f"tensordesc<{name}[{blocks.rows}, {blocks.depth}]>",
@@ -178,10 +169,10 @@ def test_descriptor_kernel_that_recomputes(case, compiled):
 
 
 def pointer(capability, variant, depth):
-    kernel, options = linear_exp._linear_exp_ptr_fwd_kernel, VARIANTS[variant]
+    kernel, options = head_kernels._linear_exp_ptr_fwd_kernel, VARIANTS[variant]
     plain = depth == "even" and not {"softcap", "entropy"} & set(options)
     blocks = launch.exp_ptr_blocks(*divmod(capability, 10), torch.bfloat16, False, plain)
-    constants = sizes(blocks, torch.bfloat16, LOOP=False, EVEN_K=depth == "even", GROUP_M=linear_exp.GROUP_M)
+    constants = sizes(blocks, torch.bfloat16, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M)
     constants |= absent(kernel, options, "patch_ptr", "mix_ptr", "flag_ptr")
     # From sm_90 on, this kernel runs where a matrix has no aligned rows, which is rare.
     slow = depth != "even" or (capability >= 90 and variant not in ENDS)
@@ -197,10 +188,10 @@ def test_pointer_kernel(case, compiled):
 def rewriting_pointer(capability, use, dtype):
     if (use == "guard") != (dtype == torch.bfloat16):
         return None  # bf16 is guarded, the others recompute
-    kernel = linear_exp._linear_exp_ptr_fwd_kernel
+    kernel = head_kernels._linear_exp_ptr_fwd_kernel
     options = ("bias", "temperatures", "softcap") if use != "recompute" else ()
     blocks = launch.exp_ptr_blocks(*divmod(capability, 10), dtype, False, use == "recompute")
-    constants = sizes(blocks, dtype, LOOP=use == "guard", EVEN_K=True, GROUP_M=linear_exp.GROUP_M)
+    constants = sizes(blocks, dtype, LOOP=use == "guard", EVEN_K=True, GROUP_M=head_kernels.GROUP_M)
     left_out = {"guard": ("mix_ptr",), "entropy-gradient": ("flag_ptr",)}.get(use, ("mix_ptr", "flag_ptr"))
     constants |= absent(kernel, options, "total_ptr", *left_out)
     matrix = dtype != torch.float32
@@ -216,7 +207,7 @@ def test_pointer_kernel_that_rewrites(case, compiled):
 def online_softmax(capability, dtype, precision, variant):
     if precision == "tf32" and dtype != torch.float32:
         return None  # fp32 alone has a choice
-    kernel, blocks = online._online_fwd_kernel, launch.online_blocks(dtype, precision == "tf32")
+    kernel, blocks = head_kernels._online_fwd_kernel, launch.online_blocks(dtype, precision == "tf32")
     # bf16 comes here for flagged rows alone, the others for all rows.
     left_out = () if dtype == torch.bfloat16 else ("flag_ptr",)
     constants = sizes(blocks, dtype, EVEN_K=True) | absent(kernel, VARIANTS[variant], *left_out)
@@ -233,7 +224,7 @@ def test_online_kernel(case, compiled):
 
 
 def anchor(capability, dtype):
-    kernel, blocks = linear_exp._anchor_fwd_kernel, launch.anchor_blocks(dtype)
+    kernel, blocks = head_kernels._anchor_fwd_kernel, launch.anchor_blocks(dtype)
     matrix = dtype != torch.float32
     constants = sizes(blocks, dtype, EVEN_K=True)
     return Compilation(kernel, capability, constants, matrix_types(dtype), blocks.warps, blocks.stages, matrix)
@@ -247,29 +238,29 @@ def test_anchor_kernel(case, compiled):
 POLICY = {"SURROGATE": "clip", "KIND": "k3", "CORRECT_KL": True, "phi_ptr": None}
 FINISH = {"WITH_ENTROPY": True, "ROWS": launch.REDUCE_ROWS}
 ROW_KERNELS = {
-    "reduce": (head_rows._reduce_fwd_kernel, {"ROWS": launch.REDUCE_ROWS, "TILES": launch.REDUCE_TILES}, 4),
-    "finish": (head_rows._finish_fwd_kernel, {**FINISH, "BLOCK_SPLITS": launch.GUARD_SPLITS}, 4),
+    "reduce": (head_kernels._reduce_fwd_kernel, {"ROWS": launch.REDUCE_ROWS, "TILES": launch.REDUCE_TILES}, 4),
+    "finish": (head_kernels._finish_fwd_kernel, {**FINISH, "BLOCK_SPLITS": launch.GUARD_SPLITS}, 4),
     "finish-recompute": (
-        head_rows._finish_fwd_kernel,
+        head_kernels._finish_fwd_kernel,
         {**FINISH, "BLOCK_SPLITS": launch.MAX_SPLITS, "total_ptr": None, "e_ptr": None},
         4,
     ),
-    "entropy": (head_rows._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
-    "columns": (head_columns._keep_columns_kernel, {"BLOCK": launch.columns_block(), "cap": None}, 4),
-    "columns-softcap": (head_columns._keep_columns_kernel, {"BLOCK": launch.columns_block()}, 4),
+    "entropy": (head_kernels._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
+    "columns": (head_kernels._keep_columns_kernel, {"BLOCK": launch.columns_block(), "cap": None}, 4),
+    "columns-softcap": (head_kernels._keep_columns_kernel, {"BLOCK": launch.columns_block()}, 4),
     "policy": (policy_loss._policy_loss_fwd_kernel, {**POLICY, "BLOCK": policy_loss.BLOCK}, 4),
     "logits": (
-        logits_rows._logits_grpo_fwd_kernel,
+        logits_kernels._logits_grpo_fwd_kernel,
         {**POLICY, "FUSED": True, "BLOCK": launch.LOGITS_BLOCK},
         launch.LOGITS_FUSED_WARPS,
     ),
     "logits-stats": (
-        logits_rows._logits_grpo_fwd_kernel,
+        logits_kernels._logits_grpo_fwd_kernel,
         {**POLICY, "FUSED": False, "BLOCK": launch.LOGITS_BLOCK, "out_ptr": None},
         launch.LOGITS_WARPS,
     ),
-    "logits-backward": (logits_rows._logits_grpo_bwd_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
-    "scale": (logits_rows._scale_rows_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
+    "logits-backward": (logits_kernels._logits_grpo_bwd_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
+    "scale": (logits_kernels._scale_rows_kernel, {"BLOCK": launch.LOGITS_BLOCK}, launch.LOGITS_WARPS),
 }
 
 
@@ -294,7 +285,7 @@ def test_row_kernels(case, compiled, request):
 
 KERNELS = [
     kernel
-    for module in (head_columns, head_rows, linear_exp, logits_rows, online, policy_loss)
+    for module in (head_kernels, logits_kernels, policy_loss)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 ]
@@ -365,7 +356,7 @@ def group_decode_part(capability, rows, dtype, depth):
         constants["member_ptr"] = None
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), f"*{NAMES[dtype]}")
     types |= dict.fromkeys(("length_ptr", "member_ptr"), "*i32")
-    case = Compilation(group_decode._partial_fwd_kernel, capability, constants, types, blocks.warps, blocks.stages)
+    case = Compilation(decode._partial_fwd_kernel, capability, constants, types, blocks.warps, blocks.stages)
     case.matrix = dtype != torch.float32
     # Fewer than 64 rows are too few for the instructions of a whole warp group.
     case.instruction = None if blocks.rows >= 64 else "HMMA"
@@ -381,7 +372,7 @@ def test_group_decode_kernel(case, compiled):
 
 def merge(capability, depth):
     constants = {"DEPTH": depth, "HEADS": launch.MERGE_HEADS, "BLOCK_D": triton.next_power_of_2(depth)}
-    kernel = group_decode._merge_fwd_kernel
+    kernel = decode._merge_fwd_kernel
     return Compilation(kernel, capability, constants, {"out_ptr": "*bf16"}, 4, matrix=False, slow=depth == 80)
 
 
@@ -395,6 +386,6 @@ def test_rollout_kernels_refuse_the_cpu():
         sampling.sample(torch.randn(2, 8), torch.rand(2), temperature=1.0)
     slots, lengths = torch.randn(1, 1, 4, 16), torch.ones(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="group_decode needs CUDA tensors"):
-        group_decode.group_decode(
+        decode.group_decode(
             torch.randn(1, 1, 16), slots, slots, lengths, slots, slots, lengths, lengths[:, None], scale=1.0
         )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import bounded, chunked, reference
-from fastgrpo.kernels.softmax import Vocabulary
+from fastgrpo.kernels import head_torch, reference
+from fastgrpo.kernels.head_torch import Vocabulary
 
 N, V, D = 48, 700, 24
 
@@ -46,7 +46,7 @@ def test_no_row_loses_more_than_the_tolerance(case, tau, dtype):
     g[3] = 0
     probs = logits.to(dtype).softmax(-1)
     before, whole = probs.clone(), Vocabulary(0, V, V, None)
-    found = bounded.bounded_gradient(probs, targets, whole, g, tau)
+    found = head_torch.bounded_gradient(probs, targets, whole, g, tau)
     assert torch.equal(probs, before)
     truth = logits.softmax(-1)
     exact = -g[:, None] * truth
@@ -70,19 +70,19 @@ def test_no_row_loses_more_than_the_tolerance(case, tau, dtype):
 def test_one_column_more_would_break_the_bound():
     logits, targets = heads()["sharp"]
     g, probs = torch.ones(N, dtype=torch.float64), logits.softmax(-1)
-    found = bounded.bounded_gradient(probs, targets, Vocabulary(0, V, V, None), g, 0.1)
+    found = head_torch.bounded_gradient(probs, targets, Vocabulary(0, V, V, None), g, 0.1)
     others = probs.scatter(1, targets[:, None], 0)
     score = (others / others.sum(1, keepdim=True)).sum(0).index_fill(0, targets, torch.inf)
     more = score[found.columns].argmin()
     left_out = torch.ones(V, dtype=torch.bool).index_fill(0, found.columns, False)
     left_out[found.columns[more]] = True
-    assert ((others[:, left_out].sum(1) / others.sum(1)) > 0.1 * bounded.ROUNDING).any()
+    assert ((others[:, left_out].sum(1) / others.sum(1)) > 0.1 * head_torch.ROUNDING).any()
     assert 0.3 < found.dropped.max() / 0.1 <= 1
 
 
 def test_where_the_bound_leaves_most_columns_the_exact_path_runs():
     probs = torch.full((N, V), 1 / V)
-    found = bounded.bounded_gradient(probs, torch.arange(N), Vocabulary(0, V, V, None), torch.ones(N), 0.05)
+    found = head_torch.bounded_gradient(probs, torch.arange(N), Vocabulary(0, V, V, None), torch.ones(N), 0.05)
     assert found.dz is None and found.columns is None and found.kept == 1
 
 
@@ -102,7 +102,7 @@ def grads(loss, leaves):
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap, level, monkeypatch):
-    monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: size)
+    monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: size)
     hidden, weight, targets = sharp()
     bias = torch.randn(V, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in (hidden, weight, bias)]
@@ -128,7 +128,7 @@ def test_the_loss_is_exact_and_its_gradient_errs_within_the_bound(size, softcap,
 
 
 def test_under_torch_compile(monkeypatch):
-    monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: 20)
+    monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: 20)
     torch._dynamo.reset()
     hidden, weight, targets = sharp()
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.compare import compare
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import chunked, products, reference
+from fastgrpo.kernels import head_torch, reference
 
 
 def test_uninitialised_memory_is_nan():
@@ -17,7 +17,7 @@ def test_uninitialised_memory_is_nan():
 @pytest.mark.parametrize(("vocab", "rows"), [(32_768, 512), (151_936, 128), (128, 131_072), (10**6, 128)])
 def test_chunk_rows(vocab, rows):
     """64 MiB of fp32 logits, and no fewer than 128 rows."""
-    assert chunked.chunk_rows(vocab) == rows
+    assert head_torch.chunk_rows(vocab) == rows
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 8, 16, 100])
@@ -47,7 +47,7 @@ def test_vocabulary_no_multiple_of_the_cast_block(monkeypatch, dtype, vocab, chu
     oracle.set_chunk(monkeypatch, chunk)
     case = oracle.make_case(vocab=vocab, dtype=dtype, bias=True)
     whole, gradients = oracle.run(case, linear_grpo_loss)
-    monkeypatch.setattr(products, "CAST_BYTES", 4 * 4 * case.weight.shape[1])  # 4 rows
+    monkeypatch.setattr(head_torch, "CAST_BYTES", 4 * 4 * case.weight.shape[1])  # 4 rows
     output, actual = oracle.run(case, linear_grpo_loss)
     torch.testing.assert_close(output.logps, whole.logps, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(actual, gradients)

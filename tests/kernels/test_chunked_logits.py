@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fastgrpo import Objective, linear_grpo_loss, logits_grpo_loss
-from fastgrpo.kernels import chunked, chunked_logits, reference
+from fastgrpo.kernels import head_torch, reference
 
 B, T, V, D = 4, 5, 17, 6
 LENGTHS = torch.tensor([5, 3, 0, 4])
@@ -49,7 +49,7 @@ def arguments(name, rest, ref):
 @pytest.mark.parametrize("size", [100, 4])
 @pytest.mark.parametrize("name", KNOBS)
 def test_equals_the_reference_and_the_head(monkeypatch, name, size, inplace):
-    monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: size)
+    monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: size)
     hidden, weight, targets, advantages, rest, ref = problem()
     objective, mask = Objective(**KNOBS[name]), rest["mask"].flatten()
     kept, starts = mask.nonzero()[:, 0], torch.arange(B + 1) * T
@@ -147,7 +147,7 @@ def memory(call):
 @pytest.mark.parametrize("inplace", [False, True], ids=["new-gradient", "inplace"])
 def test_memory_is_a_chunk_beside_one_gradient(monkeypatch, inplace, entropy_coef, chunks):
     rows, vocab, size = 256, 4096, 16
-    monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: size)
+    monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: size)
     whole, chunk = rows * vocab * 2, size * vocab * 4
     leaf = torch.randn(rows, vocab).bfloat16().requires_grad_()
     targets, advantages = torch.randint(vocab, (rows,)), torch.randn(rows)
@@ -186,7 +186,7 @@ def test_no_gradient_work_without_gradient(monkeypatch):
     def never(*args):
         raise AssertionError("the gradient was formed")
 
-    monkeypatch.setattr(chunked_logits, "logit_gradient_", never)
+    monkeypatch.setattr(head_torch, "logit_gradient_", never)
     hidden, weight, targets, advantages, rest, _ = problem()
     logits = hidden @ weight.T
     assert logits_grpo_loss(logits, targets, advantages, **rest).loss.grad_fn is None

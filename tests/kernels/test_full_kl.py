@@ -7,7 +7,7 @@ import torch
 from torch.distributions import Categorical, kl_divergence
 
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.full_kl import full_kl, full_kl_gradient_
+from fastgrpo.kernels.head_torch import full_kl, full_kl_gradient_
 
 INF = math.inf
 

@@ -253,9 +253,8 @@ def test_the_anchor_is_bit_equal_to_the_product(shape):
     At this temperature log2(e) / T is 2^30 in fp32, so that x2 = (y - c) 2^30 is exact, and any difference of one bit
     sends exp2(x2) away from the 1 that equal bits give.
     """
-    from fastgrpo.kernels.linear_exp import anchor_fwd, linear_exp_fwd
-    from fastgrpo.kernels.linear_logprob import empty_exps
-    from fastgrpo.kernels.tiles import Head as HeadArguments
+    from fastgrpo.kernels.head import Head as HeadArguments
+    from fastgrpo.kernels.head import anchor_fwd, empty_exps, linear_exp_fwd
 
     n, d, v = min(shape[0], 8192), *shape[1:]
     temperature = 1 / torch.tensor(2.0**30 * math.log(2), dtype=torch.float32).item()

@@ -16,7 +16,7 @@ from objective_cases import (
 )
 
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss
-from fastgrpo.kernels import chunked
+from fastgrpo.kernels import head_torch
 
 
 def poisoned(p):
@@ -33,7 +33,7 @@ def check_against_reference(monkeypatch, knobs, old, sampler):
     loss, logps, _, grads = run_reference(p, knobs, old=old, sampler=sampler)
     # one chunk; chunks that end with sequences; sequences longer than a chunk
     for size in (100, 9, 3):
-        monkeypatch.setattr(chunked, "chunk_rows", lambda _, size=size: size)
+        monkeypatch.setattr(head_torch, "chunk_rows", lambda _, size=size: size)
         out, own = run(poisoned(p), knobs, old=old, sampler=sampler)
         assert_close(out.loss, loss, 1e-10)
         for actual, expected in zip(own, grads, strict=True):

@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fastgrpo.kernels import policy_rows
+from fastgrpo.kernels import objectives
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 7, 3), (0, 7, 0, 0, 7, 0), (1,) * 9, (7, 7), (0,), (3, 4, 7, 1, 6)])
 def test_chunks_end_where_sequences_end(lengths):
-    parts = policy_rows.sequence_slices(lengths, 7)
+    parts = objectives.sequence_slices(lengths, 7)
     rows = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     assert parts[0][0].start == parts[0][1].start == 0
     assert (parts[-1][0].stop, parts[-1][1].stop) == (rows[-1], len(lengths))
@@ -25,13 +25,13 @@ def rows_of(lengths, **fields):
     """Kept tokens of sequences of these lengths; only `lengths` matters to the cut."""
     total = torch.tensor(lengths).sum()
     numbers = torch.arange(total)
-    return policy_rows.PolicyRows(numbers, numbers, 1.0, numbers, numbers, None, None, torch.tensor(lengths), **fields)
+    return objectives.PolicyRows(numbers, numbers, 1.0, numbers, numbers, None, None, torch.tensor(lengths), **fields)
 
 
 def cut(rows, size, slices=None):
     """policy_parts, with a policy loss and a forward pass that only tell that they ran."""
     slices = slices or [slice(start, start + size) for start in range(0, len(rows.targets), size)]
-    return policy_rows.policy_parts(rows, None, slices, size, lambda *args: args[0], lambda: "log-probs of all")
+    return objectives.policy_parts(rows, None, slices, size, lambda *args: args[0], lambda: "log-probs of all")
 
 
 def test_tokens_that_stand_alone_are_cut_anywhere():
@@ -66,5 +66,5 @@ def test_lengths_that_only_the_device_knows_are_not_waited_for(monkeypatch):
 
 def test_sums_and_means_over_sequences():
     values, lengths = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), torch.tensor([2, 0, 3, 1])
-    assert policy_rows.sequence_sum(values, lengths).tolist() == [3, 3, 12, 12, 12, 6]
-    assert policy_rows.sequence_mean(values, lengths).tolist() == [1.5, 1.5, 4, 4, 4, 6]
+    assert objectives.sequence_sum(values, lengths).tolist() == [3, 3, 12, 12, 12, 6]
+    assert objectives.sequence_mean(values, lengths).tolist() == [1.5, 1.5, 4, 4, 4, 6]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastgrpo.kernels import products
+from fastgrpo.kernels import head_torch, objectives
 
 N, V, D = 6, 9, 4
 
@@ -19,12 +19,12 @@ def test_products(dtype):
     exps, v, hidden, weight = problem(dtype)
     e, h, w = exps.double(), hidden.double(), weight.double()
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
-    dh = products.hidden_product(exps, v, weight)
-    dw = products.weight_product(exps, v, hidden, torch.float32)
+    dh = head_torch.hidden_product(exps, v, weight)
+    dw = head_torch.weight_product(exps, v, hidden, torch.float32)
     assert dh.dtype == dtype and dw.dtype == torch.float32
     torch.testing.assert_close(dh.double(), v.double()[:, None] * (e @ w), **close)
     torch.testing.assert_close(dw.double(), e.T @ (v.double()[:, None] * h), **close)
-    torch.testing.assert_close(products.bias_product(exps, v).double(), e.T @ v.double(), **close)
+    torch.testing.assert_close(head_torch.bias_product(exps, v).double(), e.T @ v.double(), **close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -32,25 +32,25 @@ def test_chunks_add_up_and_the_first_reads_nothing(dtype):
     exps, v, hidden, _ = problem(dtype)
     total = torch.full((V, D), torch.nan)
     for part in (slice(0, 4), slice(4, N)):
-        products.add_weight_product_(total, exps[part], v[part], hidden[part], first=part.start == 0)
-    torch.testing.assert_close(total, products.weight_product(exps, v, hidden, torch.float32), rtol=1e-2, atol=1e-2)
+        head_torch.add_weight_product_(total, exps[part], v[part], hidden[part], first=part.start == 0)
+    torch.testing.assert_close(total, head_torch.weight_product(exps, v, hidden, torch.float32), rtol=1e-2, atol=1e-2)
 
 
 def test_small_gradients_survive_fp16():
     """v H would underflow in fp16: a factor is taken out first."""
     exps, v, hidden, _ = problem(torch.float16)
-    tiny = products.weight_product(exps, v * 1e-10, hidden, torch.float32)
+    tiny = head_torch.weight_product(exps, v * 1e-10, hidden, torch.float32)
     torch.testing.assert_close(
-        tiny * 1e10, products.weight_product(exps, v, hidden, torch.float32), rtol=1e-4, atol=1e-5
+        tiny * 1e10, head_torch.weight_product(exps, v, hidden, torch.float32), rtol=1e-4, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("rows", [1, 4, V - 1, V], ids=lambda rows: f"{rows} rows a block")
 def test_logits_of_a_16_bit_head_are_those_of_its_weights_in_fp32(monkeypatch, rows):
     """A sum is rounded to fp32 alone: a product with 16-bit output would be off by up to 2^-8 of itself."""
-    monkeypatch.setattr(products, "CAST_BYTES", 4 * D * rows)
+    monkeypatch.setattr(head_torch, "CAST_BYTES", 4 * D * rows)
     _, _, hidden, weight = problem(torch.bfloat16)
-    logits = products.linear_fp32(hidden, weight)
+    logits = head_torch.linear_fp32(hidden, weight)
     assert logits.dtype == torch.float32
     terms = hidden.double()[:, None] * weight.double()
     bound = D * torch.finfo(torch.float32).eps * terms.abs().sum(-1)
@@ -60,19 +60,19 @@ def test_logits_of_a_16_bit_head_are_those_of_its_weights_in_fp32(monkeypatch, r
 
 def test_who_wants_a_gradient_now():
     leaf, frozen = torch.ones(1, requires_grad=True), torch.ones(1)
-    assert products.needed(leaf, frozen, None) == (True, False, False)
+    assert objectives.needed(leaf, frozen, None) == (True, False, False)
     with torch.no_grad():
-        assert products.needed(leaf, frozen, None) == (False, False, False)
+        assert objectives.needed(leaf, frozen, None) == (False, False, False)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_compute_dtype(dtype, expected):
-    assert products.compute_dtype(torch.ones(1, dtype=dtype)) == expected
+    assert head_torch.compute_dtype(torch.ones(1, dtype=dtype)) == expected
 
 
 def test_no_autocast():
     a, b = torch.randn(2, 3, 3)
     with torch.autocast("cpu", torch.bfloat16):
         assert (a @ b).dtype == torch.bfloat16
-        with products.no_autocast(a):
+        with head_torch.no_autocast(a):
             assert (a @ b).dtype == torch.float32

@@ -13,7 +13,7 @@ from decode_cases import check_draws, chi_square_score, random_decode
 
 from fastgrpo.kernel_checks.rollouts import lane_attention
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.group_decode import group_decode
+from fastgrpo.kernels.decode import group_decode
 from fastgrpo.kernels.sampling import sample
 
 pytestmark = [

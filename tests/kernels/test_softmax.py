@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastgrpo.kernels import softmax
-from fastgrpo.kernels.softmax import ELSEWHERE, NOWHERE, Vocabulary, logit_gradient_, softmax_
+from fastgrpo.kernels import head_torch
+from fastgrpo.kernels.head_torch import ELSEWHERE, NOWHERE, Vocabulary, logit_gradient_, softmax_
 
 N, V = 5, 7
 WHOLE = Vocabulary(0, V, V, None)
@@ -52,5 +52,7 @@ def test_targets_of_other_ranks_and_of_none(monkeypatch):
 
 def test_one_process_reduces_nothing():
     values = torch.randn(3)
-    assert softmax.all_reduce_(values, None) is values and WHOLE.sum_(values) is values and WHOLE.max_(values) is values
+    assert (
+        head_torch.all_reduce_(values, None) is values and WHOLE.sum_(values) is values and WHOLE.max_(values) is values
+    )
     assert Vocabulary.of(torch.randn(V, 2), None) == WHOLE

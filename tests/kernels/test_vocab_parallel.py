@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fastgrpo import linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import chunked, reference
+from fastgrpo.kernels import head_torch, reference
 
 N, D = 14, 5
 CU_SEQLENS = torch.tensor([0, 5, 9, 9, 14])
@@ -45,7 +45,7 @@ def results(head, targets, advantages, rest, ref, group):
     """Everything the two public functions return, and every gradient, by name."""
     found = {}
     for size in (100, 6, 3):  # one chunk, chunks of sequences, sequences longer than a chunk
-        chunked.chunk_rows = lambda vocab_size, size=size: size
+        head_torch.chunk_rows = lambda vocab_size, size=size: size
         for name, knobs in KNOBS.items():
             leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
             out = linear_grpo_loss(
@@ -106,7 +106,7 @@ def check_errors(group):
 
 def check_bounded(group, tau=0.2):
     """With a tolerance each rank leaves out columns of its shard, and the bound holds for the whole vocabulary."""
-    chunked.chunk_rows = lambda vocab_size: 100  # one chunk, which keeps one set of columns
+    head_torch.chunk_rows = lambda vocab_size: 100  # one chunk, which keeps one set of columns
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(n, 24, generator=generator, dtype=torch.float64) for n in (N, 400))

@@ -11,7 +11,7 @@ import fastgrpo.loss.checks
 from benchmarks.compare import compare
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernel_checks.heads import relative_error
-from fastgrpo.kernels import chunked, reference
+from fastgrpo.kernels import head_torch, reference
 
 FULL = {"beta": 0.3, "kl": "full"}
 LENGTHS, V, R = (5, 1, 7, 3), 11, 4  # the reference's hidden size is not the policy's
@@ -261,8 +261,8 @@ def test_auto_takes_the_chunked_path_and_says_why(caplog, monkeypatch):
     monkeypatch.setattr(fastgrpo.loss.checks, "_fits", lambda tensor: True)
     fastgrpo.loss.checks._log_choice.cache_clear()
     calls = []
-    apply = chunked.LinearGRPO.apply
-    monkeypatch.setattr(chunked.LinearGRPO, "apply", lambda *args: calls.append(1) or apply(*args))
+    apply = head_torch.LinearGRPO.apply
+    monkeypatch.setattr(head_torch.LinearGRPO, "apply", lambda *args: calls.append(1) or apply(*args))
     case, ref = make()
     with caplog.at_level("INFO", "fastgrpo.loss.checks"):
         for _ in range(2):

@@ -12,7 +12,7 @@ from objective_cases import CASES, OWN_CASES, SAMPLER_CASES, assert_close, probl
 
 from fastgrpo import Objective, grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 
 EXACT = 1e-12
 ITEMS = 37  # tokens of the whole step

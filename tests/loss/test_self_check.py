@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 pytest.importorskip("triton")
 
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels.objectives import PolicyRows
 from fastgrpo.loss import self_check
 
 CPU = torch.device("cpu")

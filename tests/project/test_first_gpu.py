@@ -242,7 +242,7 @@ def test_without_nvidia_smi_the_versions_are_told(monkeypatch, tmp_path):
 def test_noise_decides_about_no_bar(monkeypatch, capsys):
     """Where `flatten` changes nothing, its time is no bar; elsewhere a hundredth is allowed."""
     launch = pytest.importorskip("fastgrpo.kernels.launch")
-    linear_logprob = pytest.importorskip("fastgrpo.kernels.linear_logprob")
+    linear_logprob = pytest.importorskip("fastgrpo.kernels.head")
     monkeypatch.setattr(linear_logprob, "linear_logprob", lambda hidden, *rest, **options: (hidden[:, 0],))
     times = {True: {"median_s": 1.009}, False: {"median_s": 1.0}, "triton": {"median_s": 1}, "chunked": {"median_s": 2}}
     monkeypatch.setattr(first_parts, "compare", lambda calls, *rest: {name: times[name] for name in calls})

@@ -169,7 +169,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 sys.path.append({str(tmp_path)!r})
 import kernels
-import fastgrpo.kernels.chunked
-print(kernels.NAME, fastgrpo.kernels.chunked.__file__)
+import fastgrpo.kernels.head_torch
+print(kernels.NAME, fastgrpo.kernels.head_torch.__file__)
 """
-    assert run_python(code) == f"installed {ROOT / 'kernels' / 'chunked.py'}"
+    assert run_python(code) == f"installed {ROOT / 'kernels' / 'head_torch.py'}"

@@ -135,11 +135,11 @@ for name in {modules!r}:
 
 def test_the_kernels_are_the_wheels_own(wheel):
     code = """
-import fastgrpo, fastgrpo.kernels.chunked as chunked
+import fastgrpo, fastgrpo.kernels.head_torch as chunked
 print(chunked.__file__, *fastgrpo.__path__)
 """
     package = str(wheel / "fastgrpo")
-    assert run_python(wheel, code) == [f"{package}/kernels/chunked.py", package]
+    assert run_python(wheel, code) == [f"{package}/kernels/head_torch.py", package]
 
 
 def install(python, *arguments):
@@ -250,7 +250,7 @@ def test_a_script_beside_the_clone_imports_the_package(clone):
     (site_packages / "zz-torch.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
     (folder / "script.py").write_text(
         "from fastgrpo import GRPOConfig, linear_grpo_loss\n"
-        "import fastgrpo, fastgrpo.kernels.chunked\n"
+        "import fastgrpo, fastgrpo.kernels.head_torch\n"
         "print(GRPOConfig(beta=0.5).beta, fastgrpo.__file__)\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

@@ -159,7 +159,7 @@ def test_flash_attn_is_called_as_its_signature_says(monkeypatch):
 
 def test_the_kernel_is_given_the_prompts_in_use(monkeypatch):
     """It splits the keys of few prompts and not those of many, so stale slots would cost it its programs."""
-    from fastgrpo.kernels import group_decode
+    from fastgrpo.kernels import decode
 
     provider, shapes = GroupDecode(), []
 
@@ -168,7 +168,7 @@ def test_the_kernel_is_given_the_prompts_in_use(monkeypatch):
         shapes.append((len(prompt_keys), *members.shape))
         return query
 
-    monkeypatch.setattr(group_decode, "group_decode", recorded)
+    monkeypatch.setattr(decode, "group_decode", recorded)
     slots = Slots(Geometry(512, 5, 512, 12, 8, False), torch.device("cpu"), provider.memory_order)
     for prompts, group in ((3, 2), (300, 1), (1, 8)):
         lanes = [prompt for prompt in range(prompts) for _ in range(group)]

@@ -2,7 +2,8 @@
 
 import torch
 
-from fastgrpo.kernels import launch, linear_grpo, linear_logprob
+from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels import launch
 
 PATHS = ("anchored", "recompute")
 OPTIONS = [
@@ -18,7 +19,7 @@ OPTIONS = [
 def run_logprob(head, *, path, entropy=True, chunk_rows=launch.CHUNK_ROWS):
     """Return log-probs, entropy and their gradients for the head's grad_logps and grad_entropy."""
     leaves = head.leaves()
-    logps, h = linear_logprob.linear_logprob(
+    logps, h = head_kernels.linear_logprob(
         leaves["hidden"], leaves["weight"], head.targets, bias=leaves.get("bias"), temperature=head.temperature,
         softcap=head.softcap, return_entropy=entropy, path=path, chunk_rows=chunk_rows,
     )  # fmt: skip
@@ -40,7 +41,7 @@ def weighted(head, entropy=True):
 def run_grpo(head, objective, *, path, chunk_rows=launch.CHUNK_ROWS, factor=1.0, **fields):
     """Return loss, log-probs and gradients of the fused loss, the gradients times `factor`."""
     leaves = head.leaves()
-    loss, outputs = linear_grpo.linear_grpo_loss(
+    loss, outputs = head_kernels.linear_grpo_loss(
         leaves["hidden"], leaves["weight"], leaves.get("bias"), head.rows(objective, **fields), objective,
         softcap=head.softcap, path=path, chunk_rows=chunk_rows,
     )  # fmt: skip

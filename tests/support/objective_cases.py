@@ -7,8 +7,7 @@ import torch
 
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.kernels import reference
-from fastgrpo.kernels.policy_rows import PolicyRows
-from fastgrpo.kernels.products import compute_dtype
+from fastgrpo.kernels.objectives import PolicyRows, compute_dtype
 
 LOSS_TYPES = {
     "grpo": {"loss_type": "grpo"},

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo import Objective
 from fastgrpo.kernel_checks.heads import policy_loss, policy_scalar, truth_of
-from fastgrpo.kernels import chunked, reference
-from fastgrpo.kernels.policy_rows import PolicyRows
-from fastgrpo.kernels.products import compute_dtype
+from fastgrpo.kernels import head_torch, reference
+from fastgrpo.kernels.objectives import PolicyRows, compute_dtype
 
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear")
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4], ids=["one-chunk", "chunks"])
@@ -144,7 +143,7 @@ def float32_case(**knobs):
 def set_chunk(monkeypatch, rows):
     """Chunks of this many rows, whatever the vocabulary; None leaves one chunk for every test's size."""
     if rows is not None:
-        monkeypatch.setattr(chunked, "chunk_rows", lambda vocab_size: rows)
+        monkeypatch.setattr(head_torch, "chunk_rows", lambda vocab_size: rows)
 
 
 class Products(TorchDispatchMode):

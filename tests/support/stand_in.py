@@ -36,7 +36,7 @@ class StandIn:
 
     def install(self) -> None:
         """Make it Triton's driver, and let the package take CPU tensors for tensors of this device."""
-        from fastgrpo.kernels import group_decode, launch, sampling
+        from fastgrpo.kernels import decode, launch, sampling
         from fastgrpo.loss import losses
 
         assert not launch.INTERPRET, "the stand-in needs a process without TRITON_INTERPRET"
@@ -49,7 +49,7 @@ class StandIn:
         launch.online_splits = _on(device, launch.online_splits)
         launch.decode_splits = _on(device, launch.decode_splits)
         losses.compacts = lambda compact, backend, tokens: compact == "sync"  # what it returns for CUDA tensors
-        for module in (sampling, group_decode):
+        for module in (sampling, decode):
             module._check = lambda *tensors: None
 
     # What Triton asks of a driver.

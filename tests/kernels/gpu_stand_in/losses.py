@@ -11,7 +11,8 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from fastgrpo.kernels import head_columns, launch
+from fastgrpo.kernels import head as head_columns
+from fastgrpo.kernels import launch
 from fastgrpo.loss import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.loss.objective import IMPORTANCE_SAMPLING_MODES, KL_KINDS, LOSS_TYPES
 

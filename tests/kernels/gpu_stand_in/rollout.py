@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.group_decode import group_decode
+from fastgrpo.kernels.decode import group_decode
 from fastgrpo.kernels.sampling import sample
 
 FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.05}

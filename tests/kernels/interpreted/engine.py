@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from fastgrpo.kernel_checks.rollouts import random_decode
-from fastgrpo.kernels import group_decode
+from fastgrpo.kernels import decode
 from fastgrpo.kernels.sampling import sample as fused
 from fastgrpo.loss import self_check
 from fastgrpo.rollout import engine as engine_module
@@ -100,7 +100,7 @@ def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
     monkeypatch.setenv(self_check.VARIABLE, "1")
     monkeypatch.setattr(engine_module, "make_provider", lambda *args: GroupDecode())
     if planted:
-        monkeypatch.setattr(group_decode, "group_decode", off(group_decode.group_decode))
+        monkeypatch.setattr(decode, "group_decode", off(decode.group_decode))
     with caplog.at_level("WARNING", "fastgrpo"):
         seen = RolloutEngine(model, max_num_seqs=4).generate(PROMPTS[::2], 2, sampling)
     assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]

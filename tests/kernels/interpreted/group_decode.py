@@ -10,7 +10,7 @@ import torch
 from decode_cases import random_decode
 
 from fastgrpo.kernels import launch, reference
-from fastgrpo.kernels.group_decode import group_decode
+from fastgrpo.kernels.decode import group_decode
 
 GROUPS = {  # name -> members, lengths of the prompts and of the lanes, in any order, with some left out
     "ragged": ([[0, 2, -1, 1], [3, -1, 4, -1], [-1] * 4], [37, 13, 20], [3, 40, 1, 0, 17, 5, 0]),

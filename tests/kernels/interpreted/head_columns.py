@@ -9,9 +9,8 @@ from head_runs import PATHS
 from heads import random_head
 
 from fastgrpo import Objective, linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import head_columns, linear_grpo
-from fastgrpo.kernels import linear_logprob as triton_logprob
-from fastgrpo.kernels.head_rows import Rows
+from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels.head import Rows
 
 N, D, V = 40, 16, 400
 DAPO = Objective(beta=0.1)
@@ -37,9 +36,9 @@ def exps_of(head, path):
     ts, t = (head.temperature, 1.0) if isinstance(head.temperature, torch.Tensor) else (None, head.temperature)
     anchored = path == "anchored"
     common = (head.hidden, head.weight, head.bias, head.targets, t, ts, head.softcap)
-    rows, exps = triton_logprob.linear_logprob_fwd(*common, anchored, anchored, False, 64, None, False)
+    rows, exps = head_kernels.linear_logprob_fwd(*common, anchored, anchored, False, 64, None, False)
     if not anchored:
-        exps, rows = head_columns.head_shares(*common, rows)
+        exps, rows = head_kernels.head_shares(*common, rows)
     return exps, rows, (t, ts, head.softcap)
 
 
@@ -65,9 +64,9 @@ def test_no_row_loses_more_than_the_tolerance(path, dtype, options, request):
     before, g = exps.clone(), head.grad_logps.clone()
     g[3] = 0
     tau = 0.2
-    choice = head_columns.choose_columns(exps, head.targets, Rows(*rows), g, tau)
+    choice = head_kernels.choose_columns(exps, head.targets, Rows(*rows), g, tau)
     assert torch.equal(exps, before)
-    columns, count, kept, dropped = head_columns.head_columns_(exps, head.targets, rows, g, *how, tau, None)
+    columns, count, kept, dropped = head_kernels.head_columns_(exps, head.targets, rows, g, *how, tau, None)
     assert count.item() == choice.count < 0.9 * V and kept == pytest.approx(choice.count / V)
     columns = columns[: choice.count]
     assert torch.equal(columns, columns.unique()) and set(head.targets.tolist()) <= set(columns.tolist())
@@ -93,7 +92,7 @@ def test_where_no_step_fits_everything_stays(case):
         head.hidden[2, 0] = torch.nan
     exps, rows, how = exps_of(head, "anchored")
     before = exps.clone()
-    _, count, kept, dropped = head_columns.head_columns_(
+    _, count, kept, dropped = head_kernels.head_columns_(
         exps, head.targets, rows, head.grad_logps, *how, 0.05, None
     )  # fmt: skip
     assert count.item() == V and kept == 1 and not dropped.any()
@@ -102,7 +101,7 @@ def test_where_no_step_fits_everything_stays(case):
 
 def gradients(head, path, chunk_rows, tolerance):
     leaves = head.leaves()
-    loss, outputs = linear_grpo.linear_grpo_loss(
+    loss, outputs = head_kernels.linear_grpo_loss(
         leaves["hidden"], leaves["weight"], leaves.get("bias"), head.rows(DAPO), DAPO, softcap=head.softcap, path=path,
         chunk_rows=chunk_rows, tolerance=tolerance,
     )  # fmt: skip
@@ -135,7 +134,7 @@ def test_log_probs_are_exact_and_their_gradient_nearly(path, chunk_rows):
     head, found = sharp(softcap=30.0), {}
     for tolerance in (0.0, 0.2):
         leaves = head.leaves()
-        logps, _ = triton_logprob.linear_logprob(
+        logps, _ = head_kernels.linear_logprob(
             leaves["hidden"], leaves["weight"], head.targets, softcap=30.0, path=path, chunk_rows=chunk_rows,
             tolerance=tolerance,
         )  # fmt: skip
@@ -151,7 +150,7 @@ def test_log_probs_are_exact_and_their_gradient_nearly(path, chunk_rows):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_the_public_calls_leave_out_what_they_say(path, monkeypatch):
-    monkeypatch.setitem(triton_logprob.PATHS, torch.float32, path)
+    monkeypatch.setitem(head_kernels.PATHS, torch.float32, path)
     monkeypatch.setenv("FASTGRPO_SELF_CHECK", "raise")
     head = sharp()
     leaves = list(head.leaves().values())
@@ -167,8 +166,8 @@ def test_the_public_calls_leave_out_what_they_say(path, monkeypatch):
 
 
 def test_the_ladder():
-    assert head_columns.ladder(16) == ()
+    assert head_kernels.ladder(16) == ()
     for vocab in (50, 32_003, 151_936):
-        steps = head_columns.ladder(vocab)
-        assert list(steps) == sorted(set(steps)) and 0 < len(steps) <= head_columns.STEPS
-        assert all((vocab - step) % head_columns.MULTIPLE == 0 for step in steps) and steps[0] >= 0.1 * vocab
+        steps = head_kernels.ladder(vocab)
+        assert list(steps) == sorted(set(steps)) and 0 < len(steps) <= head_kernels.STEPS
+        assert all((vocab - step) % head_kernels.MULTIPLE == 0 for step in steps) and steps[0] >= 0.1 * vocab

@@ -9,7 +9,8 @@ from head_runs import PATHS, run_grpo, run_logprob
 from heads import random_head
 
 from fastgrpo import Objective
-from fastgrpo.kernels import launch, logits_grpo
+from fastgrpo.kernels import launch
+from fastgrpo.kernels import logits as logits_kernels
 
 DAPO = Objective(beta=0.1)
 
@@ -57,6 +58,6 @@ def test_every_launch_is_on_the_device_of_its_tensors(path, monkeypatch):
     logits = (head.hidden @ head.weight.T).requires_grad_()
     for inplace in (False, True):
         given = logits.clone()
-        loss, _ = logits_grpo.logits_grpo_loss(given, head.rows(DAPO), DAPO, inplace=inplace)
+        loss, _ = logits_kernels.logits_grpo_loss(given, head.rows(DAPO), DAPO, inplace=inplace)
         torch.autograd.grad(2 * loss, logits)
     assert len(launches) > 20 and min(launches) == 1 and not inside

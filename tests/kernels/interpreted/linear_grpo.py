@@ -13,8 +13,8 @@ from head_runs import OPTIONS, PATHS, run_grpo
 from heads import check, error, policy_scalar, random_head, truth
 
 from fastgrpo import Objective
-from fastgrpo.kernels import head_gradients, linear_grpo, linear_logprob
-from fastgrpo.kernels.policy_rows import PolicyRows
+from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels.objectives import PolicyRows
 
 DAPO = Objective(beta=0.1)
 
@@ -95,7 +95,7 @@ def test_frozen(path, chunk_rows, frozen):
     leaves = head.leaves()
     for name in frozen:
         leaves[name].requires_grad_(False)
-    loss, _ = linear_grpo.linear_grpo_loss(*leaves.values(), head.rows(DAPO), DAPO, path=path, chunk_rows=chunk_rows)
+    loss, _ = head_kernels.linear_grpo_loss(*leaves.values(), head.rows(DAPO), DAPO, path=path, chunk_rows=chunk_rows)
     loss.backward()
     for name, leaf in leaves.items():
         assert (leaf.grad is None) if name in frozen else torch.equal(leaf.grad, full[name])
@@ -110,7 +110,7 @@ def test_grad_output_and_retain_graph(path, chunk_rows):
     del tripled["loss"]
     check(tripled, head, lambda *args: 3 * scalar(*args))
     leaves = head.leaves()
-    loss, _ = linear_grpo.linear_grpo_loss(*leaves.values(), head.rows(DAPO), DAPO, path=path, chunk_rows=chunk_rows)
+    loss, _ = head_kernels.linear_grpo_loss(*leaves.values(), head.rows(DAPO), DAPO, path=path, chunk_rows=chunk_rows)
     first = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
     second = torch.autograd.grad(loss, list(leaves.values()))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -120,13 +120,13 @@ def test_gradients_of_several_chunks_are_rounded_once(monkeypatch):
     """Formed before grad_output is known, they stay fp32 until it is: 3 round(x) is not round(3 x)."""
     head, kept = random_head(70, 24, 50, torch.float16), []
     head.targets[:] = (head.hidden.float() @ head.weight.float().T).argmax(-1)  # E <= 1: fp16 holds it
-    original = head_gradients.HeadGradients.sums
+    original = head_kernels.HeadGradients.sums
 
     def watched(self):
         kept.extend(x.clone() for x in original(self) if x is not None)
         return original(self)
 
-    monkeypatch.setattr(head_gradients.HeadGradients, "sums", watched)
+    monkeypatch.setattr(head_kernels.HeadGradients, "sums", watched)
     ours = run_grpo(head, DAPO, path="anchored", chunk_rows=32, factor=3.0)
     assert [x.dtype for x in kept] == [torch.float32] * 2
     for name, total in zip(("hidden", "weight"), kept, strict=True):
@@ -144,17 +144,17 @@ def test_products_run_once_in_a_checkpointed_region(monkeypatch):
     """The one-chunk form forms gradients in the backward: the first pass of a checkpoint costs its forward alone."""
     head, counts = random_head(37, 16, 50), {"hidden_product": 0, "weight_product": 0}
     for name in counts:
-        original = getattr(head_gradients, name)
+        original = getattr(head_kernels, name)
 
         def counted(*args, original=original, name=name):
             counts[name] += 1
             return original(*args)
 
-        monkeypatch.setattr(head_gradients, name, counted)
+        monkeypatch.setattr(head_kernels, name, counted)
     leaves = head.leaves()
 
     def region(hidden, weight):
-        return linear_grpo.linear_grpo_loss(hidden, weight, None, head.rows(DAPO), DAPO, path="anchored")[0]
+        return head_kernels.linear_grpo_loss(hidden, weight, None, head.rows(DAPO), DAPO, path="anchored")[0]
 
     torch.utils.checkpoint.checkpoint(region, *leaves.values(), use_reentrant=False).backward()
     assert counts == {"hidden_product": 1, "weight_product": 1}
@@ -163,7 +163,7 @@ def test_products_run_once_in_a_checkpointed_region(monkeypatch):
 
 def test_one_chunk_of_exponentials_at_a_time(monkeypatch):
     head, alive = random_head(128, 16, 50), []
-    original = linear_logprob.empty_exps
+    original = head_kernels.empty_exps
 
     def tracked(*args):
         import weakref
@@ -174,7 +174,7 @@ def test_one_chunk_of_exponentials_at_a_time(monkeypatch):
             alive.append(weakref.ref(exps.untyped_storage()))
         return exps
 
-    monkeypatch.setattr(linear_logprob, "empty_exps", tracked)
+    monkeypatch.setattr(head_kernels, "empty_exps", tracked)
     run_grpo(head, DAPO, path="anchored", chunk_rows=32)
     assert len(alive) == 4
 
@@ -185,24 +185,24 @@ def test_no_rows(path):
     none = torch.arange(0)
     leaves = head.leaves()
     rows = PolicyRows(none, head.targets[:0], 1.0, head.advantages[:0], head.weights[:0], None, None, None)
-    loss, outputs = linear_grpo.linear_grpo_loss(*leaves.values(), rows, Objective(), path=path)
+    loss, outputs = head_kernels.linear_grpo_loss(*leaves.values(), rows, Objective(), path=path)
     assert loss.item() == 0 and len(outputs["logps"]) == 0
     assert all((g == 0).all() for g in torch.autograd.grad(loss, list(leaves.values())))
-    logps, _ = linear_logprob.linear_logprob(leaves["hidden"][:0], leaves["weight"], none, path=path)
+    logps, _ = head_kernels.linear_logprob(leaves["hidden"][:0], leaves["weight"], none, path=path)
     assert logps.shape == (0,) and (torch.autograd.grad(logps.sum(), leaves["weight"])[0] == 0).all()
 
 
 def test_no_grad_does_no_gradient_work(monkeypatch):
     head = random_head(37, 16, 50)
     kept = []
-    original = linear_logprob.rows_fwd
+    original = head_kernels.rows_fwd
     monkeypatch.setattr(
-        linear_logprob,
+        head_kernels,
         "rows_fwd",
         lambda head, a, exps=None, *more: kept.append(exps) or original(head, a, exps, *more),
     )
     leaves = head.leaves()
     with torch.no_grad():
-        linear_grpo.linear_grpo_loss(*leaves.values(), None, head.rows(DAPO), DAPO, path="anchored")
-        linear_logprob.linear_logprob(*leaves.values(), head.targets, path="anchored")
+        head_kernels.linear_grpo_loss(*leaves.values(), None, head.rows(DAPO), DAPO, path="anchored")
+        head_kernels.linear_logprob(*leaves.values(), head.targets, path="anchored")
     assert kept == [None, None]

@@ -12,7 +12,7 @@ import torch
 from head_runs import OPTIONS, PATHS, run_logprob, weighted
 from heads import check, error, random_head, truth
 
-from fastgrpo.kernels import head_rows, linear_exp, linear_logprob
+from fastgrpo.kernels import head as head_kernels
 
 SHAPES = [(37, 24, 101), (1, 16, 33), (16, 19, 64)]  # ragged; one row; whole tiles with a depth that no bulk copy takes
 
@@ -64,9 +64,9 @@ def test_the_guard_rewrites_flagged_blocks_alone(monkeypatch):
     head.hidden[3] *= 40
     head.targets[3] = (head.hidden[3] @ head.weight.T).argmin()
     arguments = (head.hidden, head.weight, None, head.targets, 1.0, None, None, True, True, False, 64, None)
-    rows, exps = linear_logprob.linear_logprob_fwd(*arguments)
-    monkeypatch.setattr(linear_logprob, "linear_exp_fwd", _only_first(linear_exp.linear_exp_fwd))
-    unguarded_rows, unguarded = linear_logprob.linear_logprob_fwd(*arguments)
+    rows, exps = head_kernels.linear_logprob_fwd(*arguments)
+    monkeypatch.setattr(head_kernels, "linear_exp_fwd", _only_first(head_kernels.linear_exp_fwd))
+    unguarded_rows, unguarded = head_kernels.linear_logprob_fwd(*arguments)
     assert not unguarded[3].isfinite().all() or unguarded[3].max() > 2.0**60
     assert exps[3].isfinite().all() and exps[3].max() < 1.001
     keep = torch.arange(40) != 3
@@ -112,14 +112,14 @@ def test_a_bad_target_poisons_its_row_alone(path):
     for bad in (-1, 50, -100):
         targets = head.targets.clone()
         targets[5] = bad
-        logps, _ = linear_logprob.linear_logprob(head.hidden, head.weight, targets, path=path)
+        logps, _ = head_kernels.linear_logprob(head.hidden, head.weight, targets, path=path)
         assert logps.isnan().nonzero().flatten().tolist() == [5]
 
 
 def test_retain_graph_with_an_entropy_gradient():
     head, leaves = random_head(20, 16, 50), None
     leaves = head.leaves()
-    logps, h = linear_logprob.linear_logprob(*leaves.values(), head.targets, return_entropy=True, path="anchored")
+    logps, h = head_kernels.linear_logprob(*leaves.values(), head.targets, return_entropy=True, path="anchored")
     loss = weighted(head)(logps, h)
     first = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, list(leaves.values()))))
@@ -134,7 +134,7 @@ def test_strides(path):
     straight = run_logprob(head, path=path)
     hidden, weight = wide[:, 8:24].requires_grad_(), head.weight.T.contiguous().T.requires_grad_()
     assert not hidden.is_contiguous() and not weight.is_contiguous()
-    logps, h = linear_logprob.linear_logprob(hidden, weight, head.targets, return_entropy=True, path=path)
+    logps, h = head_kernels.linear_logprob(hidden, weight, head.targets, return_entropy=True, path=path)
     grads = torch.autograd.grad(weighted(head)(logps, h), (hidden, weight))
     torch.testing.assert_close(logps, straight["logps"])
     torch.testing.assert_close(grads[0], straight["hidden"])
@@ -143,10 +143,10 @@ def test_strides(path):
 
 def test_fp32_gradients_of_an_fp16_weight():
     head = random_head(37, 24, 50, torch.float16)
-    rows, _ = linear_logprob.linear_logprob_fwd(
+    rows, _ = head_kernels.linear_logprob_fwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64, None
     )
-    _, dw, _ = linear_logprob.linear_logprob_bwd(
+    _, dw, _ = head_kernels.linear_logprob_bwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, rows, head.grad_logps, None,
         [False, True, False], torch.float32, 64, None,
     )  # fmt: skip
@@ -159,15 +159,15 @@ def test_row_offsets_pass_2_to_the_31():
     head = random_head(3, 16, 50, torch.float16)
     far = torch.empty_strided((3, 16), (2**30, 1), dtype=torch.float16)
     far.copy_(head.hidden)
-    near, _ = linear_logprob.linear_logprob(head.hidden, head.weight, head.targets)
-    assert torch.equal(linear_logprob.linear_logprob(far, head.weight, head.targets)[0], near)
+    near, _ = head_kernels.linear_logprob(head.hidden, head.weight, head.targets)
+    assert torch.equal(head_kernels.linear_logprob(far, head.weight, head.targets)[0], near)
     exps = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
-    rows, _ = linear_logprob.linear_logprob_fwd(
+    rows, _ = head_kernels.linear_logprob_fwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, False, 64, None
     )
-    stats = head_rows.Rows(*rows).normalized()
-    plain_head = linear_logprob.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
-    linear_exp.linear_exp_fwd(plain_head, stats.anchor, exps, patch=stats.patch, sums=False)
+    stats = head_kernels.Rows(*rows).normalized()
+    plain_head = head_kernels.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
+    head_kernels.linear_exp_fwd(plain_head, stats.anchor, exps, patch=stats.patch, sums=False)
     p = (head.hidden.float() @ head.weight.float().T).softmax(-1)
     p[torch.arange(3), head.targets] -= 1
     torch.testing.assert_close(exps.float(), p, atol=2e-3, rtol=0)
@@ -177,33 +177,33 @@ def test_exponentials_past_2_to_the_31():
     """The anchored way over a pitch of 2^30: the product's store, the target's entry, the entropy's pass."""
     head = random_head(3, 16, 50, torch.float16)
     head.targets[:] = (head.hidden.float() @ head.weight.float().T).argmax(-1)
-    arguments = linear_logprob.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
+    arguments = head_kernels.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
     far = torch.empty_strided((3, 50), (2**30, 1), dtype=torch.float16)
-    near = linear_logprob.empty_exps(3, 50, far)
-    rows = [linear_logprob.rows_fwd(arguments, True, exps, True) for exps in (far, near)]
+    near = head_kernels.empty_exps(3, 50, far)
+    rows = [head_kernels.rows_fwd(arguments, True, exps, True) for exps in (far, near)]
     assert torch.equal(*rows) and torch.equal(far, near)
-    stats = head_rows.Rows(*rows[0])
+    stats = head_kernels.Rows(*rows[0])
     for exps in (far, near):
-        head_rows.entropy_bwd(exps, head.targets, stats, head.grad_logps, head.grad_entropy, exps)
+        head_kernels.entropy_bwd(exps, head.targets, stats, head.grad_logps, head.grad_entropy, exps)
     assert torch.equal(far, near)
 
 
 def test_a_pitch_for_bulk_copies():
     """E and what an entropy gradient makes of it: rows of any length begin at 128 bytes."""
     head = random_head(5, 16, 50)
-    rows, exps = linear_logprob.linear_logprob_fwd(
+    rows, exps = head_kernels.linear_logprob_fwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, True, True, True, 64, None
     )
-    out = linear_logprob.head_entropy_bwd(exps, head.targets, rows, head.grad_logps, head.grad_entropy)
+    out = head_kernels.head_entropy_bwd(exps, head.targets, rows, head.grad_logps, head.grad_entropy)
     assert exps.stride() == out.stride() == (64, 1)
 
 
 def test_on_a_gpu_chunks_of_similar_length_take_the_same_memory():
     """The allocator then gives the memory of one step's exponentials to the next step's."""
     like = torch.empty(0, dtype=torch.bfloat16, device="meta")
-    near = [linear_logprob.empty_exps(rows, 50, like) for rows in (4224, 4500, 5120)]
+    near = [head_kernels.empty_exps(rows, 50, like) for rows in (4224, 4500, 5120)]
     assert [exps.shape for exps in near] == [(4224, 50), (4500, 50), (5120, 50)]
     assert {exps.untyped_storage().nbytes() for exps in near} == {5120 * 64 * 2}
     assert {exps.stride() for exps in near} == {(64, 1)}
-    on_cpu = linear_logprob.empty_exps(4224, 50, torch.empty(0))
+    on_cpu = head_kernels.empty_exps(4224, 50, torch.empty(0))
     assert on_cpu.untyped_storage().nbytes() == 4224 * 64 * 4

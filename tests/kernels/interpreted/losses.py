@@ -16,12 +16,13 @@ from loss_runs import OBJECTIVES, D, N, V, check_compiled, device_only_mask, run
 import fastgrpo.loss.losses
 import fastgrpo.loss.values
 from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
-from fastgrpo.kernels import launch, linear_logprob
+from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels import launch
 
 
 @pytest.fixture(autouse=True, params=("anchored", "recompute"))
 def path(request, monkeypatch):
-    monkeypatch.setitem(linear_logprob.PATHS, torch.float32, request.param)
+    monkeypatch.setitem(head_kernels.PATHS, torch.float32, request.param)
     return request.param
 
 
@@ -57,8 +58,8 @@ def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows,
 
 
 def several_chunks(monkeypatch, chunk_rows):
-    original = fastgrpo.loss.losses.linear_grpo.linear_grpo_loss
-    monkeypatch.setattr(fastgrpo.loss.losses.linear_grpo, "linear_grpo_loss", partial(original, chunk_rows=chunk_rows))
+    original = fastgrpo.loss.losses.head_kernels.linear_grpo_loss
+    monkeypatch.setattr(fastgrpo.loss.losses.head_kernels, "linear_grpo_loss", partial(original, chunk_rows=chunk_rows))
 
 
 def test_softcap_bias_and_temperatures(batch):

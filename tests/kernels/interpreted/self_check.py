@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fastgrpo.loss.checks
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
-from fastgrpo.kernels import linear_exp, logits_rows, policy_loss
-from fastgrpo.kernels import linear_logprob as kernels
-from fastgrpo.kernels.products import CAST_BYTES
+from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels import logits as logits_kernels
+from fastgrpo.kernels import policy_loss
+from fastgrpo.kernels.head_torch import CAST_BYTES
 from fastgrpo.loss import self_check
 
 
@@ -46,7 +47,7 @@ PATHS = [(name, "anchored") for name in OBJECTIVES] + [("bonus", "recompute")]
 
 @pytest.mark.parametrize(("objective", "path"), PATHS)
 def test_right_kernels_pass(objective, path, batch, monkeypatch):
-    monkeypatch.setitem(kernels.PATHS, torch.float32, path)
+    monkeypatch.setitem(head_kernels.PATHS, torch.float32, path)
     device_only_mask(monkeypatch)
     for name in NAMES:
         function, tensors, kwargs = call(name, batch)
@@ -60,7 +61,7 @@ def test_right_kernels_pass(objective, path, batch, monkeypatch):
 def spoil(monkeypatch, name):
     """Plant an error in the kernels of a loss: values that are off by 1%, or sums without one vocabulary tile."""
     if name == "linear_grpo_loss":
-        original = linear_exp.linear_exp_fwd
+        original = head_kernels.linear_exp_fwd
 
         def lacks_a_tile(*args, **kwargs):
             sums = original(*args, **kwargs)
@@ -68,11 +69,11 @@ def spoil(monkeypatch, name):
                 sums[0][1] = 0
             return sums
 
-        monkeypatch.setattr(kernels, "linear_exp_fwd", lacks_a_tile)
-        monkeypatch.setitem(kernels.PATHS, torch.float32, "anchored")
+        monkeypatch.setattr(head_kernels, "linear_exp_fwd", lacks_a_tile)
+        monkeypatch.setitem(head_kernels.PATHS, torch.float32, "anchored")
     elif name == "logits_grpo_loss":
-        original = logits_rows._logits_grpo_fwd_kernel
-        monkeypatch.setattr(logits_rows, "_logits_grpo_fwd_kernel", Refusing(original))
+        original = logits_kernels._logits_grpo_fwd_kernel
+        monkeypatch.setattr(logits_kernels, "_logits_grpo_fwd_kernel", Refusing(original))
     else:
         original = policy_loss.policy_loss_fwd
 

@@ -13,8 +13,8 @@ import torch.multiprocessing as mp
 
 import fastgrpo.loss.checks
 from fastgrpo import linear_grpo_loss, linear_logprob
-from fastgrpo.kernels import launch, linear_grpo, reference, softmax
-from fastgrpo.kernels import linear_logprob as triton_logprob
+from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels import head_torch, launch, reference
 
 N, D, V = 20, 8, 70
 SHARDS = [41, 29]
@@ -50,12 +50,12 @@ def problem():
 def results(head, rest, ref, group):
     """Everything the two public functions return, and every gradient, by name."""
     found = {}
-    whole = linear_grpo.linear_grpo_loss
+    whole = head_kernels.linear_grpo_loss
     for path in ("anchored", "recompute"):
-        triton_logprob.PATHS[torch.float32] = path
+        head_kernels.PATHS[torch.float32] = path
         # One chunk; chunks of sequences, which the recomputing way knows in its backward alone.
         for chunk_rows in (launch.CHUNK_ROWS, 9) if path == "anchored" else (9,):
-            linear_grpo.linear_grpo_loss = partial(whole, chunk_rows=chunk_rows)
+            head_kernels.linear_grpo_loss = partial(whole, chunk_rows=chunk_rows)
             for name, knobs in CASES.items():
                 leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
                 out = linear_grpo_loss(
@@ -65,7 +65,7 @@ def results(head, rest, ref, group):
                 (1.5 * out.loss).backward()
                 outputs = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
                 found[path, chunk_rows, name] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
-        linear_grpo.linear_grpo_loss = whole
+        head_kernels.linear_grpo_loss = whole
         for summed in (True, False):
             leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
             logps, entropy = linear_logprob(
@@ -106,12 +106,12 @@ def check(rank):
 def check_bad_targets(rank):
     """A target that no rank has is NaN on every rank, in its row alone. (The public function raises on the CPU.)"""
     head, rest, _ = problem()
-    vocabulary = softmax.Vocabulary.of(shard(head["weight"], rank), dist.group.WORLD)
+    vocabulary = head_torch.Vocabulary.of(shard(head["weight"], rank), dist.group.WORLD)
     for bad in (-1, V, -100):
         targets = rest["targets"].clone()
         targets[5] = bad
         located, group = vocabulary.located(targets, SHARDS[rank])
-        logps, _ = triton_logprob.linear_logprob(head["hidden"], shard(head["weight"], rank), located, group=group)
+        logps, _ = head_kernels.linear_logprob(head["hidden"], shard(head["weight"], rank), located, group=group)
         assert logps.isnan().nonzero().flatten().tolist() == [5]
 
 
@@ -136,7 +136,7 @@ def check_tolerance(rank):
     p = (head["hidden"] @ head["weight"].T).double().softmax(-1).scatter(1, targets[:, None], 0)
     mine = head["weight"].split(shards)[rank]
     for path in ("anchored", "recompute"):
-        triton_logprob.PATHS[torch.float32] = path
+        head_kernels.PATHS[torch.float32] = path
         hidden, weight = head["hidden"].clone().requires_grad_(), mine.clone().requires_grad_()
         out = linear_grpo_loss(hidden, weight, targets, torch.ones(N), process_group=dist.group.WORLD,
                                backward_tolerance=tau, backend="triton")  # fmt: skip

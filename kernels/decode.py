@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from fastgrpo.kernels import launch
-from fastgrpo.kernels.tiles import LOG2E
+from fastgrpo.kernels.launch import LOG2E
 
 
 @triton.jit

@@ -1,0 +1,1664 @@
+"""The fused loss: head, log-prob and policy loss in one pass over the vocabulary, with the gradients of all three.
+
+    hidden -> z = softcap(H W^T + b) / T -> logp -> policy loss -> g = dloss/dlogp, h = dloss/dentropy
+    v E = dz,   dH = v (E W),   dW = E^T (v H),   dbias = E^T v          (E and v: linear_logprob.py)
+
+A GRPO gradient is separable by token: g is known as soon as logp is. The exponentials that the forward computes are
+therefore the backward's operands, and the whole is three products. It takes one of three forms:
+
+- One chunk (M <= chunk_rows): E is kept, and both products of the gradient run in the backward. Nothing is wasted under
+  no_grad or in a checkpointed region, and dW comes in the weight's dtype.
+- More tokens than a chunk holds: the forward goes chunk by chunk, forms the gradients at once and sums dW in fp32. A
+  sequence-level factor needs all log-probs of its sequence: chunks then end where sequences end, and a sequence that is
+  longer than a chunk costs a forward-only pass over all tokens.
+- fp16 and fp32, and an entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products.
+
+With a tolerance (head_columns.py), the last two products run over fewer columns of the vocabulary. fp16 and fp32 then
+recompute E in the forward already, chunk by chunk, because the metrics say what was left out.
+
+Shapes: N rows of hidden states (tokens), M <= N kept ones, V vocabulary, D hidden size, S sequences.
+
+Log-prob and entropy of hidden @ weight.T with no logits in memory, and their gradients, in Triton.
+
+    z = y / T,  y = softcap(h . w + b),   logp = z_t - log sum_v exp(z_v),   H = -sum_v p_v log p_v
+    dz_v = g (1[v = t] - p_v) - h p_v (log p_v + H)       for gradients g of logp and h of H
+
+There are two paths. The dtype decides which one runs, unless the caller names one, as tests do.
+
+- "anchored" (bf16). E_v = exp(z_v - c), with the target's own z as the anchor c, is stored in bf16, which has the
+  exponent range for it; S, the sum of E_v over v != t, is fp32. Then logp = -log1p(S) and p_v = E_v / (S + 1). With the
+  target's entry of E overwritten by -S, dz_v = v E_v for v = -g / (S + 1): the forward's product has become the
+  backward's operand. A row whose S reaches 2^86 (its target lies 60 nats below) gets its maximum as the anchor instead,
+  in two guarded passes.
+- "recompute" (fp16, whose range ends 11 nats above the anchor, and fp32). The forward is an online softmax. The
+  backward forms p_v from the log-sum-exp, chunk by chunk: four products in all. An anchored forward of more rows than a
+  chunk, or with an entropy gradient under a soft-cap, takes this backward too.
+
+A weight may be sharded by rows over processes (`group` is the name of their process group). Then c, the sums and the
+maxima of flagged rows [N] are all-reduced, so that every rank decides alike; only the rank that has a target patches
+its E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (softmax.py).
+
+The operators are opaque to torch.compile, which would take their products apart.
+
+Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastgrpo.kernels import launch
+from fastgrpo.kernels.head_torch import (
+    ELSEWHERE,
+    MOST_KEPT,
+    add_weight_product_,
+    all_reduce_,
+    bias_product,
+    hidden_product,
+    mm_fp32,
+    weight_product,
+)
+from fastgrpo.kernels.launch import LN2, LOG2E, ROWS_VARY, log1p
+from fastgrpo.kernels.objectives import PolicyRows, cut, first_order, needed, no_autocast, policy_parts
+from fastgrpo.kernels.policy_loss import policy_loss_fwd
+
+Tensor = torch.Tensor
+
+
+# A row of logits is flagged when the exponentials of its other tokens, relative to its target, sum to this much (59.6
+# nats). It then gets its maximum as the anchor: V e^80 overflows the fp32 sum, and v H underflows in bf16 past 65 nats.
+GUARD = tl.constexpr(2.0**86)
+
+
+@triton.jit
+def flagged(total_ptr, rows, n_rows):
+    """Return which rows need another anchor than their target. NaN does not, and stays NaN.
+
+    Args:
+        total_ptr: [N] sums of the exponentials of the tokens other than the target.
+        rows: Numbers of the rows.
+        n_rows: N.
+    """
+    return tl.load(total_ptr + rows, mask=rows < n_rows, other=0.0) >= GUARD
+
+
+@triton.jit
+def row_scale(inv_t, inv_t_ptr, rows, n_rows):
+    """Return log2(e) / T of each row.
+
+    Args:
+        inv_t: 1 / T of all rows, read where `inv_t_ptr` is None.
+        inv_t_ptr: [N] 1 / T of each row, or None.
+        rows: Numbers of the rows.
+        n_rows: N.
+    """
+    if inv_t_ptr is not None:
+        return tl.load(inv_t_ptr + rows, mask=rows < n_rows, other=1.0) * LOG2E
+    return tl.zeros_like(rows).to(tl.float32) + inv_t * LOG2E
+
+
+@triton.jit
+def tanh(x):
+    """Return the hyperbolic tangent, by one exponential and one division, to an absolute error of fp32 rounding.
+
+    Args:
+        x: fp32 values.
+    """
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, precision: tl.constexpr, even_k: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Return hidden[rows] @ weight[cols].T, [BLOCK_M, BLOCK_N] fp32.
+
+    Args:
+        h_ptr: hidden [N, D].
+        h_stride: Elements between two rows of hidden.
+        rows: [BLOCK_M] row numbers in [0, N).
+        w_ptr: weight [V, D].
+        w_stride: Elements between two rows of weight.
+        cols: [BLOCK_N] vocabulary entries in [0, V).
+        depth: D.
+        precision: Input precision of the product, "ieee" or "tf32".
+        even_k: Whether D is a multiple of BLOCK_K, so that no load needs a mask.
+        BLOCK_M: Rows of the block.
+        BLOCK_N: Vocabulary entries of the block.
+        BLOCK_K: Elements of D that one step reads.
+    """
+    k = tl.arange(0, BLOCK_K)
+    h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * h_stride + k[None, :]
+    w_ptrs = w_ptr + cols.to(tl.int64)[None, :] * w_stride + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        if even_k:
+            h = tl.load(h_ptrs)
+            w = tl.load(w_ptrs)
+        else:
+            h = tl.load(h_ptrs, mask=(start + k < depth)[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=(start + k < depth)[:, None], other=0.0)
+        acc = tl.dot(h, w, acc, input_precision=precision)
+        h_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    return acc
+
+
+class Head(NamedTuple):
+    """What every launch of a head's kernel reads.
+
+    Attributes:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        targets: [N] int64, ids of the vocabulary.
+        temperature: T of all rows, read where `temperatures` is None; 1 / T once checked.
+        temperatures: [N] T of each row, or None; 1 / T in fp32 once checked.
+        softcap: Cap of the logits, cap tanh(z / cap), or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+    temperature: float
+    temperatures: torch.Tensor | None
+    softcap: float | None
+
+    def checked(self) -> "Head":
+        """Check every shape and return the head with contiguous rows, and with 1 / T in place of T."""
+        n, (vocab, depth) = len(self.hidden), self.weight.shape
+        assert self.hidden.shape == (n, depth) and self.targets.shape == (n,), (self.hidden.shape, self.targets.shape)
+        assert self.hidden.dtype == self.weight.dtype, (self.hidden.dtype, self.weight.dtype)
+        inverse = None if self.temperatures is None else self.temperatures.float().reciprocal()
+        assert inverse is None or inverse.shape == (n,), inverse.shape
+        bias = None if self.bias is None else self.bias.contiguous()
+        assert bias is None or bias.shape == (vocab,), bias.shape
+        return Head(launch.rows_contiguous(self.hidden), launch.rows_contiguous(self.weight), bias,
+                    self.targets.contiguous(), 1.0 / self.temperature, inverse, self.softcap)  # fmt: skip
+
+    def cut(self, part: slice) -> "Head":
+        """Return the head of some rows of hidden."""
+        temperatures = None if self.temperatures is None else self.temperatures[part]
+        return self._replace(hidden=self.hidden[part], targets=self.targets[part], temperatures=temperatures)
+
+
+def blocks_of(table: launch.Blocks) -> launch.Blocks:
+    """Return the block sizes of a launch: the given ones, or small ones under the interpreter."""
+    return launch.INTERPRETED if launch.INTERPRET else table
+
+
+def product_options(head: Head, blocks: launch.Blocks) -> dict[str, Any]:
+    """Return the keyword arguments that all kernels with pointer loads take."""
+    n, depth = head.hidden.shape
+    return {
+        "n_rows": n,
+        "vocab": head.weight.shape[0],
+        "depth": depth,
+        "PRECISION": launch.precision(head.hidden.dtype),
+        "EVEN_K": depth % blocks.depth == 0,
+        "BLOCK_M": blocks.rows,
+        "BLOCK_K": blocks.depth,
+        "num_warps": blocks.warps,
+        "num_stages": blocks.stages,
+    }
+
+
+# Row blocks whose tiles run side by side. One wave of programs then computes about 16 x 128 rows by 8 x 256 columns,
+# which reads the fewest bytes of both operands.
+GROUP_M = 16
+# E's rows are allocated by this many on a GPU: M differs from step to step, and memory that torch's allocator has kept
+# of one step fits the next one where their sizes are the same. A chunk of 8,192 rows has 8 sizes.
+ROWS_HELD = 1024
+
+
+@triton.jit
+def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Return (row block, vocabulary tile) of a tile number, GROUP_M row blocks at a time: a wave shares operands."""
+    width = GROUP_M * num_n
+    first_m = tile // width * GROUP_M
+    group = tl.minimum(num_m - first_m, GROUP_M)
+    return first_m + tile % width % group, tile % width // group
+
+
+@triton.jit
+def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
+                  inv_t_ptr, cap, BEND: tl.constexpr, SUM: tl.constexpr, ENTROPY: tl.constexpr,
+                  BLOCK_N: tl.constexpr):  # fmt: skip
+    """Turn a tile of products into (what is stored, sum_v E, sum_v E x2); the sums leave the target's column out."""
+    first = block_n * BLOCK_N
+    row_ok = rows < n_rows
+    y = acc
+    if bias_ptr is not None:
+        cols = first + tl.arange(0, BLOCK_N)  # made again below, where keeping it would cost registers
+        y += tl.load(bias_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32)[None, :]
+    if cap is not None:
+        bent = tanh(y * (1.0 / cap))
+        y = bent * cap
+    scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
+    anchor = tl.load(anchor_ptr + rows, mask=row_ok, other=0.0)
+    # One multiply-add an element. The product of anchor and scale is rounded, which moves x2 of a row by half a unit in
+    # the last place of the anchor: as much as rounding the logit to fp32 does.
+    x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
+    e = tl.exp2(x2)
+    stored = e
+    if mix_ptr is not None:
+        constant = tl.load(mix_ptr + rows, mask=row_ok, other=0.0)
+        slope = tl.load(mix_ptr + n_rows + rows, mask=row_ok, other=0.0)
+        stored = e * (constant[:, None] + slope[:, None] * tl.maximum(x2, -1e30))
+    if cap is not None and BEND:
+        stored *= 1.0 - bent * bent  # the cap's slope: dy/dx = 1 - tanh^2
+    total = tl.zeros_like(anchor)
+    entropy = tl.zeros_like(anchor)
+    if SUM or patch_ptr is not None:
+        target = tl.load(target_ptr + rows, mask=row_ok, other=-1).to(tl.int32)
+        # Few tiles hold a target or end past V, and the others need no masks. With a bias or an entropy, two ways to
+        # the sums would need more registers than there are.
+        plain = False
+        if bias_ptr is None and not ENTROPY:
+            ends = first + BLOCK_N
+            plain = (tl.max(((target >= first) & (target < ends)).to(tl.int32)) == 0) & (ends <= vocab)
+        if plain:
+            total = tl.sum(e, axis=1)
+        else:
+            cols = first + tl.arange(0, BLOCK_N)
+            is_target = cols[None, :] == target[:, None]
+            if patch_ptr is not None:
+                stored = tl.where(is_target, tl.load(patch_ptr + rows, mask=row_ok, other=0.0)[:, None], stored)
+            if SUM:
+                # Columns past V are zeros that the load filled in; they must not count as logits of 0.
+                others = tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0)
+                total = tl.sum(others, axis=1)
+                if ENTROPY:
+                    entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
+    return stored, total, entropy
+
+
+@triton.jit(**ROWS_VARY)
+def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
+                           inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
+                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BEND: tl.constexpr, BLOCK_M: tl.constexpr,
+                           BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute every PROGRAMS-th tile; loads and stores go through tensor descriptors."""
+    num_m = tl.cdiv(n_rows, BLOCK_M)
+    num_n = tl.cdiv(vocab, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, PROGRAMS, flatten=FLATTEN):
+        block_m, block_n = _grouped(tile, num_m, num_n, GROUP_M)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start in range(0, depth, BLOCK_K):
+            h = h_desc.load([block_m * BLOCK_M, start])
+            w = w_desc.load([block_n * BLOCK_N, start])
+            acc = tl.dot(h, w.T, acc)
+        rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
+                                          bias_ptr, inv_t, inv_t_ptr, cap, BEND, total_ptr is not None,
+                                          entropy_ptr is not None, BLOCK_N)  # fmt: skip
+        if e_desc is not None:
+            e_desc.store([block_m * BLOCK_M, block_n * BLOCK_N], e.to(e_desc.dtype))
+        _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows)
+
+
+@triton.jit
+def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
+    """Store the row sums of one vocabulary tile, where they are asked for."""
+    if total_ptr is not None:
+        tl.store(total_ptr + block_n.to(tl.int64) * n_rows + rows, total, mask=rows < n_rows)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + block_n.to(tl.int64) * n_rows + rows, entropy, mask=rows < n_rows)
+
+
+@triton.jit
+def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr,
+              inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
+              BEND: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute and store one tile of the kernel with pointer loads."""
+    cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
+                   depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+    e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
+                                      bias_ptr, inv_t, inv_t_ptr, cap, BEND, total_ptr is not None,
+                                      entropy_ptr is not None, BLOCK_N)  # fmt: skip
+    if e_ptr is not None:
+        e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride + cols[None, :]
+        tl.store(e_ptrs, e.to(e_ptr.dtype.element_ty), mask=(rows < n_rows)[:, None] & (cols < vocab)[None, :])
+    _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows)
+
+
+@triton.jit(**ROWS_VARY)
+def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr,
+                               mix_ptr, bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, flag_ptr, n_rows,
+                               vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr, BEND: tl.constexpr,
+                               PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+                               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
+    block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
+        if tl.max(flagged(flag_ptr, rows, n_rows).to(tl.int32)) == 0:
+            return
+    if LOOP:
+        for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
+            _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
+                      bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
+                      BEND, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+    else:  # the loop costs 40 registers, and at 256 columns it would spill
+        _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
+                  bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
+                  BEND, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+
+
+@triton.jit(**ROWS_VARY)
+def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, cap, out_ptr, n_rows, vocab, depth,
+                       PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+                       BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute y at the targets of one row block, as the diagonal of a product."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0)
+    legal = (target >= 0) & (target < vocab)
+    target = tl.where(legal, target, 0).to(tl.int32)
+    acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, target, depth, PRECISION, EVEN_K,
+                    BLOCK_M, BLOCK_M, BLOCK_K)  # fmt: skip
+    # The diagonal of this product is rounded as the main product is. A gather followed by a dot product is not: its
+    # one-sided error of 1e-4 would go into every log-prob.
+    i = tl.arange(0, BLOCK_M)
+    y = tl.sum(tl.where(i[:, None] == i[None, :], acc, 0.0), axis=1)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + target).to(tl.float32)
+    if cap is not None:
+        y = tanh(y * (1.0 / cap)) * cap
+    tl.store(out_ptr + rows, tl.where(legal, y, float("nan")), mask=rows < n_rows)
+
+
+def empty_exps(rows: int, vocab: int, like: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialised [rows, vocab] whose pitch is a multiple of 64 elements: bulk copies want 16 bytes."""
+    held = rows if like.device.type == "cpu" else -(-rows // ROWS_HELD) * ROWS_HELD
+    return torch.empty(held, -(-vocab // 64) * 64, dtype=like.dtype, device=like.device)[:rows, :vocab]
+
+
+def anchor_fwd(head: Head) -> torch.Tensor:
+    """Compute y at the target of each row, the anchor of the anchored forward.
+
+    Returns:
+        [N] fp32; NaN where the target is outside of [0, V).
+    """
+    n = len(head.hidden)
+    out = torch.empty(n, dtype=torch.float32, device=head.hidden.device)
+    blocks = blocks_of(launch.anchor_blocks(head.hidden.dtype))
+    _anchor_fwd_kernel[(triton.cdiv(n, blocks.rows),)](
+        head.hidden, head.hidden.stride(0), head.weight, head.weight.stride(0), head.targets, head.bias, head.softcap,
+        out, **product_options(head, blocks),
+    )  # fmt: skip
+    return out
+
+
+def flattens(has_bias: bool) -> bool:
+    """Return whether the persistent kernel makes one loop of its tiles and of their depth.
+
+    The loads of the next tile are then under way during the epilogue of this one. With a bias that would spill.
+    """
+    return not has_bias
+
+
+def linear_exp_fwd(
+    head: Head,
+    anchor: torch.Tensor,
+    exps: torch.Tensor | None = None,
+    patch: torch.Tensor | None = None,
+    mix: torch.Tensor | None = None,
+    sums: bool = True,
+    entropy: bool = False,
+    flags: torch.Tensor | None = None,
+    bend: bool = True,
+) -> list[torch.Tensor | None]:
+    """Write E of the module docstring into `exps`, and return its sums over each vocabulary tile.
+
+    Args:
+        head: The checked arguments of the head.
+        anchor: [N] fp32, a of each row.
+        exps: [N, V] with contiguous rows of any pitch, which E is written to; None stores nothing.
+        patch: [N] fp32, what is stored at the target's column in place of its exponential, or None.
+        mix: [2, N] fp32. E is stored times mix[0] + mix[1] x2, which brings in an entropy gradient. None is a factor
+            of 1.
+        sums: Whether sum_v E is returned, the target's column left out.
+        entropy: Whether sum_v E x2 is returned, the target's column left out.
+        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed. None computes
+            all.
+        bend: Whether E carries the slope of the soft-cap, as the gradient wants it. The sums never do.
+
+    Returns:
+        The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None where not asked for.
+    """
+    n, vocab = len(head.hidden), head.weight.shape[0]
+    major, minor = launch.capability(head.hidden.device)
+    plain = head.softcap is None and not entropy and head.hidden.shape[1] % 64 == 0 and flags is None and mix is None
+    by_descriptor = flags is None and mix is None and launch.uses_descriptors(head.hidden, head.weight)
+    if by_descriptor:
+        blocks = blocks_of(launch.exp_blocks(major, head.softcap is not None, head.bias is not None))
+    else:
+        tf32 = launch.precision(head.hidden.dtype) == "tf32"
+        blocks = blocks_of(launch.exp_ptr_blocks(major, minor, head.hidden.dtype, tf32, plain))
+    tiles = triton.cdiv(vocab, blocks.cols)
+    outputs = [
+        torch.empty(tiles, n, dtype=torch.float32, device=head.hidden.device) if wanted else None
+        for wanted in (sums, entropy)
+    ]
+    row_blocks = triton.cdiv(n, blocks.rows)
+    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M, "BEND": bend}
+    common = (anchor, head.targets, patch, mix, head.bias, head.temperature, head.temperatures, head.softcap, *outputs)
+    if by_descriptor:
+        del options["PRECISION"], options["EVEN_K"]
+        count = min(launch.programs(head.hidden.device), row_blocks * tiles)
+        descriptors = (
+            TensorDescriptor.from_tensor(head.hidden, [blocks.rows, blocks.depth]),
+            TensorDescriptor.from_tensor(head.weight, [blocks.cols, blocks.depth]),
+            None if exps is None else TensorDescriptor.from_tensor(exps, [blocks.rows, blocks.cols]),
+        )
+        flatten = flattens(head.bias is not None)
+        _linear_exp_fwd_kernel[(count,)](*descriptors, *common, PROGRAMS=count, FLATTEN=flatten, **options)
+    else:
+        splits = tiles if flags is None else launch.GUARD_SPLITS
+        _linear_exp_ptr_fwd_kernel[(row_blocks * splits,)](
+            head.hidden, head.hidden.stride(0), head.weight, head.weight.stride(0), exps,
+            0 if exps is None else exps.stride(0), *common, flags, SPLITS=splits, LOOP=flags is not None, **options,
+        )  # fmt: skip
+    return outputs
+
+
+@triton.jit(**ROWS_VARY)
+def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, inv_t, inv_t_ptr, cap, max_ptr,
+                       total_ptr, entropy_ptr, flag_ptr, n_rows, vocab, depth, SPLITS, PRECISION: tl.constexpr,
+                       EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr):  # fmt: skip
+    """Compute the online softmax of one row block over the vocabulary tiles of one split."""
+    num_m = tl.cdiv(n_rows, BLOCK_M)
+    block_m = tl.program_id(0) % num_m
+    split = tl.program_id(0) // num_m
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_ok = rows < n_rows
+    if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
+        if tl.max(flagged(flag_ptr, rows, n_rows).to(tl.int32)) == 0:
+            return
+    scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
+    target = tl.load(target_ptr + rows, mask=row_ok, other=0).to(tl.int32)
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    entropy = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
+        cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        y = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
+                      depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32)[None, :]
+        if cap is not None:
+            y = tanh(y * (1.0 / cap)) * cap
+        x2 = y * scale[:, None]
+        x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
+        new_top = tl.maximum(top, tl.max(x2, axis=1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        e = tl.exp2(x2 - base[:, None])
+        shrink = tl.exp2(top - base)
+        if entropy_ptr is not None:
+            # The sum is over E (x2 - top): moving the top by delta moves each term by E delta.
+            moved = entropy + tl.where(total > 0, total * (top - base), 0.0)
+            entropy = moved * shrink + tl.sum(e * tl.maximum(x2 - base[:, None], -1e30), axis=1)
+        total = total * shrink + tl.sum(e, axis=1)
+        top = new_top
+    offset = split.to(tl.int64) * n_rows + rows
+    tl.store(max_ptr + offset, top, mask=row_ok)
+    tl.store(total_ptr + offset, total, mask=row_ok)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + offset, entropy, mask=row_ok)
+
+
+def online_fwd(
+    head: Head, entropy: bool = False, flags: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Compute the online softmax of every vocabulary split, the target's column left out.
+
+    Args:
+        head: The checked arguments of the head.
+        entropy: Whether the entropy sums are computed.
+        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed, the others
+            stay unwritten. None computes all.
+
+    Returns:
+        [splits, N] fp32 each: the maxima of x2, the sums of 2^(x2 - maximum), and the sums of 2^(x2 - maximum) times
+        (x2 - maximum), or None without `entropy`.
+    """
+    n, device = len(head.hidden), head.hidden.device
+    dtype = head.hidden.dtype
+    blocks = blocks_of(launch.online_blocks(dtype, launch.precision(dtype) == "tf32"))
+    row_blocks = triton.cdiv(n, blocks.rows)
+    splits = launch.GUARD_SPLITS if flags is not None else launch.online_splits(row_blocks, device)
+    top, total, ent = (
+        torch.empty(splits, n, dtype=torch.float32, device=device) if wanted else None
+        for wanted in (True, True, entropy)
+    )
+    _online_fwd_kernel[(row_blocks * splits,)](
+        head.hidden, head.hidden.stride(0), head.weight, head.weight.stride(0), head.targets, head.bias,
+        head.temperature, head.temperatures, head.softcap, top, total, ent, flags, SPLITS=splits,
+        BLOCK_N=blocks.cols, **product_options(head, blocks),
+    )  # fmt: skip
+    return top, total, ent
+
+
+SHARE = 2.0**15  # the largest power of two in fp16
+
+
+class Rows(NamedTuple):
+    """What the forward computes for each token. Each field is one row of a [7, N] fp32 tensor.
+
+    Attributes:
+        logp: Log-prob of the target.
+        entropy: Entropy of the row's distribution, in nats.
+        anchor: a, in the unit of y: E = exp((y - a) / T).
+        slope: What a gradient of logp is multiplied by to give v, -1 / (T sum_v E).
+        patch: The entry of E at the target that the backward reads: minus the sum of E over the other tokens, times
+            the slope of the soft-cap at the target.
+        mass: exp((y_t - a) / T), times the slope of the soft-cap at the target.
+        norm: sum_v E.
+    """
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    anchor: torch.Tensor
+    slope: torch.Tensor
+    patch: torch.Tensor
+    mass: torch.Tensor
+    norm: torch.Tensor
+
+    def normalized(self) -> "Rows":
+        """Return the same with the log-sum-exp as the anchor: E is then the probability, and norm is 1."""
+        t = -1 / (self.slope * self.norm)
+        return Rows(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
+                    self.patch / self.norm, self.mass / self.norm, torch.ones_like(self.norm))  # fmt: skip
+
+    def shares(self) -> "Rows":
+        """Return the same with an anchor that makes E the share p / (1 - p_target) of each other token, times 2^15.
+
+        fp16 then holds the shares of a confident row as well as those of another one.
+        """
+        rows = self.normalized()
+        unit = SHARE / (-torch.expm1(self.logp)).clamp(min=1e-30)
+        t = -1 / rows.slope
+        return Rows(rows.logp, rows.entropy, rows.anchor - unit.log() * t, rows.slope / unit, rows.patch * unit,
+                    rows.mass * unit, unit)  # fmt: skip
+
+
+@triton.jit(**ROWS_VARY)
+def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, TILES: tl.constexpr):
+    """Sum [tiles, N] over the tiles into out [N], in fixed order."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(0, n_tiles, TILES):
+        tile = start + tl.arange(0, TILES)
+        offset = tile.to(tl.int64)[:, None] * n_rows + rows[None, :]
+        part = tl.load(tiles_ptr + offset, mask=(tile < n_tiles)[:, None] & (rows < n_rows)[None, :], other=0.0)
+        total += tl.sum(part, axis=0)
+    tl.store(out_ptr + rows, total, mask=rows < n_rows)
+
+
+@triton.jit(**ROWS_VARY)
+def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_ptr, split_total_ptr,
+                       split_entropy_ptr, target_ptr, e_ptr, e_stride, inv_t, inv_t_ptr, cap, n_rows, n_splits,
+                       WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):  # fmt: skip
+    """Compute `Rows` from the sums of each row.
+
+    With total_ptr, the splits of the online softmax count for flagged rows alone; without it, for all rows.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = rows < n_rows
+    scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
+    c = tl.load(target_y_ptr + rows, mask=ok, other=0.0)
+    c2 = c * scale
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    entropy = tl.zeros((ROWS,), dtype=tl.float32)
+    moved = ok
+    if total_ptr is not None:
+        total = tl.load(total_ptr + rows, mask=ok, other=0.0)
+        moved = total >= GUARD
+        if WITH_ENTROPY:
+            entropy = tl.load(entropy_ptr + rows, mask=ok, other=0.0)
+    split = tl.arange(0, BLOCK_SPLITS)
+    offset = split.to(tl.int64)[:, None] * n_rows + rows[None, :]
+    here = (split < n_splits)[:, None] & (moved & ok)[None, :]
+    tops = tl.load(split_max_ptr + offset, mask=here, other=float("-inf"))
+    parts = tl.load(split_total_ptr + offset, mask=here, other=0.0)
+    top = tl.maximum(tl.max(tops, axis=0), c2)  # the target may be the largest
+    base = tl.where(moved, top, c2)
+    shrink = tl.exp2(tops - base[None, :])
+    total = tl.where(moved, tl.sum(parts * shrink, axis=0), total)
+    if WITH_ENTROPY:
+        ents = tl.load(split_entropy_ptr + offset, mask=here, other=0.0)
+        ents += tl.where(parts > 0, parts * (tops - base[None, :]), 0.0)
+        entropy = tl.where(moved, tl.sum(ents * shrink, axis=0), entropy)
+    target_e = tl.exp2(c2 - base)  # 1 where the anchor is the target
+    norm = total + target_e
+    log_norm = tl.where(base == c2, log1p(total), tl.log(norm))
+    logp = (c2 - base) * LN2 - log_norm
+    # H = log sum_v E - sum_v E (z - a) / sum_v E
+    row_entropy = log_norm - (entropy + target_e * tl.maximum(c2 - base, -1e30)) * LN2 / norm
+    bend = tl.full((ROWS,), 1.0, dtype=tl.float32)
+    if cap is not None:
+        bend = 1.0 - (c / cap) * (c / cap)
+    patch = -total * bend
+    tl.store(out_ptr + rows, logp, mask=ok)
+    tl.store(out_ptr + n_rows + rows, row_entropy, mask=ok)
+    # An anchor that has not moved is handed on bit by bit: the guarded pass rewrites the rows beside a flagged one, and
+    # they must get the same E again.
+    tl.store(out_ptr + 2 * n_rows + rows, tl.where(base == c2, c, base / scale), mask=ok)
+    tl.store(out_ptr + 3 * n_rows + rows, -scale * LN2 / norm, mask=ok)
+    tl.store(out_ptr + 4 * n_rows + rows, patch, mask=ok)
+    tl.store(out_ptr + 5 * n_rows + rows, target_e * bend, mask=ok)
+    tl.store(out_ptr + 6 * n_rows + rows, norm, mask=ok)
+    if e_ptr is not None:
+        target = tl.load(target_ptr + rows, mask=ok, other=-1)
+        # c is NaN for a target outside of [0, V), and a negative target lies on another rank.
+        legal = ok & (c == c) & (target >= 0)
+        tl.store(e_ptr + rows.to(tl.int64) * e_stride + target, patch.to(e_ptr.dtype.element_ty), mask=legal)
+
+
+@triton.jit(**ROWS_VARY)
+def _entropy_bwd_kernel(e_ptr, e_stride, out_ptr, out_stride, target_ptr, patch_ptr, g_ptr, h_ptr, norm_ptr,
+                        entropy_ptr, vocab, BLOCK: tl.constexpr):  # fmt: skip
+    """Turn E into E (g + h (log p + H)) with log p = ln E - ln norm, and take the target's entry from patch.
+
+    out may be E itself.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.load(h_ptr + row)
+    constant = tl.load(g_ptr + row) + h * (tl.load(entropy_ptr + row) - tl.log(tl.load(norm_ptr + row)))
+    e = tl.load(e_ptr + row * e_stride + cols, mask=cols < vocab, other=0.0).to(tl.float32)
+    # Below 1.1755e-38, the least normal number of fp32, Triton would type the constant as fp64.
+    x = tl.where(e == 0, 0.0, e * (constant + h * tl.log(tl.maximum(e, 1.2e-38))))
+    x = tl.where(cols == tl.load(target_ptr + row), tl.load(patch_ptr + row), x)
+    tl.store(out_ptr + row * out_stride + cols, x.to(out_ptr.dtype.element_ty), mask=cols < vocab)
+
+
+def reduce_fwd(tiles: torch.Tensor) -> torch.Tensor:
+    """Sum over the vocabulary tiles, in fixed order.
+
+    Args:
+        tiles: [vocabulary tiles, N] fp32.
+
+    Returns:
+        [N] fp32.
+    """
+    n_tiles, n = tiles.shape
+    out = torch.empty(n, dtype=torch.float32, device=tiles.device)
+    _reduce_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
+        tiles, out, n, n_tiles, ROWS=launch.REDUCE_ROWS, TILES=launch.REDUCE_TILES
+    )
+    return out
+
+
+def finish_fwd(
+    head: Head,
+    target_y: torch.Tensor,
+    total: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    splits: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    exps: torch.Tensor | None,
+    with_entropy: bool,
+) -> torch.Tensor:
+    """Compute what the loss and the backward need for each row.
+
+    Args:
+        head: The checked arguments of the head.
+        target_y: [N] fp32, y at the target.
+        total: [N] fp32, the sum of E over the tokens other than the target, with the target as the anchor; None where
+            the splits alone are known.
+        entropy: [N] fp32, the sum of E x2 over the same tokens, or None.
+        splits: Maxima, sums and entropy sums of the online softmax (`online_fwd`), which count for flagged rows, or for
+            all where `total` is None.
+        exps: [N, V] E, whose entries at the targets are patched, or None.
+        with_entropy: Whether the entropy is computed.
+
+    Returns:
+        [7, N] fp32, see `Rows`.
+    """
+    n = len(target_y)
+    out = torch.empty(7, n, dtype=torch.float32, device=target_y.device)
+    _finish_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
+        out, target_y, total, entropy, *splits, head.targets, exps, 0 if exps is None else exps.stride(0),
+        head.temperature, head.temperatures, head.softcap, n, len(splits[0]), WITH_ENTROPY=with_entropy,
+        ROWS=launch.REDUCE_ROWS, BLOCK_SPLITS=launch.MAX_SPLITS if total is None else launch.GUARD_SPLITS,
+    )  # fmt: skip
+    return out
+
+
+def entropy_bwd(
+    exps: torch.Tensor, targets: torch.Tensor, rows: Rows, g: torch.Tensor, h: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then `rows.slope` alone.
+
+        out_v = E_v (g + h (log p_v + H)),   v != target
+
+    Args:
+        exps: [N, V] E.
+        targets: [N] int64.
+        rows: What the forward computed.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies.
+        out: [N, V], which is written: `exps` itself or another tensor.
+    """
+    patch = g * rows.patch + h * rows.mass * (rows.logp + rows.entropy)
+    block = 64 if launch.INTERPRET else 4096
+    _entropy_bwd_kernel[(len(exps), triton.cdiv(exps.shape[1], block))](
+        exps, exps.stride(0), out, out.stride(0), targets, patch, g, h, rows.norm, rows.entropy, exps.shape[1],
+        BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+@launch.operator("fastgrpo::head_products")
+def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
+                  weight_dtype: torch.dtype, group: str | None, columns: Tensor | None = None,
+                  count: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of hidden, weight and bias from kept exponentials.
+
+    Args:
+        exps: [n, V] E; with `columns`, of which the first K count.
+        v: [n] fp32.
+        hidden: [n, D].
+        weight: [V, D] in the dtype of hidden.
+        needs: Which of the three gradients are needed.
+        weight_dtype: Dtype of dW.
+        group: Name of the process group of a sharded weight, or None.
+        columns: [V] int64, whose first K are the columns of E, rising; None where E has all columns.
+        count: [1] int64 on the CPU, K.
+
+    Returns:
+        dH [n, D], dW [V, D] in weight_dtype and dbias [V] fp32, each empty where not needed.
+    """
+    if len(hidden) == 0:
+        return HeadGradients(0, weight, needs).result(weight_dtype)
+    size = len(weight)
+    exps, ids = _kept(exps, size, columns, count)
+    with no_autocast(hidden):
+        return (
+            hidden_product(exps, v, _rows(weight, ids), group) if needs[0] else hidden.new_empty(0),
+            _spread(weight_product(exps, v, hidden, weight_dtype), ids, size)
+            if needs[1]
+            else weight.new_empty(0, dtype=weight_dtype),
+            _spread(bias_product(exps, v), ids, size) if needs[2] else v.new_empty(0),
+        )
+
+
+def _kept(exps, size, columns, count):
+    """Return the kept columns of E [n, K], and their ids [K], or None where all of the vocabulary's `size` stay."""
+    kept = size if count is None else int(count)
+    return (exps, None) if kept == size else (exps[:, :kept], columns[:kept])
+
+
+def _rows(matrix, ids):
+    """Return some rows of a matrix, or the matrix itself where `ids` is None."""
+    return matrix if ids is None else matrix.index_select(0, ids)
+
+
+def _spread(values, ids, size):
+    """Return `size` rows, which are `values` at `ids` and else 0; or `values` themselves where `ids` is None."""
+    return values if ids is None else values.new_zeros(size, *values.shape[1:]).index_copy_(0, ids, values)
+
+
+@head_products.register_fake
+def _(exps, v, hidden, weight, needs, weight_dtype, group, columns=None, count=None):
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else 0),
+        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
+        v.new_empty(weight.shape[0] if needs[2] else 0),
+    )
+
+
+@launch.operator("fastgrpo::head_products_add_", mutates_args=("hidden_sum", "weight_sum", "bias_sum"))
+def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, hidden_sum: Tensor | None,
+                       weight_sum: Tensor | None, bias_sum: Tensor | None, start: int, columns: Tensor | None = None,
+                       count: Tensor | None = None) -> None:  # fmt: skip
+    """Compute the same for one chunk: write its rows of dH, and add its dW and dbias.
+
+    The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed before.
+
+    Args:
+        exps: [n, V] E of the chunk; with `columns`, of which the first K count.
+        v: [n] fp32.
+        hidden: [n, D].
+        weight: [V, D] in the dtype of hidden.
+        hidden_sum: [M, D], in which rows `start` to `start` + n are written, or None.
+        weight_sum: [V, D] fp32, or None.
+        bias_sum: [V] fp32, or None.
+        start: The chunk's first row among all.
+        columns: [V] int64, whose first K are the columns of E, rising; None where E has all columns.
+        count: [1] int64 on the CPU, K.
+    """
+    first = start == 0
+    exps, ids = _kept(exps, len(weight), columns, count)
+    with no_autocast(hidden):
+        if weight_sum is not None and ids is None:
+            add_weight_product_(weight_sum, exps, v, hidden, first)
+        elif weight_sum is not None:
+            if first:
+                weight_sum.zero_()
+            part = add_weight_product_(weight_sum.index_select(0, ids), exps, v, hidden, first)
+            weight_sum.index_copy_(0, ids, part)  # a column stands in `ids` once
+        if bias_sum is not None:
+            product = _spread(bias_product(exps, v), ids, len(weight))
+            bias_sum.copy_(product) if first else bias_sum.add_(product)
+        if hidden_sum is not None:
+            part = hidden_sum[start : start + len(exps)]
+            if part.dtype == torch.float32:
+                mm_fp32(exps, _rows(weight, ids), out=part).mul_(v[:, None])
+            else:
+                torch.mul(mm_fp32(exps, _rows(weight, ids)), v[:, None], out=part)
+
+
+class HeadGradients:
+    """dH [M, D], dW [V, D] and dbias [V] over several chunks, added from the first row to the last.
+
+    dW and dbias add up in fp32. dH is in the dtype of hidden, or in fp32 where ranks add to it or where it is scaled
+    later, because rounding both before and after a factor would lose precision.
+
+    Args:
+        rows: M, the rows of hidden over all chunks.
+        weight: [V, D] in the dtype of hidden.
+        needs: Which of the gradients of hidden, weight and bias are needed.
+        group: Name of the process group of a sharded weight, or None.
+        scaled: Whether the sums are multiplied by grad_output later.
+    """
+
+    def __init__(
+        self, rows: int, weight: Tensor, needs: Sequence[bool], group: str | None = None, scaled: bool = False
+    ) -> None:
+        self.weight, self.group, self.start = weight, group, 0
+        fp32 = {"dtype": torch.float32, "device": weight.device}
+        dtype = torch.float32 if scaled or group is not None else weight.dtype
+        shape = rows, weight.shape[1]
+        self.hidden_sum = torch.empty(shape, dtype=dtype, device=weight.device) if needs[0] else None
+        self.weight_sum = torch.empty(weight.shape, **fp32) if needs[1] else None
+        self.bias_sum = torch.empty(weight.shape[0], **fp32) if needs[2] else None
+
+    def add(
+        self, exps: Tensor, v: Tensor, hidden: Tensor, columns: Tensor | None = None, count: Tensor | None = None
+    ) -> None:
+        """Add the next n rows.
+
+        Args:
+            exps: [n, V] E of these rows.
+            v: [n] fp32.
+            hidden: [n, D].
+            columns: [V] int64, as `head_products` takes them, or None.
+            count: [1] int64 on the CPU, or None.
+        """
+        sums = self.hidden_sum, self.weight_sum, self.bias_sum
+        head_products_add_(exps, v, hidden, self.weight, *sums, self.start, columns, count)
+        self.start += len(exps)
+
+    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return (dH, dW, dbias) as they were added up, None where not needed."""
+        if self.start == 0:  # there were no rows, and so no first chunk that writes
+            for total in (self.weight_sum, self.bias_sum):
+                if total is not None:
+                    total.zero_()
+        if self.hidden_sum is not None:
+            all_reduce_(self.hidden_sum, self.group)
+        return self.hidden_sum, self.weight_sum, self.bias_sum
+
+    def result(self, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dH, dW, dbias) in the form of `head_products`."""
+        dh, dw, db = self.sums()
+        return (
+            self.weight.new_empty(0) if dh is None else dh.to(self.weight.dtype),
+            self.weight.new_empty(0, dtype=weight_dtype) if dw is None else dw.to(weight_dtype),
+            self.weight.new_empty(0, dtype=torch.float32) if db is None else db,
+        )
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter wants its gradient: a bf16 weight may ask for fp32 (from torch 2.10 on)."""
+    # The attribute cannot be traced, and only leaves have it.
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
+        return parameter.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def wanted(
+    gradients: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool], bias_dtype: torch.dtype | bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return what autograd receives, None where a gradient is not needed."""
+    dh, dw, db = gradients
+    return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
+
+
+STEPS = 63  # with the column of C that sums a whole row, a multiple of 8, as the library's fast products want it
+FEWEST_KEPT = 1 / 256  # of the vocabulary; with so few columns the products cost nothing beside that of the forward
+MULTIPLE = 16  # of which K is one, for the library's fast products
+
+
+class Choice(NamedTuple):
+    """Which columns a chunk keeps.
+
+    Attributes:
+        columns: [V] int64, of which the first `count` are the kept columns, rising.
+        count: K; V where too many would stay, and `columns` is then without meaning.
+        dropped: [n] fp32 mass of the columns left out, in the unit of E.
+        mass: [n] fp32 mass of all columns but the target's, in the unit of E.
+    """
+
+    columns: Tensor
+    count: int
+    dropped: Tensor
+    mass: Tensor
+
+
+@cache
+def ladder(vocab: int) -> tuple[int, ...]:
+    """Return how many columns may be left out, rising."""
+    ratio = (FEWEST_KEPT / MOST_KEPT) ** (1 / (STEPS - 1))
+    kept = {int(MOST_KEPT * vocab * ratio**step) // MULTIPLE * MULTIPLE for step in range(STEPS)}
+    return tuple(sorted(vocab - count for count in kept if count))
+
+
+@cache
+def _ladder_on(vocab, device):
+    return torch.tensor(ladder(vocab), device=device, dtype=torch.int64)
+
+
+def choose_columns(exps: Tensor, targets: Tensor, rows: Rows, g: Tensor, tolerance: float) -> Choice:
+    """Choose the columns that a chunk keeps. The host waits for their number.
+
+    Args:
+        exps: [n, V] E, with the slope of no soft-cap. Its values are the same before and after.
+        targets: [n] int64 ids within the shard.
+        rows: What the forward computed, of this E.
+        g: [n] fp32, gradient of the log-probs.
+        tolerance: tau, above 0.
+    """
+    n, vocab = exps.shape
+    if n == 0:
+        return Choice(targets.new_zeros(vocab), vocab, *g.new_zeros(2, 0))
+    exps = exps.data  # without the count of changes by which autograd would take a saved E for another one
+    mine = (targets >= 0) & (targets < vocab)
+    place = torch.where(mine, targets, 0)[:, None]
+    own = exps.gather(1, place)
+    exps.scatter_(1, place, own.masked_fill(mine[:, None], 0))
+    others = -torch.expm1(rows.logp)  # m_n, to full relative precision
+    score = bias_product(exps, torch.where(others > 0, g.abs() / (rows.norm * others.clamp(min=1e-30)), 0))
+    score = torch.nn.functional.pad(score, (0, 1)).index_fill_(0, torch.where(mine, targets, vocab), torch.inf)[:vocab]
+    order, free = score.argsort(stable=True), (score < torch.inf).sum()  # targets come last, and are never left out
+    left_out = _ladder_on(vocab, exps.device)
+    # A product with the running sums in C needs no cumsum, whose order of summation torch does not fix on a GPU.
+    within = torch.arange(vocab, device=exps.device)[:, None] < torch.nn.functional.pad(left_out, (0, 1), value=vocab)
+    members = torch.empty(within.shape, dtype=exps.dtype, device=exps.device)
+    masses = mm_fp32(exps, members.index_copy_(0, order, within.to(exps.dtype)))
+    exps.scatter_(1, place, own)
+    mass = masses[:, -1]
+    limit = torch.where(g != 0, tolerance * (1 - rounding(exps.dtype)) * mass, torch.inf)
+    fits = (masses[:, :-1] <= limit[:, None]).all(0) & (left_out <= free)  # NaN fits nowhere
+    step = int((fits * torch.arange(1, len(fits) + 1, device=fits.device)).amax()) if len(fits) else 0
+    columns = torch.zeros_like(order)
+    if step == 0:
+        return Choice(columns, vocab, torch.zeros_like(mass), mass)
+    first = ladder(vocab)[step - 1]
+    columns[: vocab - first] = order[first:].sort().values
+    return Choice(columns, vocab - first, masses[:, step - 1] * (g != 0), mass)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the share of tau that makes up for the rounding of E and of its sums, so that the bound holds for p."""
+    return max(2**-9, torch.finfo(dtype).eps)  # also where products of fp32 round to TF32
+
+
+@triton.jit(**ROWS_VARY)
+def _keep_columns_kernel(e_ptr, e_stride, out_ptr, out_stride, column_ptr, anchor_ptr, inv_t, inv_t_ptr, cap, n_rows,
+                         count, BLOCK: tl.constexpr):  # fmt: skip
+    """Write some columns of one row of E side by side, times the soft-cap's slope. out may be E itself.
+
+    In place, a block is stored where later ones do not read any more: rising columns lie at or behind their new places.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    one = row + tl.arange(0, 1)
+    if cap is not None:
+        anchor = tl.load(anchor_ptr + one)
+        scale = row_scale(inv_t, inv_t_ptr, one, n_rows)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        column = place
+        if column_ptr is not None:
+            column = tl.load(column_ptr + place, mask=place < count, other=0)
+        e = tl.load(e_ptr + row * e_stride + column, mask=place < count, other=0.0)
+        if cap is not None:
+            x = e.to(tl.float32)
+            y = anchor + tl.log2(tl.maximum(x, 1.2e-38)) / scale
+            slope = tl.maximum(1.0 - (y / cap) * (y / cap), 0.0)
+            e = tl.where(x > 0, x * slope, x).to(e_ptr.dtype.element_ty)  # the target's entry has its slope
+        tl.debug_barrier()  # other warps of the row have read what this one writes over
+        tl.store(out_ptr + row * out_stride + place, e, mask=place < count)
+
+
+def keep_columns(
+    exps: Tensor, choice: Choice, rows: Rows, temperature: float, temperatures: Tensor | None, softcap: float | None,
+    inplace: bool,
+) -> Tensor:  # fmt: skip
+    """Bring E into the form of the gradient: with the chosen columns alone, and with the slope of the soft-cap.
+
+    Args:
+        exps: [n, V] E, without that slope.
+        choice: Which columns are kept.
+        rows: What the forward computed, of this E.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [n] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        inplace: Whether E may be overwritten.
+
+    Returns:
+        [n, V], whose first K columns are those of the choice: `exps` itself, or with `inplace` False a tensor [n, K]
+        where E has to change.
+    """
+    n, vocab = exps.shape
+    everything = choice.count == vocab
+    if n == 0 or (everything and softcap is None):
+        return exps
+    out = exps if inplace else empty_exps(n, choice.count, exps)
+    inverse = None if temperatures is None else temperatures.float().reciprocal()
+    _keep_columns_kernel[(n,)](
+        exps, exps.stride(0), out, out.stride(0), None if everything else choice.columns, rows.anchor,
+        1.0 / temperature, inverse, softcap, n, choice.count, BLOCK=launch.columns_block(),
+    )  # fmt: skip
+    return out
+
+
+@launch.operator("fastgrpo::head_columns_", mutates_args=("exps",))
+def head_columns_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, temperature: float,
+                  temperatures: Tensor | None, softcap: float | None, tolerance: float,
+                  group: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Choose the columns of a chunk, and bring E into the form of the gradient in place, see `keep_columns`.
+
+    Args:
+        exps: [n, V] E.
+        targets: [n] int64 ids within the shard.
+        rows: [7, n] fp32, `head_rows.Rows` of this E.
+        g: [n] fp32, gradient of the log-probs.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [n] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        tolerance: tau, above 0.
+        group: Name of the process group of a sharded weight, or None.
+
+    Returns:
+        Columns and count, [V] and [1] (on the CPU) int64, see `Choice`; the kept share of the vocabulary over all
+        ranks, a scalar; and the mass left out of each row [n], as a share of m_n.
+    """
+    stats = Rows(*rows.unbind(0))
+    choice = choose_columns(exps, targets, stats, g, tolerance)
+    keep_columns(exps, choice, stats, temperature, temperatures, softcap, True)
+    sizes = all_reduce_(rows.new_tensor([choice.count, exps.shape[1]]), group)
+    dropped, mass = all_reduce_(torch.stack([choice.dropped, choice.mass]), group)
+    share = torch.where(dropped > 0, dropped / mass, 0)
+    return choice.columns, torch.tensor([choice.count]), sizes[0] / sizes[1], share
+
+
+@head_columns_.register_fake
+def _(exps, targets, rows, g, temperature, temperatures, softcap, tolerance, group):
+    count = torch.empty(1, dtype=torch.int64, device="cpu")
+    return targets.new_empty(exps.shape[1]), count, rows.new_empty(()), torch.empty_like(g)
+
+
+@launch.operator("fastgrpo::head_products_within")
+def head_products_within(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, hidden: Tensor, weight: Tensor,
+                         temperature: float, temperatures: Tensor | None, softcap: float | None, tolerance: float,
+                         needs: list[bool], weight_dtype: torch.dtype,
+                         group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute the gradients of hidden, weight and bias from exponentials that stay as they are, over fewer columns.
+
+    Args:
+        exps: [n, V] E.
+        targets: [n] int64 ids within the shard.
+        rows: [7, n] fp32, `head_rows.Rows` of this E.
+        g: [n] fp32, gradient of the log-probs.
+        hidden: [n, D].
+        weight: [V, D] in the dtype of hidden.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [n] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        tolerance: tau, above 0.
+        needs: Which of the three gradients are needed.
+        weight_dtype: Dtype of dW.
+        group: Name of the process group over whose ranks dH is summed, or None.
+
+    Returns:
+        dH [n, D], dW [V, D] and dbias [V], as `head_products` returns them.
+    """
+    stats = Rows(*rows.unbind(0))
+    choice = choose_columns(exps, targets, stats, g, tolerance)
+    kept = keep_columns(exps, choice, stats, temperature, temperatures, softcap, False)
+    return head_products(kept, g * stats.slope, hidden, weight, needs, weight_dtype, group, choice.columns,
+                         torch.tensor([choice.count]))  # fmt: skip
+
+
+@head_products_within.register_fake
+def _(exps, targets, rows, g, hidden, weight, temperature, temperatures, softcap, tolerance, needs, weight_dtype,
+      group):  # fmt: skip
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else 0),
+        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
+        rows.new_empty(weight.shape[0] if needs[2] else 0),
+    )
+
+
+@launch.operator("fastgrpo::head_shares")
+def head_shares(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+                temperatures: Tensor | None, softcap: float | None,
+                rows: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Recompute E for a choice of columns: probabilities as shares of their row's m_n, without a soft-cap's slope.
+
+    Args:
+        hidden: [n, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        targets: [n] int64 ids within the shard.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [n] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        rows: [7, n] fp32, `head_rows.Rows` of the forward.
+
+    Returns:
+        E [n, V], and `head_rows.Rows` of this E, [7, n] fp32.
+    """
+    exps = empty_exps(len(hidden), weight.shape[0], weight)
+    stats = Rows(*rows.unbind(0)).shares()
+    if len(hidden):
+        with no_autocast(hidden):
+            head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
+            linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, bend=False)
+    return exps, torch.stack(stats)
+
+
+@head_shares.register_fake
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows):
+    return empty_exps(len(hidden), weight.shape[0], weight), torch.empty_like(rows)
+
+
+PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}
+
+
+def chunk_slices(total: int, size: int) -> list[slice]:
+    """Cut rows into equal chunks, rounded to 128 rows."""
+    count = max(1, -(-total // size))
+    step = min(size, -(-total // count // 128) * 128) if count > 1 else max(total, 1)
+    return [slice(start, min(start + step, total)) for start in range(0, max(total, 1), step)]
+
+
+def rows_fwd(
+    head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None,
+    bend: bool = True,
+) -> Tensor:  # fmt: skip
+    """Compute what the loss and the backward need for each row, and fill E.
+
+    Args:
+        head: The checked arguments of the head, N > 0.
+        anchored: Whether the path is the anchored one.
+        exps: [N, V], which the anchored path fills with E, or None.
+        entropy: Whether the entropy is computed.
+        group: Name of the process group of a sharded weight, or None.
+        bend: Whether E carries the slope of the soft-cap.
+
+    Returns:
+        [7, N] fp32, see `head_rows.Rows`.
+    """
+    target_y = anchor_fwd(head)
+    if group is not None:  # c comes from the rank that has the target; for a target that no rank has, all give NaN
+        target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
+    total = entropy_sum = None
+    if anchored:
+        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy, bend=bend)
+        total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
+    # Both guarded passes are always launched, so that nothing waits for the flags; a program without a flag returns.
+    splits = online_fwd(head, entropy, flags=total)
+    if group is not None:
+        splits = merge_ranks(splits, group)
+    rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps, entropy)
+    if anchored and exps is not None:
+        stats = Rows(*rows.unbind(0))
+        linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total, bend=bend)
+    return rows
+
+
+def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Merge the online softmax over the splits of every rank into one split, equal on all ranks.
+
+    Args:
+        splits: Maxima, sums and entropy sums (or None), [splits, N] each, as `online_fwd` returns them.
+        group: Name of the process group.
+
+    Returns:
+        The same, [1, N] each.
+    """
+    tops, totals, entropies = splits
+    top = all_reduce_(tops.amax(0, keepdim=True), group, torch.distributed.ReduceOp.MAX)
+    moved = torch.where(totals > 0, tops - top, 0.0)  # -inf - -inf would be NaN, where a split holds the target alone
+    shrink = moved.exp2()
+    total = all_reduce_((totals * shrink).sum(0, keepdim=True), group)
+    if entropies is None:
+        return top, total, None
+    entropies = (entropies + totals * moved) * shrink
+    return top, total, all_reduce_(entropies.sum(0, keepdim=True), group)
+
+
+def recompute_exps(head: Head, rows: Rows, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
+    """Fill `exps` from the log-sum-exp, so that dz = v exps: the fourth product.
+
+    The larger of |g| and |h| goes into v, since fp16 holds probabilities, but not probabilities times the weight of a
+    token.
+
+    Args:
+        head: The checked arguments of the head.
+        rows: What the forward computed.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies, or None.
+        exps: [N, V], which is filled.
+
+    Returns:
+        v [N] fp32.
+    """
+    rows = rows.normalized()
+    if h is None:
+        linear_exp_fwd(head, rows.anchor, exps, patch=rows.patch, sums=False)
+        return g * rows.slope
+    size = torch.maximum(g.abs(), h.abs()).clamp_(min=1e-30)
+    g, h = g / size, h / size
+    mix = torch.stack([g + h * rows.entropy, h * LN2.value])
+    patch = g * rows.patch + h * rows.mass * (rows.logp + rows.entropy)
+    linear_exp_fwd(head, rows.anchor, exps, patch=patch, mix=mix, sums=False)
+    return size * rows.slope
+
+
+@launch.operator("fastgrpo::linear_logprob_fwd")
+def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+                       temperatures: Tensor | None, softcap: float | None, anchored: bool, keep: bool, entropy: bool,
+                       chunk_rows: int, group: str | None,
+                       bend: bool = True) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute log-probs, entropy and what the backward needs; without `keep` by chunks, at the cost of one product.
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        targets: [N] int64.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [N] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        anchored: Whether the path is the anchored one.
+        keep: Whether E is kept for the backward.
+        entropy: Whether the entropy is computed.
+        chunk_rows: The most rows of a chunk.
+        group: Name of the process group of a sharded weight, or None.
+        bend: Whether a kept E carries the slope of the soft-cap.
+
+    Returns:
+        `head_rows.Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
+    """
+    n, vocab = len(hidden), weight.shape[0]
+    with no_autocast(hidden):
+        head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
+        exps = empty_exps(n if keep else 0, vocab, weight)
+        if n == 0:
+            return hidden.new_zeros(7, 0, dtype=torch.float32), exps
+        if keep:
+            return rows_fwd(head, anchored, exps, entropy, group, bend), exps
+        parts = [rows_fwd(head.cut(part), anchored, None, entropy, group) for part in chunk_slices(n, chunk_rows)]
+        return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), exps
+
+
+@linear_logprob_fwd.register_fake
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group,
+      bend=True):  # fmt: skip
+    n, vocab = len(hidden), weight.shape[0]
+    return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
+
+
+@launch.operator("fastgrpo::head_entropy_bwd")
+def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> Tensor:
+    """Bring the gradients of log-prob and entropy into E; v is then the slope of `rows` alone.
+
+    Args:
+        exps: [N, V] anchored E.
+        targets: [N] int64.
+        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies.
+
+    Returns:
+        [N, V], a new tensor.
+    """
+    return entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, empty_exps(*exps.shape, exps))
+
+
+@head_entropy_bwd.register_fake
+def _(exps, targets, rows, g, h):
+    return empty_exps(*exps.shape, exps)
+
+
+@launch.operator("fastgrpo::head_entropy_bwd_", mutates_args=("exps",))
+def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> None:
+    """Bring the gradients of log-prob and entropy into E in place; v is then the slope of `rows` alone.
+
+    Args:
+        exps: [N, V] anchored E.
+        targets: [N] int64.
+        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies.
+    """
+    entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, exps)
+
+
+@launch.operator("fastgrpo::linear_logprob_bwd")
+def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
+                       temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
+                       h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype, chunk_rows: int,
+                       group: str | None, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Recompute E by chunks and compute the gradients from it.
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        targets: [N] int64.
+        temperature: T of all rows, read where `temperatures` is None.
+        temperatures: [N] T of each row, or None.
+        softcap: Cap of the logits, or None.
+        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        g: [N] fp32, gradient of the log-probs.
+        h: [N] fp32, gradient of the entropies, or None.
+        needs: Which of the gradients of hidden, weight and bias are needed.
+        weight_dtype: Dtype of dW.
+        chunk_rows: The most rows of a chunk.
+        group: Name of the process group of a sharded weight, or None.
+        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 where `h` is given.
+
+    Returns:
+        dH [N, D], dW [V, D] and dbias [V], as `head_products` returns them.
+    """
+    grads = HeadGradients(len(hidden), weight, needs, group)
+    if tolerance:
+        for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
+            states, located, ts = hidden[part], targets[part], cut(temperatures, part)
+            exps, stats = head_shares(states, weight, bias, located, temperature, ts, softcap, rows[:, part])
+            columns, count, *_ = head_columns_(exps, located, stats, g[part], temperature, ts, softcap, tolerance, None)
+            grads.add(exps, g[part] * stats[3], states, columns, count)
+        return grads.result(weight_dtype)
+    with no_autocast(hidden):
+        head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
+        for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
+            exps = empty_exps(part.stop - part.start, weight.shape[0], weight)
+            stats = Rows(*rows[:, part].unbind(0))
+            v = recompute_exps(head.cut(part), stats, g[part], None if h is None else h[part], exps)
+            grads.add(exps, v, hidden[part])
+    return grads.result(weight_dtype)
+
+
+@linear_logprob_bwd.register_fake
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h, needs, weight_dtype, chunk_rows,
+      group, tolerance=0.0):  # fmt: skip
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else 0),
+        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
+        rows.new_empty(weight.shape[0] if needs[2] else 0),
+    )
+
+
+class LinearLogprob(torch.autograd.Function):
+    """Log-probs [N] and entropy [N], fp32, with gradients of hidden, weight and bias.
+
+    `needs` says which of the three need a gradient, because ctx.needs_input_grad stays True under no_grad.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
+                chunk_rows, group, sum_hidden_grad, tolerance):  # fmt: skip
+        ctx.set_materialize_grads(False)
+        # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
+        keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
+        rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored,
+                                        keep, return_entropy, chunk_rows, group, not tolerance)  # fmt: skip
+        if any(needs):
+            ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
+        ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep, tolerance)
+        return rows[0].clone(), rows[1].clone()
+
+    @staticmethod
+    @first_order("linear_logprob")
+    def backward(ctx, grad_logps, grad_entropy):
+        hidden, weight, bias, targets, temperatures, rows, exps = ctx.saved_tensors
+        temperature, softcap, needs, chunk_rows, group, keep, tolerance = ctx.options
+        g = torch.zeros_like(rows[0]) if grad_logps is None else grad_logps.contiguous()
+        h = None if grad_entropy is None else grad_entropy.contiguous()
+        if keep and tolerance:
+            gradients = head_products_within(exps, targets, rows, g, hidden, weight, temperature, temperatures, softcap,
+                                             tolerance, list(needs), grad_dtype(weight), group)  # fmt: skip
+        elif keep:
+            if h is not None:
+                exps, g = head_entropy_bwd(exps, targets, rows, g, h), 1.0
+            gradients = head_products(exps, g * rows[3], hidden, weight, list(needs), grad_dtype(weight), group)
+        else:
+            gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
+                                           h, list(needs), grad_dtype(weight), chunk_rows, group,
+                                           tolerance)  # fmt: skip
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 11
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    group: str | None = None,
+    sum_hidden_grad: bool = True,
+    path: str | None = None,
+    chunk_rows: int = launch.CHUNK_ROWS,
+    tolerance: float = 0.0,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute log-probs of targets under softmax(softcap(hidden @ weight.T + bias) / temperature), differentiably.
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        targets: [N] int64 in [0, V), or as `Vocabulary.located` gives them where the weight is sharded. A bad target
+            gives NaN in its row.
+        bias: [V] or None.
+        temperature: A float, or [N].
+        softcap: Cap of the logits, or None.
+        return_entropy: Whether the entropy is computed.
+        group: Name of the process group of a sharded weight, or None.
+        sum_hidden_grad: Whether the gradient of hidden is summed over the group. Otherwise each rank gets its shard's
+            part.
+        path: "anchored" or "recompute". None chooses by the dtype of hidden.
+        chunk_rows: The most rows of hidden whose exponentials are held at once.
+        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 with `return_entropy`.
+
+    Returns:
+        logps [N] fp32, and the entropy [N] fp32 in nats, or None.
+    """
+    needs = needed(hidden, weight, bias)
+    per_row = isinstance(temperature, torch.Tensor)
+    logps, entropy = LinearLogprob.apply(
+        hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
+        softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows, group,
+        sum_hidden_grad, tolerance,
+    )  # fmt: skip
+    return logps, entropy if return_entropy else None
+
+
+class LinearGRPO(torch.autograd.Function):
+    """Returns the loss, an fp32 scalar, and a dict of [M] values: logps, metrics, and on request the entropy.
+
+    Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
+    ctx.needs_input_grad stays True under no_grad.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows,
+                group, tolerance):  # fmt: skip
+        ctx.set_materialize_grads(False)
+        bonus = rows.entropy_weights
+        with_entropy = return_entropy or bonus is not None
+        per_row = isinstance(rows.temperature, torch.Tensor)
+        t, ts = (1.0, rows.temperature) if per_row else (float(rows.temperature), None)
+
+        def head_fwd(part, keep):
+            h = _gather(hidden, rows.index, rows.active, part)
+            stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
+                                             keep, with_entropy, chunk_rows, group, not tolerance)  # fmt: skip
+            return h, stats, exps
+
+        m = len(rows.targets)
+        keeps = any(needs) and anchored and (bonus is None or softcap is None)
+        everything = slice(0, m)
+        ctx.form, known = "one", None
+        parts = [(everything, slice(None))]
+        within = tolerance > 0 and any(needs)
+        if (keeps and m > chunk_rows) or (within and not keeps):
+            ctx.form = "many"
+            slices = chunk_slices(m, chunk_rows)
+            parts, known = policy_parts(
+                rows, objective, slices, chunk_rows, policy_loss_fwd, lambda: head_fwd(everything, False)[1][0]
+            )
+        elif not keeps:
+            ctx.form = "recompute" if any(needs) else "none"
+        grads = HeadGradients(m, weight, needs, group, scaled=True) if ctx.form == "many" else None
+        outputs = []
+        for part, sequences in parts:
+            h, stats, exps = head_fwd(part, keeps)
+            columns = count = None
+            if known is None:
+                loss, g, metrics = policy_loss_fwd(stats[0], rows.cut(part, sequences), objective)
+            else:
+                loss, g = known[0][part], known[1][part]
+                metrics = {name: values[part] for name, values in known[2].items()}
+            part_bonus = cut(bonus, part)
+            if part_bonus is not None:
+                loss = loss - part_bonus * stats[1]  # - sum_n e_n H_n
+            v, left_out = g, {}
+            if within:
+                located, part_ts = rows.targets[part], cut(ts, part)
+                if not keeps:
+                    exps, stats = head_shares(h, weight, bias, located, t, part_ts, softcap, stats)
+                columns, count, kept, dropped = head_columns_(exps, located, stats, g, t, part_ts, softcap, tolerance,
+                                                              group)  # fmt: skip
+                left_out = {"kept_columns": kept.expand(len(g)), "dropped_mass": dropped}
+                v = g * stats[3]
+            elif keeps:
+                v = g * stats[3]
+                if part_bonus is not None:
+                    head_entropy_bwd_(exps, rows.targets[part], stats, g, -part_bonus)
+                    v = stats[3]
+            if grads is not None:
+                grads.add(exps, v, h, columns, count)
+                exps = None  # freed before the next chunk allocates its own: one chunk of exponentials at a time
+            outputs.append(
+                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics,
+                 **left_out}
+            )  # fmt: skip
+        if ctx.form == "one":
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v, columns, count)
+        elif ctx.form == "many":
+            ctx.save_for_backward(rows.index, *grads.sums())
+            ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
+        elif ctx.form == "recompute":
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, rows.targets, ts, stats, g, bonus)
+        ctx.options = (needs, t, softcap, chunk_rows, grad_dtype(weight), group, hidden.shape)
+        merged = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+        return merged.pop("loss").sum(dtype=torch.float64).float(), merged
+
+    @staticmethod
+    @first_order("linear_grpo_loss")
+    def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * 12
+        needs, t, softcap, chunk_rows, weight_dtype, group, shape = ctx.options
+        saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
+        if ctx.form == "many":
+            # Out of place: the saved sums may be asked for again (retain_graph). One pass each: scaled and rounded.
+            index, *sums = saved
+            dh, dw, db = (
+                None if x is None else torch.mul(x, grad_loss, out=torch.empty_like(x, dtype=dtype))
+                for x, dtype in zip(sums, ctx.dtypes, strict=True)
+            )
+            return _scatter(dh, index, shape), dw, db, *(None,) * 9
+        hidden, weight, bias, index, active = saved[:5]
+        h = _gather(hidden, index, active, slice(None))
+        if ctx.form == "one":
+            exps, v, columns, count = saved[5:]
+            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group, columns, count)
+        else:
+            targets, ts, stats, g, bonus = saved[5:]
+            entropy_grad = None if bonus is None else -bonus * grad_loss
+            gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
+                                           list(needs), weight_dtype, chunk_rows, group)  # fmt: skip
+        dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
+        return _scatter(dh, index, shape), dw, db, *(None,) * 9
+
+
+def _gather(hidden, index, active, part):
+    """Return the kept hidden states of a slice, 0 where not active: v = 0 does not protect dW from a NaN."""
+    h = hidden[part] if index is None else hidden[index[part]]
+    return h if active is None else h.masked_fill_(~active[part][:, None], 0)
+
+
+def _scatter(dh, index, shape):
+    """Return dH of all tokens [N, D] from dH of the kept ones [M, D]."""
+    return dh if dh is None or index is None else dh.new_zeros(shape).index_copy_(0, index, dh)
+
+
+def linear_grpo_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: PolicyRows,
+    objective: Any,
+    *,
+    return_entropy: bool = False,
+    softcap: float | None = None,
+    group: str | None = None,
+    path: str | None = None,
+    chunk_rows: int = launch.CHUNK_ROWS,
+    tolerance: float = 0.0,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute the loss from hidden states, differentiably.
+
+        loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n e_n H_n
+
+    Args:
+        hidden: [N, D] bf16, fp16 or fp32.
+        weight: [V, D] in the dtype of hidden.
+        bias: [V] or None.
+        rows: The M kept tokens; e_n are its entropy weights.
+        objective: An Objective.
+        return_entropy: Whether the entropy is returned.
+        softcap: Cap of the logits, or None.
+        group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
+        path: "anchored" or "recompute". None chooses by the dtype of hidden.
+        chunk_rows: The most tokens whose exponentials are held at once.
+        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 with entropy weights.
+
+    Returns:
+        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request. With a tolerance,
+        and where there is a gradient, also `kept_columns`, the share of its chunk, and `dropped_mass`.
+    """
+    needs = needed(hidden, weight, bias)
+    anchored = (path or PATHS[hidden.dtype]) == "anchored"
+    return LinearGRPO.apply(
+        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group,
+        tolerance,
+    )  # fmt: skip

@@ -1,0 +1,850 @@
+"""The head's loss and log-probs without Triton: the results of reference.py, in memory bounded by one chunk of rows.
+
+Shapes: N rows (one a token), M <= N kept rows, V vocabulary, D hidden, S sequences. Three matrix products in all:
+
+    z = (H W^T + b) / T,   logp = z_t - logsumexp(z),   g = dloss/dlogp,
+    dz = g (onehot_t - softmax(z)) / T,   dH = dz W,   dW = dz^T H
+
+A GRPO gradient is separable by row: g is known as soon as logp is, so dz is formed in place of the logits, in the
+forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
+nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
+and dW. The KL of the full distributions (full_kl.py) takes one product more, of the reference's states with its head,
+and adds its own part to dz. With a tolerance, the last two products run over fewer columns (bounded.py). A weight whose
+rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values (softmax.py) and of dH; dW and
+dbias stay with their shard.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fastgrpo.kernels.objectives import compute_dtype, cut, first_order, no_autocast, policy_loss_fwd, policy_parts
+
+CAST_ROWS = 8192  # rows of a 16-bit weight cast to fp32 at a time on a GPU
+CAST_BYTES = 2 * 2**20  # fp32 bytes cast at a time on a CPU, whose cache holds them until the product has read them
+
+
+def mm_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply with fp32 output, whatever the dtype of the operands.
+
+    The CPU, on which the interpreted tests run, has no such product of 16-bit operands: there they are cast.
+
+    Args:
+        a: [n, k].
+        b: [k, m].
+        out: [n, m] fp32 that is written, or None for a new tensor.
+
+    Returns:
+        [n, m] fp32.
+    """
+    if a.is_cuda and a.dtype != torch.float32:
+        if out is None:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
+
+
+def weight_blocks(weight: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Cut a weight into blocks of rows in another dtype, or leave it whole where it has that dtype.
+
+    A whole copy would take twice the memory of a 16-bit weight. On a CPU it would also be written to memory and read
+    back, which takes several times as long as the product of the few rows of a decode step.
+
+    Args:
+        weight: [V, D].
+        dtype: The dtype of the blocks.
+    """
+    step = max(1, CAST_BYTES // (4 * weight.shape[1])) if weight.device.type == "cpu" else CAST_ROWS
+    step = len(weight) if weight.dtype == dtype else step
+    for start in range(0, len(weight), step):
+        yield slice(start, start + step), weight[start : start + step].to(dtype)
+
+
+def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Compute states @ weight.T with fp32 output, on a CPU too, whose 16-bit products round their output to 16 bits.
+
+    Args:
+        states: [n, D], 16-bit, fp32 or fp64.
+        weight: [V, D] in the same dtype.
+
+    Returns:
+        [n, V] fp32.
+    """
+    if states.dtype == torch.float64:
+        return (states @ weight.T).float()
+    if states.is_cuda or states.dtype == torch.float32:
+        return mm_fp32(states, weight.T)
+    states = states.float()
+    out = torch.empty(len(states), len(weight), dtype=torch.float32, device=states.device)
+    for rows, block in weight_blocks(weight, torch.float32):
+        out[:, rows] = states @ block.T
+    return out
+
+
+@cache
+def _adds_in_place(device, dtype):
+    """Tell whether addmm takes an fp32 sum beside 16-bit operands. torch before 2.10 refuses."""
+    try:
+        total = torch.zeros(16, 16, device=device)
+        operand = torch.zeros(16, 16, device=device, dtype=dtype)
+        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add a product to an fp32 sum, total += a @ b, without a second tensor of its size where torch can.
+
+    Args:
+        total: [n, m] fp32, changed in place.
+        a: [n, k].
+        b: [k, m].
+    """
+    if a.dtype == torch.float32:
+        return total.addmm_(a, b)
+    if a.is_cuda and _adds_in_place(a.device, a.dtype):
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.add_(mm_fp32(a, b))
+
+
+def hidden_product(exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, group: str | None = None) -> torch.Tensor:
+    """Compute dH = v (E W): an fp32 product, scaled, summed over the ranks of the group, and rounded once.
+
+    Args:
+        exps: E [n, V].
+        v: [n] fp32.
+        weight: [V, D].
+        group: Name of the process group over which the rows of the weight are sharded, or None.
+
+    Returns:
+        dH [n, D] in the dtype of the weight.
+    """
+    if group is not None:
+        return all_reduce_(mm_fp32(exps, weight).mul_(v[:, None]), group).to(weight.dtype)
+    out = torch.empty(len(exps), weight.shape[1], dtype=weight.dtype, device=weight.device)
+    return torch.mul(mm_fp32(exps, weight), v[:, None], out=out)
+
+
+def _scaled(hidden, v):
+    """Compute v H in the dtype of H, and the factor that was taken out of it for fp16, which would lose small v."""
+    if hidden.dtype != torch.float16:
+        return torch.mul(hidden, v[:, None], out=torch.empty_like(hidden)), None
+    factor = v.abs().amax().clamp(min=1e-30)
+    return torch.mul(hidden, (v / factor)[:, None], out=torch.empty_like(hidden)), factor
+
+
+def weight_product(exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute dW = E^T (v H), accumulated in fp32.
+
+    Args:
+        exps: E [n, V].
+        v: [n] fp32.
+        hidden: H [n, D].
+        dtype: Dtype of the result.
+
+    Returns:
+        dW [V, D].
+    """
+    scaled, factor = _scaled(hidden, v)
+    if factor is None and dtype == exps.dtype:
+        return exps.T @ scaled
+    product = mm_fp32(exps.T, scaled)
+    return (product if factor is None else product.mul_(factor)).to(dtype)
+
+
+def add_weight_product_(
+    total: torch.Tensor, exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, first: bool
+) -> torch.Tensor:
+    """Add a chunk to dW: total += E^T (v H).
+
+    Args:
+        total: [V, D] fp32, changed in place.
+        exps: E [n, V].
+        v: [n] fp32.
+        hidden: H [n, D].
+        first: Whether this is the first chunk, which overwrites `total`, so that it need not be zeroed before.
+    """
+    scaled, factor = _scaled(hidden, v)
+    if factor is None:
+        return mm_fp32(exps.T, scaled, out=total) if first else add_mm_(total, exps.T, scaled)
+    product = mm_fp32(exps.T, scaled)
+    return torch.mul(product, factor, out=total) if first else total.addcmul_(product, factor)
+
+
+def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Compute dbias = E^T v.
+
+    Args:
+        exps: E [n, V].
+        v: [n] fp32.
+
+    Returns:
+        dbias [V] fp32.
+    """
+    # v is scaled to a largest entry of 1, which no dtype loses
+    factor = v.abs().amax().clamp(min=1e-30)
+    return mm_fp32(exps.T, (v / factor).to(exps.dtype)[:, None])[:, 0] * factor
+
+
+# These stand for a target's id within the shard where another rank holds the target, and where no rank does.
+ELSEWHERE, NOWHERE = -1, -2
+
+
+def all_reduce_(
+    values: torch.Tensor, group: dist.ProcessGroup | str | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Reduce `values` in place over the ranks of a process group.
+
+    Args:
+        values: A tensor of the same shape on every rank.
+        group: The process group, or its name where an operator of torch.library cannot be handed the group itself.
+            None means that there is one process: nothing happens.
+        op: The reduction.
+    """
+    if group is not None:
+        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        dist.all_reduce(values, op=op, group=group)
+    return values
+
+
+class Vocabulary(NamedTuple):
+    """The part of the vocabulary that this process holds.
+
+    Targets are ids of the whole vocabulary, and values for each row are equal on all ranks.
+
+    Attributes:
+        first: Id of the first entry here.
+        total: Entries over all ranks.
+        largest: Entries of the largest shard.
+        group: The process group over which the shards lie, in rank order. None where this process holds all entries.
+    """
+
+    first: int
+    total: int
+    largest: int
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, group: dist.ProcessGroup | None) -> "Vocabulary":
+        """Find the part that a rank holds. The ranks exchange the sizes of their shards, and the host waits for them.
+
+        Args:
+            weight: [V, D], the shard of this rank.
+            group: The process group, or None.
+        """
+        if group is None:
+            if not weight.shape[0]:
+                raise ValueError("weight must hold at least one row, got none")
+            return cls(0, weight.shape[0], weight.shape[0], None)
+        size = torch.tensor([weight.shape[0]], device=weight.device)
+        sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(sizes, size, group=group)
+        sizes = torch.cat(sizes).tolist()
+        if min(sizes) < 1:
+            raise ValueError(f"weight must hold at least one row on every rank of process_group, got {sizes} rows")
+        return cls(sum(sizes[: dist.get_rank(group)]), sum(sizes), max(sizes), group)
+
+    def sum_(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place.
+
+        Args:
+            values: A tensor of the same shape on every rank.
+        """
+        return all_reduce_(values, self.group)
+
+    def max_(self, values: torch.Tensor) -> torch.Tensor:
+        """Take the maximum over the ranks, in place.
+
+        Args:
+            values: A tensor of the same shape on every rank.
+        """
+        return all_reduce_(values, self.group, dist.ReduceOp.MAX)
+
+    def local(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn ids of the whole vocabulary into ids within this shard.
+
+        Args:
+            targets: [n] int64 ids of the whole.
+            size: Entries of this shard.
+
+        Returns:
+            Ids within the shard [n] int64 (clamped to it), and whether this rank holds them [n] bool.
+        """
+        local = targets - self.first
+        return local.clamp(0, size - 1), (local >= 0) & (local < size)
+
+    def located(self, targets: torch.Tensor, size: int) -> tuple[torch.Tensor, str | None]:
+        """Translate targets and group for operators of torch.library, which cannot be handed a group.
+
+        Args:
+            targets: [n] int64 ids of the whole.
+            size: Entries of this shard.
+        """
+        if self.group is None:
+            return targets, None
+        local, mine = self.local(targets, size)
+        legal = (targets >= 0) & (targets < self.total)
+        return torch.where(mine, local, torch.where(legal, ELSEWHERE, NOWHERE)), self.group.group_name
+
+
+def softmax_(
+    z: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, return_entropy: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Turn logits into their softmax in place, and compute log-probs and entropy.
+
+        logp = z_t - log sum_v e^z_v,   H = -sum_v p_v log p_v
+
+    A sharded vocabulary all-reduces the maxima, then the logits of the targets (the owner's, 0 elsewhere) together with
+    the sums, then the sums of the entropy.
+
+    Args:
+        z: [n, V] logits divided by the temperature. They become the probabilities.
+        targets: [n] int64 ids of the whole vocabulary.
+        vocabulary: Which part of it `z` covers.
+        return_entropy: Whether to compute the entropy too.
+
+    Returns:
+        logps [n], and entropy [n] in nats or None.
+    """
+    top = vocabulary.max_(z.amax(-1))
+    local, mine = vocabulary.local(targets, z.shape[-1])
+    shifted_target = torch.where(mine, z.gather(-1, local[:, None])[:, 0] - top, 0.0)
+    if z.is_cpu and vocabulary.group is None:
+        # One pass over each row while it is in the cache. The largest probability is e^0 over the sum.
+        torch.softmax(z, -1, out=z)
+        log_total = -z.amax(-1).log()
+    else:
+        z -= top[:, None]
+        shifted_target, total = vocabulary.sum_(torch.stack([shifted_target, z.exp_().sum(-1)]))
+        z /= total[:, None]
+        log_total = total.log()
+    # H = -sum_v p_v log p_v; entr is 0 at p = 0, so logits of -inf are legal
+    entropy = vocabulary.sum_(torch.special.entr(z).sum(-1)) if return_entropy else None
+    return shifted_target - log_total, entropy
+
+
+def logit_gradient_(
+    probs: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, g: torch.Tensor,
+    entropy: torch.Tensor | None = None, h: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Turn probabilities into the gradient by the logits, in place.
+
+        dz = g dlogp/dz + h dH/dz,   dlogp/dz = onehot_t - p,   dH/dz = -p (log p + H)
+
+    Args:
+        probs: [n, V] probabilities. They become dz.
+        targets: [n] int64 ids of the whole vocabulary.
+        vocabulary: Which part of it `probs` covers.
+        g: [n] gradient of the log-prob.
+        entropy: [n] entropy H in nats, needed with `h`.
+        h: [n] gradient of the entropy, or None.
+    """
+    g = g.to(probs.dtype)
+    if h is None:
+        probs *= -g[:, None]
+    else:  # -p (g + h H) + h (-p log p), without log p where p is 0
+        slope = torch.special.entr(probs).mul_(h[:, None])
+        probs.mul_(-(g + h * entropy)[:, None]).add_(slope)
+    local, mine = vocabulary.local(targets, probs.shape[-1])
+    return probs.scatter_add_(-1, local[:, None], torch.where(mine, g, 0.0)[:, None])
+
+
+class ReferenceHead(NamedTuple):
+    """What gives the reference's logits, which have the policy's soft-cap and temperature. Nothing carries gradient.
+
+    Attributes:
+        hidden: [N, R], the reference's state at each token of the batch.
+        weight: [V, R].
+        bias: [V] or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def full_kl(probs: torch.Tensor, ref_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute KL(p || q) of each row.
+
+    A token that the policy rules out adds 0 (0 log 0), also where the reference rules it out too. One that the
+    reference alone rules out makes the KL infinite.
+
+    Args:
+        probs: [n, V] the policy's probabilities p.
+        ref_logits: [n, V] the reference's logits divided by the temperature. They become d.
+
+    Returns:
+        KL [n] in nats, and d [n, V], 0 where p is 0.
+    """
+    ref_logits -= ref_logits.logsumexp(-1, keepdim=True)  # log q: in logarithms, since q itself may underflow
+    log_ratio = ref_logits.neg_().add_(probs.log()).masked_fill_(probs == 0, 0)  # d = log p - log q
+    return (probs * log_ratio).sum(-1), log_ratio  # KL = sum_v p_v d_v
+
+
+def full_kl_gradient_(probs: torch.Tensor, log_ratio: torch.Tensor, kl: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """Turn d into the gradient by the policy's logits z, in place.
+
+    Args:
+        probs: [n, V] the policy's probabilities p.
+        log_ratio: [n, V] d. It becomes g p (d - KL).
+        kl: [n] KL of each row.
+        g: [n] gradient of the KL.
+    """
+    return log_ratio.sub_(kl[:, None]).mul_(probs).mul_(g.to(probs.dtype)[:, None])  # g dKL/dz = g p (d - KL)
+
+
+GROUPS = 32  # the columns are first left out in this many groups, then one by one within the group that holds the bound
+MOST_KEPT = 0.9  # where more of the columns stay, the products over all of them are as fast
+ROUNDING = 1 - 2**-10  # of tau, so that sums rounded to fp32 do not exceed it
+
+
+class Bounded(NamedTuple):
+    """The gradient of a chunk by its logits, over the columns that it keeps.
+
+    Attributes:
+        dz: [n, K] in the order of `columns`; None where too many columns stay, and the exact path is to be taken.
+        columns: [K] int64, rising.
+        kept: Scalar, the share of the vocabulary that is kept, over all ranks.
+        dropped: [n] the mass that was left out of each row, as a share of m_n; at most tau.
+    """
+
+    dz: torch.Tensor | None
+    columns: torch.Tensor | None
+    kept: torch.Tensor
+    dropped: torch.Tensor
+
+
+def bounded_gradient(
+    probs: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, g: torch.Tensor, tolerance: float,
+    bend: torch.Tensor | None = None,
+) -> Bounded:  # fmt: skip
+    """Form the gradient of a chunk by its logits over the columns that matter.
+
+    The number of columns decides shapes, so that on a GPU the host waits for it, once a chunk.
+
+    Args:
+        probs: [n, V] probabilities; they stay as they are.
+        targets: [n] int64 ids of the whole vocabulary.
+        vocabulary: Which part of it `probs` covers.
+        g: [n] gradient of the log-prob, divided by the temperature.
+        tolerance: tau, above 0.
+        bend: [n, V] slope of the soft-cap, or None.
+    """
+    g, size = g.to(probs.dtype), probs.shape[-1]
+    local, mine = vocabulary.local(targets, size)
+    own = probs.gather(-1, local[:, None])
+    probs.scatter_(-1, local[:, None], own.masked_fill(mine[:, None], 0))  # m_n without the cancellation of 1 - p_nt
+    mass = probs.sum(-1)
+    order, free = _order(probs, local, mine, torch.where(mass > 0, g.abs() / mass, 0))
+    limit = torch.where(g != 0, tolerance * ROUNDING * mass, torch.inf)
+    count, dropped = _longest(probs, order, free, limit)
+    probs.scatter_(-1, local[:, None], own)
+    exact = count < (1 - MOST_KEPT) * size
+    kept, dropped = probs.new_tensor(size if exact else size - count), dropped * (g != 0) * (not exact)
+    kept, dropped, mass = vocabulary.sum_(kept), vocabulary.sum_(dropped), vocabulary.sum_(mass)
+    kept, dropped = kept / vocabulary.total, torch.where(mass > 0, dropped / mass, 0)
+    if exact:
+        return Bounded(None, None, kept, dropped)
+    columns = order[count:].sort().values
+    dz = probs.index_select(-1, columns).mul_(-g[:, None])  # many times faster than indexing
+    if len(columns):  # a shard that holds no target may keep none
+        place = torch.searchsorted(columns, local).clamp_(max=len(columns) - 1)
+        dz.scatter_add_(-1, place[:, None], torch.where(mine, g, 0)[:, None])
+    if bend is not None:
+        dz *= bend.index_select(-1, columns)
+    return Bounded(dz, columns, kept, dropped)
+
+
+def _order(probs, local, mine, weights):
+    """Sort the columns by what they contribute, targets last. Returns them, and how many are no target's."""
+    score = weights @ probs
+    score.scatter_reduce_(0, local, torch.where(mine, torch.inf, 0).to(score), "amax")
+    return score.argsort(stable=True), (score < torch.inf).sum()
+
+
+def _longest(probs, order, free, limit):
+    """Find how many columns at the beginning of `order` have no more mass than `limit` [n] in any row.
+
+    Returns:
+        Their number, at most `free`, and their mass in each row [n].
+    """
+    size, step = len(order), -(-len(order) // GROUPS)
+    members = probs.new_zeros(size, GROUPS)
+    members[order, torch.arange(size, device=order.device) // step] = 1
+    masses = torch.nn.functional.pad((probs @ members).cumsum(-1), (1, 0))  # [n, 1 + GROUPS] before each group
+    fits = (masses[:, 1:] <= limit[:, None]).all(0).cumprod(0).sum().minimum(free // step)
+    whole = int(fits)
+    inside = order[whole * step : (whole + 1) * step]
+    rising = probs.index_select(-1, inside).cumsum(-1) + masses[:, whole, None]
+    further = (rising <= limit[:, None]).all(0).cumprod(0).sum()
+    further = int(further.minimum(free - whole * step))
+    return whole * step + further, rising[:, further - 1] if further else masses[:, whole]
+
+
+CHUNK_BYTES = 64 * 2**20  # bytes of one chunk's fp32 logits: enough for full-speed products, little beside a model
+MIN_CHUNK_ROWS = 128
+GATHERED_ROWS = 2048  # rows of a weight gathered at a time, where not all of them are multiplied
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Choose how many rows a chunk has.
+
+    Returns:
+        Rows whose fp32 logits fill CHUNK_BYTES, and at least MIN_CHUNK_ROWS.
+    """
+    return max(MIN_CHUNK_ROWS, CHUNK_BYTES // (4 * vocab_size))
+
+
+def row_slices(total: int, size: int) -> list[slice]:
+    """Cut rows into chunks."""
+    return [slice(start, min(start + size, total)) for start in range(0, max(total, 1), size)]
+
+
+def _room(slices, weight, dtype):
+    """Make room for the logits of any of the chunks.
+
+    They all use it, because fresh memory costs the system's time, on a CPU a tenth of the product that fills it.
+    """
+    return torch.empty(max(part.stop - part.start for part in slices), len(weight), dtype=dtype, device=weight.device)
+
+
+def _logits(hidden, weight, bias, temperature, softcap, room):
+    """Compute z [n, V] in the dtype of hidden (fp32 or fp64), and the slope dy/dx [n, V] of the soft-cap, or None.
+
+    z lies at the beginning of `room`.
+    """
+    z = room[: len(hidden)]
+    for block, w in weight_blocks(weight, hidden.dtype):
+        torch.mm(hidden, w.T, out=z[:, block])  # z = h W^T, product 1
+    if bias is not None:
+        z += bias.to(z.dtype)
+    slope = None
+    if softcap is not None:  # y = cap tanh(x / cap), dy/dx = 1 - tanh^2
+        z.div_(softcap).tanh_()
+        slope = z.square().neg_().add_(1)
+        z *= softcap
+    if isinstance(temperature, torch.Tensor):
+        z /= temperature.to(z.dtype)[:, None]
+    elif temperature != 1:
+        z /= temperature
+    return z, slope
+
+
+class _Gradients:
+    """Sums dH [N, D], dW [V, D] and dbias [V] over chunks, for the inputs that want a gradient: products 2 and 3.
+
+    The sums are fp32, or fp64 for fp64 inputs. dH is summed over the ranks of the vocabulary's group too. The first
+    chunk overwrites dW, which need not be zeroed before.
+    """
+
+    def __init__(self, hidden, weight, bias, needs, vocabulary):
+        self.inputs, self.vocabulary = (hidden, weight, bias), vocabulary
+        self.dtype = compute_dtype(hidden)
+        makers = torch.zeros, torch.empty, torch.zeros
+        self.sums = [
+            make(value.shape, dtype=self.dtype, device=hidden.device) if needed else None
+            for make, value, needed in zip(makers, self.inputs, needs, strict=True)
+        ]
+        self.first = True
+
+    def add(self, dz, h, rows, columns=None):
+        """Add the gradients of one chunk from dz [n, V] and h [n, D]; `rows` is its slice or index among the N rows.
+
+        With `columns` [K], dz is [n, K] and the other columns of the vocabulary add nothing.
+        """
+        dh, dw, dbias = self.sums
+        first, self.first = self.first, False
+        if columns is not None:
+            if first and dw is not None:
+                dw.zero_()
+            return self._add_columns(dz, h, rows, columns)
+        if dh is not None:
+            products = (dz[:, block] @ w for block, w in weight_blocks(self.inputs[1], self.dtype))
+            dh[rows] = self.vocabulary.sum_(sum(products))  # dH = dz W
+        if dw is not None:
+            dw.addmm_(dz.T, h, beta=0 if first else 1)  # dW = dz^T H
+        if dbias is not None:
+            dbias += dz.sum(0)
+
+    def _add_columns(self, dz, h, rows, columns):
+        """Add the gradients of one chunk over some columns, a block at a time, which stays in the cache."""
+        dh, dw, dbias = self.sums
+        product = torch.zeros_like(h)
+        for start in range(0, len(columns), GATHERED_ROWS):
+            part = slice(start, start + GATHERED_ROWS)
+            at = columns[part]
+            if dh is not None:
+                product.addmm_(dz[:, part], self.inputs[1].index_select(0, at).to(self.dtype))  # dH = dz W
+            if dw is not None:
+                dw.index_add_(0, at, dz[:, part].T @ h)  # dW = dz^T H; a column stands in `columns` once
+        if dh is not None:
+            dh[rows] = self.vocabulary.sum_(product)
+        if dbias is not None:
+            dbias[columns] += dz.sum(0)
+
+
+def _dtypes(*inputs):
+    return [None if value is None else value.dtype for value in inputs]
+
+
+def _rounded(sums, dtypes, scale=1.0):
+    """Multiply the sums by `scale` and round them once, to the dtypes of their inputs.
+
+    A gradient that is rounded to fp16 before the loss scale multiplies it may have vanished. The sums themselves stay
+    as they are, because autograd may ask for them again (retain_graph). What needs neither a factor nor rounding is
+    returned without a copy, unless a look at the factor would make the host wait for a GPU. Autograd's count of the
+    writes to what it has saved then makes a second backward an error, if somebody has written to the gradient.
+    """
+    same = scale == 1 if isinstance(scale, float) or scale.is_cpu else False
+    return [
+        total
+        if total is None or (same and total.dtype == dtype)
+        else torch.mul(total, scale, out=torch.empty_like(total, dtype=dtype))
+        for total, dtype in zip(sums, dtypes, strict=True)
+    ]
+
+
+def linear_logprob_fwd(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor,
+    temperature: float | torch.Tensor, size: int, vocabulary: Vocabulary, softcap: float | None,
+    return_entropy: bool = False, index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Compute log-probs and entropy by chunks of rows: one product.
+
+    Args:
+        hidden: [N, D].
+        weight: [V, D].
+        bias: [V] or None.
+        targets: [M] int64 token ids.
+        temperature: A float, or [M].
+        size: Most rows of a chunk.
+        vocabulary: Which part of the vocabulary `weight` holds.
+        softcap: The cap of the logits, or None.
+        return_entropy: Whether to compute the entropy too.
+        index: [M] int64 rows of hidden, or None for all of them.
+
+    Returns:
+        logps [M], and entropy [M] in nats or None. fp32, or fp64 for fp64 inputs.
+    """
+    dtype = compute_dtype(hidden)
+    logps = torch.empty(len(targets), dtype=dtype, device=hidden.device)
+    entropy = torch.empty_like(logps) if return_entropy else None
+    slices = row_slices(len(targets), size)
+    room = _room(slices, weight, dtype)
+    for part in slices:
+        where = part if index is None else index[part]
+        z = _logits(hidden[where].to(dtype), weight, bias, cut(temperature, part), softcap, room)[0]
+        logps[part], part_entropy = softmax_(z, targets[part], vocabulary, return_entropy)
+        if return_entropy:
+            entropy[part] = part_entropy
+    return logps, entropy
+
+
+class LinearLogprob(torch.autograd.Function):
+    """Log-probs [N] and entropy [N], differentiable by hidden, weight and bias.
+
+    The backward computes the logits of each chunk again: four products in all.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperature, size, return_entropy, vocabulary: Vocabulary, softcap,
+                sum_hidden_grad, tolerance=0.0):  # fmt: skip
+        with no_autocast(hidden):
+            logps, entropy = linear_logprob_fwd(
+                hidden, weight, bias, targets, temperature, size, vocabulary, softcap, return_entropy
+            )
+        per_row = isinstance(temperature, torch.Tensor)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropy, temperature if per_row else None)
+        ctx.temperature, ctx.size, ctx.vocabulary = None if per_row else temperature, size, vocabulary
+        ctx.softcap, ctx.sum_hidden_grad, ctx.tolerance = softcap, sum_hidden_grad, tolerance
+        ctx.set_materialize_grads(False)
+        return logps, entropy
+
+    @staticmethod
+    @first_order("linear_logprob")
+    def backward(ctx, grad_logps, grad_entropy):
+        hidden, weight, bias, targets, entropy, temperature = ctx.saved_tensors
+        temperature = ctx.temperature if temperature is None else temperature
+        summed = ctx.vocabulary if ctx.sum_hidden_grad else ctx.vocabulary._replace(group=None)
+        grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], summed)
+        if grad_logps is None:
+            grad_logps = torch.zeros(len(targets), dtype=grads.dtype, device=hidden.device)
+        with no_autocast(hidden):
+            slices = row_slices(len(targets), ctx.size)
+            room = _room(slices, weight, grads.dtype)
+            dz = columns = None
+            for part in slices:
+                h, t = hidden[part].to(grads.dtype), cut(temperature, part)
+                z, bend = _logits(h, weight, bias, t, ctx.softcap, room)
+                softmax_(z, targets[part], ctx.vocabulary)
+                if ctx.tolerance:
+                    cut_down = bounded_gradient(
+                        z, targets[part], ctx.vocabulary, grad_logps[part] / t, ctx.tolerance, bend
+                    )
+                    dz, columns = cut_down.dz, cut_down.columns
+                if dz is None:
+                    slope = None if grad_entropy is None else grad_entropy[part] / t
+                    part_entropy = cut(entropy, part)
+                    dz = logit_gradient_(z, targets[part], ctx.vocabulary, grad_logps[part] / t, part_entropy, slope)
+                    if bend is not None:
+                        dz *= bend
+                grads.add(dz, h, part, columns)
+                dz = columns = bend = cut_down = None  # freed before the next chunk's are allocated
+        return *_rounded(grads.sums, _dtypes(hidden, weight, bias)), *(None,) * 8
+
+
+class LinearGRPO(torch.autograd.Function):
+    """Returns the fused loss, a scalar, and a dict of [M] values: log-probs, metrics, and on request the entropy.
+
+    Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
+    ctx.needs_input_grad stays True under no_grad. `reference` is there where the objective has the KL of the full
+    distributions. Where `tolerance` is not 0, the [M] values have `kept_columns`, the share of its chunk, and
+    `dropped_mass`, see bounded.py.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, rows, objective, size, needs, return_entropy, vocabulary: Vocabulary,
+                softcap, reference: ReferenceHead | None, tolerance: float = 0.0):  # fmt: skip
+        ctx.set_materialize_grads(False)
+        dtype = compute_dtype(hidden)
+        return_entropy = return_entropy or rows.entropy_weights is not None
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        outputs, dz, columns = [], None, None
+        with no_autocast(hidden):
+            slices = row_slices(len(rows.targets), size)
+            parts, known = policy_parts(
+                rows, objective, slices, size, policy_loss_fwd,
+                lambda: linear_logprob_fwd(hidden, weight, bias, rows.targets, rows.temperature, size, vocabulary,
+                                           softcap, index=rows.index)[0],
+            )  # fmt: skip
+            keep_dz = any(needs) and len(parts) == 1
+            grads = _Gradients(hidden, weight, bias, needs, vocabulary) if any(needs) and not keep_dz else None
+            room = _room([part for part, _ in parts], weight, dtype)
+            ref_room = None if reference is None else torch.empty_like(room)
+            for part, sequences in parts:
+                where = part if rows.index is None else rows.index[part]
+                h, t, targets = hidden[where].to(dtype), cut(rows.temperature, part), rows.targets[part]
+                z, bend = _logits(h, weight, bias, t, softcap, room)
+                logps, entropy = softmax_(z, targets, vocabulary, return_entropy)
+                if known is None:
+                    part_loss, g, metrics = policy_loss_fwd(logps, rows.cut(part, sequences), objective)
+                else:
+                    part_loss, g = known[0][part], known[1][part]
+                    metrics = {name: values[part] for name, values in known[2].items()}
+                bonus = cut(rows.entropy_weights, part)  # - sum_n e_n H_n
+                if bonus is not None:
+                    part_loss = part_loss - bonus * entropy
+                if reference is not None:
+                    ref_h = reference.hidden[where].to(dtype)
+                    ref_z = _logits(ref_h, reference.weight, reference.bias, t, softcap, ref_room)[0]
+                    kl, log_ratio = full_kl(z, ref_z)
+                    kl_weights = objective.beta * rows.weights[part]
+                    part_loss, metrics["kl"] = part_loss + kl_weights * kl, kl  # + w beta KL
+                loss += part_loss.sum(dtype=torch.float64)
+                outputs.append({"logps": logps, **({"entropy": entropy} if return_entropy else {}), **metrics})
+                if any(needs):
+                    slope = None if bonus is None else -bonus / t
+                    dkl = None if reference is None else full_kl_gradient_(z, log_ratio, kl, kl_weights / t)
+                    if tolerance:
+                        dz, columns, kept, dropped = bounded_gradient(z, targets, vocabulary, g / t, tolerance, bend)
+                        outputs[-1] |= {"kept_columns": kept.expand(len(logps)), "dropped_mass": dropped}
+                    if dz is None:
+                        dz = logit_gradient_(z, targets, vocabulary, g / t, entropy, slope)
+                        if dkl is not None:
+                            dz += dkl
+                        if bend is not None:
+                            dz *= bend
+                    if not keep_dz:
+                        grads.add(dz, h, where, columns)
+                        dz = columns = None
+                bend = None  # freed before the next chunk's is allocated
+        if keep_dz:
+            ctx.save_for_backward(hidden, weight, bias, rows.index, dz, columns)
+        elif grads is not None:
+            ctx.save_for_backward(*grads.sums)
+        ctx.keep_dz, ctx.needs, ctx.vocabulary = keep_dz, needs, vocabulary
+        ctx.dtypes = _dtypes(hidden, weight, bias)
+        return loss.to(dtype), {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
+
+    @staticmethod
+    @first_order("linear_grpo_loss")
+    def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * 12
+        sums = ctx.saved_tensors
+        if ctx.keep_dz:
+            hidden, weight, bias, index, dz, columns = sums
+            where = slice(None) if index is None else index
+            with no_autocast(hidden):
+                products = _Gradients(hidden, weight, bias, ctx.needs, ctx.vocabulary)
+                products.add(dz, hidden[where].to(dz.dtype), where, columns)
+            sums = products.sums
+        return *_rounded(sums, ctx.dtypes, grad_loss), *(None,) * 9
+
+
+def _chunks(logits, rows, size):
+    """Yield for each chunk its rows of the logits, its slice of the kept rows, and z = logits / T as a copy in fp32.
+
+    fp64 logits are copied in fp64.
+    """
+    for part in row_slices(len(rows.targets), size):
+        where = part if rows.index is None else rows.index[part]
+        t = cut(rows.temperature, part)
+        t = t[:, None] if isinstance(t, torch.Tensor) else t
+        yield where, part, logits[where].to(compute_dtype(logits), copy=True).div_(t)
+
+
+class LogitsGRPO(torch.autograd.Function):
+    """Returns the loss of logits [N, V], a scalar, and a dict of [M]: log-probs, metrics, and on request the entropy.
+
+    Only the loss is differentiable. With `inplace` the backward overwrites the logits with their gradient, and
+    autograd refuses a second backward.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, rows, objective, size, return_entropy, inplace):
+        ctx.set_materialize_grads(False)
+        bonus = rows.entropy_weights
+        return_entropy = return_entropy or bonus is not None
+        vocabulary = Vocabulary(0, logits.shape[1], logits.shape[1], None)
+        logps = torch.empty(len(rows.targets), dtype=compute_dtype(logits), device=logits.device)
+        entropy = torch.empty_like(logps) if return_entropy else None
+        with no_autocast(logits):
+            for _, part, z in _chunks(logits, rows, size):
+                logps[part], part_entropy = softmax_(z, rows.targets[part], vocabulary, return_entropy)
+                del z  # free them before the next chunk's logits are allocated
+                if return_entropy:
+                    entropy[part] = part_entropy
+            loss, g, metrics = policy_loss_fwd(logps, rows, objective)
+        if bonus is not None:
+            loss = loss - bonus * entropy  # - sum_n e_n H_n
+        ctx.save_for_backward(logits, g, entropy)
+        ctx.rows, ctx.size, ctx.vocabulary, ctx.inplace = rows, size, vocabulary, inplace
+        outputs = {"logps": logps, **({"entropy": entropy} if return_entropy else {}), **metrics}
+        return loss.sum(dtype=torch.float64).to(loss.dtype), outputs
+
+    @staticmethod
+    @first_order("logits_grpo_loss")
+    def backward(ctx, grad_loss, _):
+        if grad_loss is None:
+            return (None,) * 6
+        logits, g, entropy = ctx.saved_tensors
+        rows = ctx.rows
+        grad = logits if ctx.inplace else torch.empty_like(logits)
+        with no_autocast(logits):
+            for where, part, z in _chunks(logits, rows, ctx.size):
+                t, targets = cut(rows.temperature, part), rows.targets[part]
+                softmax_(z, targets, ctx.vocabulary)
+                # The scalar multiplies first: divided by a temperature in fp32 it would not stay fp64.
+                slope = None if rows.entropy_weights is None else -rows.entropy_weights[part] * grad_loss / t
+                dz = logit_gradient_(z, targets, ctx.vocabulary, g[part] * grad_loss / t, cut(entropy, part), slope)
+                grad[where] = dz.to(grad.dtype)
+                del z, dz
+        if rows.index is not None:
+            dropped = torch.ones(len(grad), dtype=torch.bool, device=grad.device).index_fill_(0, rows.index, False)
+            grad.masked_fill_(dropped[:, None], 0)
+        return grad.detach(), None, None, None, None, None
