@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fastgrpo.run.folder import RunFolder
-from fastgrpo.run.remaining import duration
 
 WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
@@ -198,6 +197,13 @@ def _held_out(run_dir, panels):
             before = f"{told[0]} -> " if steps[0] == 0 and len(steps) > 1 else ""
             rows.append((label, before + told[-1]))
     return rows
+
+
+def duration(seconds: float) -> str:
+    """Write a time as a person reads it: 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def table(rows: list[tuple[str, Any]]) -> str:

@@ -79,9 +79,9 @@ class RunLog:
         """Print a text above the progress bar."""
         self.terminal.say(text)
 
-    def progress(self, total: int, name: str, done: int = 0, every: Mapping[str, int | None] | None = None) -> None:
+    def progress(self, total: int, name: str, done: int = 0) -> None:
         """Start a progress bar in place of the one before it. `advance` moves it."""
-        self.terminal.progress(total, name, done, every)
+        self.terminal.progress(total, name, done)
 
     def advance(self, count: int = 1, **values: float) -> None:
         """Move the progress bar."""
@@ -165,7 +165,6 @@ class RunLog:
         """Return where the log stands, as JSON can hold it."""
         return {
             "wall_seconds": time.perf_counter() - self.started,
-            "pace": self.terminal.state_dict(),
             "pending": self._pending,
             "completions_step": self._completions_step,
             **{f"{name}_bytes": os.fstat(file.fileno()).st_size for name, file in self._files.items()},
@@ -182,7 +181,6 @@ class RunLog:
         if FOLDER in made_in(self.dir):
             forget_after(self.dir / FOLDER, self._completions_step)
         self.started = time.perf_counter() - state["wall_seconds"]
-        self.terminal.load_state_dict(state.get("pace", {}))
         self._go_back(state)
         for name, file in self._files.items():
             size = state.get(f"{name}_bytes", 0)  # older checkpoints know of no warnings

@@ -19,8 +19,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from fastgrpo.config.streams import escape_controls
-from fastgrpo.run.curves import markdown_table, table
-from fastgrpo.run.remaining import Remaining, duration
+from fastgrpo.run.curves import duration, markdown_table, table
 
 URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # how a text begins that --quiet does not keep back
 STYLES = {"warning": "yellow", "error": "bold red"}
@@ -35,14 +34,14 @@ class Terminal:
 
     Attributes:
         bar: The progress bar, or None.
-        remaining: Estimates how long the work of the bar will still take; None where there was no bar.
+        total, done: The steps of the current work and how many of them are done; 0 before the first bar.
     """
 
     def __init__(self, bars: bool = True, quiet: bool = False, silent: bool = False) -> None:
         self.quiet, self.silent = quiet or silent, silent
         self.bars = bars and not self.quiet
-        self.bar, self.remaining, self._mark = None, None, 0.0
-        self._shown, self._known = "", None
+        self.bar, self.total, self.done = None, 0, 0
+        self._started, self._first, self._shown = 0.0, 0, ""
 
     def say(self, text: str) -> None:
         """Print a text above the bar. Control characters in it are spelled as escapes."""
@@ -78,34 +77,30 @@ class Terminal:
 
     def logged(self, step: int, values: Mapping[str, float], seconds: float | None = None) -> None:
         """Print the line of a logged step."""
-        total = "" if self.remaining is None else f"/{self.remaining.total}"
+        total = f"/{self.total}" if self.total else ""
         cells = [f"step {step:>{max(1, len(total) - 1)}}{total}"]
         cells += [f"{name} {value:<8.3g}" for name, value in values.items()]
         cells += [] if seconds is None else [f"{seconds:.3g} s a step"]
-        left = None if self.remaining is None else self.remaining.seconds()
-        if not self._live() and left:  # where there is a bar, it shows this
+        left = self.seconds_left()
+        if not self._live() and left:  # a visible bar shows this
             cells.append(f"{duration(left)} left")
         self.say("  ".join(cells))
 
-    def progress(self, total: int, name: str, done: int = 0, every: Mapping[str, int | None] | None = None) -> None:
+    def progress(self, total: int, name: str, done: int = 0) -> None:
         """Start a bar in place of the one before it. `advance` moves it."""
         self.close_bar()
-        self.remaining, self._shown = Remaining(total, done, dict(every or {})), ""
-        if every and self._known:
-            self.remaining.load_state_dict(self._known)
+        self.total, self.done, self._first, self._shown = total, done, done, ""
         hidden = not (self.bars and is_terminal(sys.stderr))
         # With miniters, no thread of tqdm draws the bar over another text.
         self.bar = tqdm(
             total=total, initial=done, desc=name, dynamic_ncols=True, file=sys.stderr, disable=hidden, miniters=1,
             mininterval=REDRAW_SECONDS, bar_format=BAR,
         )  # fmt: skip
-        self._mark = time.perf_counter()
+        self._started = time.perf_counter()
 
     def advance(self, count: int = 1, **values: float) -> None:
         """Move the bar, and show the time that is left."""
-        now = time.perf_counter()
-        self.remaining.step(now - self._mark, count)
-        self._mark = now
+        self.done += count
         if values:
             self._shown = " ".join(f"{name} {value:.3g}" for name, value in [*values.items()][:BESIDE])
         self._show_left()
@@ -117,21 +112,16 @@ class Terminal:
         self._show_left()
         self.bar.refresh()
 
+    def seconds_left(self) -> float | None:
+        """Estimate the seconds to the end from the mean pace since the bar began; None before the first step."""
+        here = self.done - self._first
+        return (time.perf_counter() - self._started) / here * (self.total - self.done) if here else None
+
     def _show_left(self):
         """Put the time that is left, and the values of the last step, behind the bar."""
-        left = self.remaining.seconds()
+        left = self.seconds_left()
         shown = [self._shown, "" if left is None else f"{duration(left)} left"]
         self.bar.set_postfix_str(", ".join(reversed([*filter(None, shown)])), refresh=False)
-
-    @contextmanager
-    def interruption(self, kind: str) -> Iterator[None]:
-        """Count what runs inside of this context as an interruption of the steps, and not as a part of one."""
-        started = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - started
-        if self.remaining is not None:
-            self._mark += seconds
-            self.remaining.interrupted(kind, seconds)
 
     @contextmanager
     def share(self, name: str) -> Iterator[Callable[[float], object]]:
@@ -177,14 +167,6 @@ class Terminal:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the estimate of a resumed run begins with, as JSON can hold it."""
-        return {} if self.remaining is None else self.remaining.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next estimate of a run with what was measured before."""
-        self._known = state
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -37,15 +37,13 @@ from fastgrpo.step.measure import rates
 from fastgrpo.step.optim import MasterAdamW, make_schedule
 from fastgrpo.step.update import Updater
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
-from fastgrpo.trainer.evaluating import EVALUATION, Evaluating
+from fastgrpo.trainer.evaluating import Evaluating
 from fastgrpo.trainer.finishing import Finishing
 from fastgrpo.trainer.given import with_adapters
 from fastgrpo.trainer.held_out import all_rows, read_held_out
 from fastgrpo.trainer.leaving import Leaving
 from fastgrpo.trainer.opening import Opening
 from fastgrpo.trainer.policy import make_policy
-
-CHECKPOINT = "checkpoint"  # how the estimate of the time that is left calls it
 
 
 class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
@@ -302,8 +300,7 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore()
-        every = {CHECKPOINT: self.args.save_steps} | ({EVALUATION: self.args.eval_steps} if self.held_out else {})
-        log.progress(self.state.max_steps, self.title, done=self.state.global_step, every=every)
+        log.progress(self.state.max_steps, self.title, done=self.state.global_step)
         epoch = None  # the epoch that callbacks know to have begun
         while True:
             callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
@@ -349,12 +346,11 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
 
     def _save(self, step):
         """Save a checkpoint. Where a callback waits for it, so does the run."""
-        with self.log.terminal.interruption(CHECKPOINT):
-            self.checkpoints.save(step, self._snapshot)
-            self.callbacks.note_saved()
-            if self.callbacks.any_hears("on_save"):
-                self.checkpoints.wait()
-            self.callbacks.call("on_save")
+        self.checkpoints.save(step, self._snapshot)
+        self.callbacks.note_saved()
+        if self.callbacks.any_hears("on_save"):
+            self.checkpoints.wait()
+        self.callbacks.call("on_save")
 
     def _stopping(self, stop):
         """Whether the run shall stop: one rank's signal stops all of them after the same step."""

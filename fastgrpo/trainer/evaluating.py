@@ -7,8 +7,6 @@ from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.run.history import evaluated
 from fastgrpo.trainer.held_out import prefixes, read_held_out, renamed
 
-EVALUATION = "evaluation"  # how the estimate of the time that is left calls it
-
 
 class Evaluating:
     """The evaluations of a `Trainer`, which has the policy, the rewards, the log and the held-out rows."""
@@ -76,8 +74,7 @@ class Evaluating:
         due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
         due = due or step == state.max_steps or control.should_evaluate or control.should_training_stop
         if due and state.evaluated_at != step:
-            with self.log.terminal.interruption(EVALUATION):
-                values = self.evaluate()
+            values = self.evaluate()
             state.evaluated_at = step
             if values is None:
                 return

@@ -183,26 +183,13 @@ def test_the_settings_decide_what_the_terminal_shows(tmp_path, capsys):
         log.progress(4, "GRPO", done=1)
         log.advance(2, reward=0.123456)
         log.say("a line")
-        assert (log.terminal.remaining.done, log.terminal.remaining.total) == (3, 4)
+        assert (log.terminal.done, log.terminal.total) == (3, 4)
     assert log.terminal.bar is None
     with make_log(tmp_path / "quiet", quiet=True) as log:
         log.say("a line")
         log.say("warning: a line")
     out, err = capsys.readouterr()
     assert out == "a line\nwarning: a line\n" and not err
-
-
-def test_a_checkpoint_keeps_the_pace_of_the_run(tmp_path):
-    with make_log(tmp_path) as log:
-        log.progress(40, "GRPO")
-        log.advance(20)
-        state = json.loads(json.dumps(log.state_dict()))
-        assert len(state["pace"]["steps"]) == 18
-        before = log.terminal.remaining.seconds()
-        log.load_state_dict({**state, "pace": {"steps": [2.0], "costs": {"checkpoint": 1.0}}})
-        log.progress(40, "GRPO", done=20, every={"checkpoint": None})
-        assert log.terminal.remaining.seconds() == 41 != before
-        log.load_state_dict({name: value for name, value in state.items() if name != "pace"})  # of an older version
 
 
 def test_lines_are_json_whatever_the_numbers_and_texts_are(tmp_path):

@@ -47,14 +47,14 @@ def clock(monkeypatch):
 
 def run(terminal, clock):
     """Four steps of a second, every other of which is logged, and an evaluation of ten seconds after the second one."""
-    terminal.progress(4, "GRPO", every={"evaluation": 2})
+    terminal.progress(4, "GRPO")
     for step in range(1, 5):
         clock[0] += 1
         terminal.advance(reward=0.123456, accuracy=0.5, kl=1e-5)
         if step % 2 == 0:
             terminal.logged(step, {"reward": 0.123456, "kl": 1e-5}, 1.0)
         if step == 2:
-            with terminal.interruption("evaluation"), terminal.share("evaluate") as progress:
+            with terminal.share("evaluate") as progress:
                 for _ in range(10):
                     clock[0] += 1
                     progress(0.1)
@@ -70,10 +70,10 @@ def test_a_pipe_gets_plain_lines_and_no_bar(clock, capsys):
     out, err = capsys.readouterr()
     assert not err and out.isascii() and all(character >= " " or character == "\n" for character in out)
     assert out.splitlines() == [
-        "step 2/4  reward 0.123     kl 1e-05     1 s a step  0:02 left",  # nothing is known of evaluations yet
+        "step 2/4  reward 0.123     kl 1e-05     1 s a step  0:02 left",
         "step 2: held-out accuracy 0.5",
         "step 2: warning: it repeats itself",
-        "step 4/4  reward 0.123     kl 1e-05     1 s a step  0:10 left",  # the evaluation after the last step
+        "step 4/4  reward 0.123     kl 1e-05     1 s a step",
         "  steps  4",
         "  files  a, b",
         "run folder runs/x",
@@ -88,7 +88,7 @@ def test_a_terminal_gets_one_bar_below_the_lines(clock, show):
     assert "\n\r" in written and "\x1b[A" not in written  # no second bar, for which the cursor would go up
     bars = [text for text in re.split(r"[\r\n]", written) if text.startswith("GRPO:")]
     assert all(len(bar) <= 80 for bar in bars)
-    assert any(re.fullmatch(r"GRPO:  75%\|[^|]+\| 3/4, 0:11 left, reward 0.123 accuracy 0.5", bar) for bar in bars)
+    assert any(re.fullmatch(r"GRPO:  75%\|[^|]+\| 3/4, 0:04 left, reward 0.123 accuracy 0.5", bar) for bar in bars)
     assert any(bar.endswith("| 2/4, evaluate 70%") for bar in bars) and not any("kl" in bar for bar in bars)
     assert "step 4/4  reward 0.123     kl 1e-05     1 s a step\n" in ESCAPE.sub("", written)  # the bar has the rest
     assert "\x1b[33mstep 2: warning: it repeats itself\x1b[0m\n" in written  # yellow
@@ -163,16 +163,13 @@ def test_the_bar_of_an_evaluation_alone_shows_the_time_that_is_left(show):
     assert "evaluate:  25%|" in screen.getvalue() and "01:00<03:0" in screen.getvalue()
 
 
-def test_a_resumed_run_begins_with_what_was_measured_before(clock, capsys):
-    run(before := Terminal(), clock)
-    after = Terminal()
-    after.load_state_dict(before.state_dict())
-    after.progress(8, "GRPO", done=4, every={"evaluation": 2})
-    assert after.remaining.seconds() == 4 * 1 + 2 * 10
-    other = Terminal()
-    other.load_state_dict(before.state_dict())
-    other.progress(8, "SFT")  # a warm start has other steps than the run
-    assert other.remaining.seconds() is None
+def test_the_time_left_of_a_resumed_run_counts_its_own_steps(clock):
+    terminal = Terminal()
+    terminal.progress(8, "GRPO", done=4)
+    assert terminal.seconds_left() is None
+    clock[0] += 6
+    terminal.advance()
+    assert terminal.seconds_left() == 18
 
 
 def test_tables_fit_a_terminal_of_80_columns(show):
