@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from fastgrpo.ranks import ALONE, RankLost, Ranks
 from fastgrpo.ranks.apart import together
 from fastgrpo.run.folder import RunFolder
-from fastgrpo.run.older_names import add_older_names
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     import torch
@@ -46,11 +45,20 @@ def save_model(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
 
-    Its config says under older names too what transformers 5 has renamed (see `older_names.py`).
+    transformers 4, and with it many versions of vLLM, reads `rope_theta` and `rope_scaling` at the top of config.json
+    and takes 10,000 and none where they are missing, without an error (vLLM pull request 42624). So they stand there
+    too. Rotary parameters that differ among the layers have no such names.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
-    add_older_names(path)
+    file = path / "config.json"
+    config = json.loads(file.read_text()) if file.exists() else {}  # a folder of adapters has none
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        config["rope_theta"] = rope["rope_theta"]
+        if rope.get("rope_type", "default") != "default":
+            config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
+        file.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
     if card is not None:
         (path / "README.md").write_text(card, encoding="utf-8")
 
