@@ -232,7 +232,7 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: how far the run is. Settings and the log are kept elsewhere."""
-        return {name: getattr(self, name) for name in (*_PROGRESS, *_LATER)}
+        return {name: getattr(self, name) for name in _PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, except `max_steps`, which the settings of the resumed run decide.
@@ -243,11 +243,9 @@ class TrainerState:
         for name in _PROGRESS:
             if name != "max_steps":
                 setattr(self, name, state[name])
-        for name in _LATER:
-            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 _PROGRESS = (
     "global_step", "max_steps", "epoch", "num_tokens", "evaluated_at", "accuracy_before", "accuracy_after",
+    "best_metric", "best_global_step", "stateful_callbacks",
 )  # fmt: skip
-_LATER = ("best_metric", "best_global_step", "stateful_callbacks")  # older checkpoints lack these

@@ -148,7 +148,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / STATE).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path / STATE} cannot be read: {type(error).__name__}: {error!s:.100}") from None
-    if not (isinstance(state, dict) and isinstance(state.get("config"), dict)):
+    if not (isinstance(state, dict) and isinstance(state.get("config"), dict) and "command" in state):
         raise ValueError(f"{path / STATE} does not hold the state of a run")
     return state
 

@@ -177,13 +177,13 @@ class RunLog:
         config.json is replaced by the settings of the resumed run.
         """
         self._write_config()
-        self._completions_step = state.get("completions_step", 0)
+        self._completions_step = state["completions_step"]
         if FOLDER in made_in(self.dir):
             forget_after(self.dir / FOLDER, self._completions_step)
         self.started = time.perf_counter() - state["wall_seconds"]
         self._go_back(state)
         for name, file in self._files.items():
-            size = state.get(f"{name}_bytes", 0)  # older checkpoints know of no warnings
+            size = state[f"{name}_bytes"]
             if os.fstat(file.fileno()).st_size < size:
                 self.say(f"warning: {file.name} has lost lines that were there when the checkpoint was written")
             else:

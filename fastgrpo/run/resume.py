@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from fastgrpo.config.fields import setting_of
-from fastgrpo.config.settings import GRPOConfig, TrainingConfig
+from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
@@ -72,8 +72,8 @@ def _find(folder, config, say):
         folder.empty()
         return None
     check_settings(checkpoint, config, say)
-    # A checkpoint may have been copied to here: its manifest confirms that it is of a run. Runs of older versions noted
-    # nothing, and copies of folders lack the notes. There the settings in config.json confirm what stands beside it.
+    # A checkpoint may have been copied here: its manifest confirms that it is of a run. A copy of a whole folder may
+    # lack the notes. There the settings in config.json confirm that the other files are of a run.
     whole = not folder.made() and _is_run(path)
     note(path, *(entry.name for entry in folder.foreign() if whole or entry == checkpoint))
     folder.refuse_foreign()
@@ -131,15 +131,14 @@ def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
 def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str], None]) -> None:
     """Compare the settings with those of a checkpoint. A change is allowed, gives a warning, or is refused.
 
-    The field of each setting says which of these applies (`Setting.resume`). If the checkpoint is older than a setting,
-    the setting's default is compared. A setting that had no effect and has none now may differ.
+    The field of each setting says which of these applies (`Setting.resume`). A setting that had no effect and has
+    none now may differ.
     """
     state = read_state(checkpoint)
-    command = state.get("command", GRPOConfig.command)  # the first checkpoints name none
-    if command != config.command:
+    if state["command"] != config.command:
         raise ValueError(
-            f"{checkpoint} was written by python -m fastgrpo.{command}; continue it by that command, or start a new "
-            f"run from its weights: --model_name_or_path {checkpoint}"
+            f"{checkpoint} was written by python -m fastgrpo.{state['command']}; continue it by that command, or start "
+            f"a new run from its weights: --model_name_or_path {checkpoint}"
         )
     before, now = state["config"], asdict(config)
     earlier = _earlier(before, config)

@@ -186,13 +186,13 @@ def _with_state(path, do):
 
 
 def _compare(state, path, about, say):
-    """Compare what a run reads with what it read when the checkpoint was written. Older checkpoints have no digests."""
+    """Compare what a run reads with what it read when the checkpoint was written."""
     if state["dtype"] != about["dtype"]:
         before, now = (name.removeprefix("torch.") for name in (state["dtype"], about["dtype"]))
         raise ValueError(f"{path} was trained in {before}, the policy is {now} now; go on with --dtype {before}")
-    settings = state["config"].get("gradient_checkpointing"), about["config"]["gradient_checkpointing"]
-    before, now = state.get("gradient_checkpointing", settings[0]), about["gradient_checkpointing"]
-    if "auto" in settings and before not in (now, "auto", None):  # other changes have been told by `check_settings`
+    settings = state["config"]["gradient_checkpointing"], about["config"]["gradient_checkpointing"]
+    before, now = state["gradient_checkpointing"], about["gradient_checkpointing"]
+    if "auto" in settings and before != now:  # `check_settings` reports a changed setting
         say(
             f"warning: gradient_checkpointing was {before} and is {now} now, by what auto chooses: the run continues, "
             "but not bit for bit as it would have without the change"
@@ -201,7 +201,7 @@ def _compare(state, path, about, say):
     if state["rows"] != about["rows"]:
         changes["data"] = f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}"
     for name, what in (("data", "the rows of the training data"), ("model", "the weights at model_name_or_path")):
-        before, now = state.get(f"{name}_digest"), about[f"{name}_digest"]
+        before, now = state[f"{name}_digest"], about[f"{name}_digest"]
         if before != now and None not in (before, now):
             changes.setdefault(name, f"{what} have changed since {path} was written")
     for name, change in changes.items():
@@ -232,15 +232,15 @@ def _load(parts, path, ranks, state):
     for name, part in parts.items():
         if name not in apart:
             part.load_state_dict(state[name])
-    (_load_shards if "ranks" in state else _load_files)(parts, path, state)
+    (_load_shards if "ranks" in state else _load_files)(parts, path)
     if ranks.rank >= state.get("ranks", 1):  # there was no such rank
         set_seed((state["config"]["seed"] + ranks.rank) % 2**32)
     else:
         file = f"{SHARDS}/rng-{ranks.rank}.pt" if "ranks" in state else "rng.pt"
-        parts["rng"].load_state_dict(_read(path / file, state))
+        parts["rng"].load_state_dict(_read(path / file))
 
 
-def _load_files(parts, path, state):
+def _load_files(parts, path):
     """Load the weights and the files of one process."""
     policy: Policy = parts["policy"]
     try:
@@ -250,25 +250,25 @@ def _load_files(parts, path, state):
     for file, names in FILES.items():
         needed = [name for name in names if name != "rng" and name in parts and parts[name].state_dict()]
         if needed:
-            saved = _read(path / file, state)
+            saved = _read(path / file)
             for name in needed:
                 parts[name].load_state_dict(saved[name] if len(names) > 1 else saved)
 
 
-def _load_shards(parts, path, state):
+def _load_shards(parts, path):
     """Load what several ranks wrote, in place. The weights that training changes are those of the optimizer."""
     names = tensors_in(path / SHARDS)
     parts["optimizer"].make_room({name.removeprefix("optimizer.") for name in names if name.startswith("optimizer.")})
     tensors, _ = _named(parts)
     read_tensors(path / SHARDS, tensors)
-    values = _read(path / VALUES, state)
+    values = _read(path / VALUES)
     parts["optimizer"].load_named_state(values["optimizer"])
     for name in ("schedule", "reference"):
         if name in parts:
             parts[name].load_state_dict(values[name])
 
 
-def _read(file, state):
+def _read(file):
     """Read a file of a checkpoint. Raises ValueError where it is missing or is no file of torch's."""
     if file.exists():
         try:
@@ -277,8 +277,6 @@ def _read(file, state):
             raise
         except Exception as error:  # what a damaged file makes of torch and of its unpickler is of any type
             raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
-    if file.name == "reference.pt" and "reference_measured" in state:  # older checkpoints have it in trainer_state.json
-        return {"measured": state["reference_measured"]}
     raise ValueError(f"{file} is missing from the checkpoint")
 
 

@@ -16,7 +16,7 @@ def checkpoint(folder, changes=(), without=()):
     """A checkpoint of a run with the default settings, some of them changed and some not yet known."""
     settings = {**dataclasses.asdict(GRPOConfig()), **dict(changes)}
     settings = {name: value for name, value in settings.items() if name not in without}
-    (folder / "trainer_state.json").write_text(json.dumps({"config": settings}))
+    (folder / "trainer_state.json").write_text(json.dumps({"command": "train", "config": settings}))
     return folder
 
 
@@ -54,7 +54,7 @@ def test_a_change_without_effect_is_free(tmp_path, name, before, effect):
 
 @pytest.mark.parametrize("name, before", [("gradient_checkpointing", True), ("dtype", "float32")])
 def test_what_auto_chooses_is_compared_when_it_is_known(tmp_path, name, before):
-    """Checkpoints from before auto, or with what it chose, go on in silence where it chooses the same."""
+    """A setting that was stated before and is auto now, or the other way, is no change by itself."""
     check_settings(checkpoint(tmp_path, {name: before}), GRPOConfig(), pytest.fail)
     check_settings(checkpoint(tmp_path), GRPOConfig(**{name: before}), pytest.fail)
     said = []

@@ -13,7 +13,7 @@ from fastgrpo.run.snapshot import GlobalRNG, _compare, _read
 def test_a_file_that_torch_cannot_read_is_named(tmp_path, content):
     (tmp_path / "optimizer.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"optimizer.pt cannot be read: \w+: "):
-        _read(tmp_path / "optimizer.pt", {})
+        _read(tmp_path / "optimizer.pt")
 
 
 def draws():
@@ -35,16 +35,14 @@ def test_the_generators_go_on_where_they_stood(tmp_path):
     [
         ("auto", True, True, False),  # as it was
         ("auto", True, False, True),  # another GPU, or another amount of free memory
-        ("auto", None, False, False),  # an older checkpoint does not say
-        (True, None, True, False),  # one from before auto, where auto chooses the same
-        (True, None, False, True),
+        (True, True, True, False),
+        (True, True, False, True),
     ],
 )
 def test_another_choice_of_gradient_checkpointing_is_told(tmp_path, setting, chosen, now, warned):
     same = {"dtype": "torch.float32", "rows": 4, "data_digest": None, "model_digest": None}
     state = same | {"config": {"gradient_checkpointing": setting}}
-    if chosen is not None:
-        state["gradient_checkpointing"] = chosen
+    state["gradient_checkpointing"] = chosen
     config = {"gradient_checkpointing": "auto", "resume_ignore": ()}
     said = []
     _compare(state, tmp_path, same | {"config": config, "gradient_checkpointing": now}, said.append)

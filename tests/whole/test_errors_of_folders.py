@@ -164,7 +164,7 @@ def copied(run, folder, *names):
 
 @pytest.mark.parametrize("reported", [False, True])
 def test_a_copy_without_the_notes_goes_on(after, reported):
-    """As does the folder of an older version, which made no notes. A report in between changes nothing."""
+    """A report in between changes nothing."""
     other = after.folder / "other"
     other.mkdir()
     copied(after.run, other)
