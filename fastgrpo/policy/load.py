@@ -13,7 +13,6 @@ from fastgrpo.policy.attention import Unfit, attention_of
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config
 from fastgrpo.policy.gguf import set_special_tokens, source_of, unpacked
-from fastgrpo.policy.lean_layers import apply_lean
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.lora import has_adapters, read_adapters, refuse_wrappers
 from fastgrpo.policy.model import Policy
@@ -39,7 +38,6 @@ def load_policy(
     model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     policy = prepare(model, gradient_checkpointing, own_attention)
     apply_liger(model, use_liger_kernel)
-    apply_lean(model)
     check_vocabulary(policy, tokenizer)
     return policy, tokenizer
 
@@ -72,7 +70,6 @@ def policy_and_tokenizer(
     cast(model.to(device), choose_dtype(config.dtype, device))
     policy = prepare(model, config.gradient_checkpointing, own_attention)
     apply_liger(model, config.use_liger_kernel)
-    apply_lean(model)
     tokenizer = tokenizer or load_tokenizer(model.config._name_or_path, config.trust_remote_code)
     check_vocabulary(policy, tokenizer)
     return policy, tokenizer

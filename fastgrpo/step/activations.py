@@ -7,10 +7,9 @@ Autograd keeps, for each token and layer, with b bytes a number of the weights' 
     MLP                    4 b f: gate, its silu, up, and their product
     norms of q and k       (4 + b) (H + K) d + 4 (H + K), where the model has them
 
-liger-kernel's layers, and on a CPU those of policy/lean_layers.py, keep 2 b h + 4 of a norm, b (H + K) d of the norms
-of q and k, and 3 b f of the MLP. A mixture of experts computes each token in k of them: f is then k times the width of
-one, and 2 b k h are added for their inputs and outputs. With gradient checkpointing each layer keeps its input alone,
-b h.
+liger-kernel's layers keep 2 b h + 4 of a norm, b (H + K) d of the norms of q and k, and 3 b f of the MLP. A mixture of
+experts computes each token in k of them: f is then k times the width of one, and 2 b k h are added for their inputs and
+outputs. With gradient checkpointing each layer keeps only its input, b h.
 
 Until the layers go backward, the last norm and the head hold (4 + b) h + (4 + b) h: the norm's, and the head's hidden
 states with their fp32 gradient. Frozen layers below adapters keep less than this.
@@ -44,27 +43,27 @@ class Activations(NamedTuple):
 
 
 def activation_bytes(
-    model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, checkpointing: bool, lean: bool = False
+    model: PreTrainedModel, dtype: torch.dtype, tokens: int, *, checkpointing: bool, fused: bool = False
 ) -> Activations:
     """Compute the memory that the forward and backward pass over one micro-batch takes at its peak."""
     config, b = model.config.get_text_config(), dtype.itemsize
-    h, layer = config.hidden_size, _layer_bytes(model, b, lean)
+    h, layer = config.hidden_size, _layer_bytes(model, b, fused)
     kept = config.num_hidden_layers * (b * h if checkpointing else layer)
     backward = b * (3 * _mlp_width(config)[0] + 2 * h) + 8 * h + layer * checkpointing
     return Activations(tokens * kept, tokens * 2 * (4 + b) * h, tokens * backward)
 
 
-def _layer_bytes(model, b, lean):
+def _layer_bytes(model, b, fused):
     """Count the bytes that autograd keeps of one token in one layer."""
     config = model.config.get_text_config()
     h, heads, d = config.hidden_size, config.num_attention_heads, head_dim(config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     f, experts = _mlp_width(config)
-    norms = 2 * ((0 if lean else 4 * h) + 2 * b * h + 4)
+    norms = 2 * ((0 if fused else 4 * h) + 2 * b * h + 4)
     attention = b * (2 * heads * d + 2 * kv_heads * d) + 4 * heads
-    mlp = (3 if lean else 4) * b * f + 2 * b * experts * h
+    mlp = (3 if fused else 4) * b * f + 2 * b * experts * h
     if any(name.endswith(".q_norm") for name, _ in model.named_modules()):
-        norms += (b if lean else 4 + b) * (heads + kv_heads) * d + 4 * (heads + kv_heads)
+        norms += (b if fused else 4 + b) * (heads + kv_heads) * d + 4 * (heads + kv_heads)
     return norms + attention + mlp
 
 

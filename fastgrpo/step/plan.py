@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.head_torch import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.policy.lean_layers import would_keep_less
 from fastgrpo.policy.liger_layers import would_apply
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import head_dim
@@ -249,7 +248,7 @@ def _head(config, model, dtype, device, lanes, split):
 
 def _activations(config, model, dtype, device, prompt_tokens, checkpointing, split):
     """Compute the parts of the activations of the largest micro-batch, see activations.py."""
-    lean = would_apply(model, config.use_liger_kernel, device) or would_keep_less(model, dtype, device)
+    fused = would_apply(model, config.use_liger_kernel, device)
     longest = prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
     # How long examples are is not known before there is a tokenizer.
     in_all, supervised = math.inf, not isinstance(config, GRPOConfig)
@@ -259,7 +258,7 @@ def _activations(config, model, dtype, device, prompt_tokens, checkpointing, spl
 
     def of(budget, checkpointing):
         tokens = max(min(budget, in_all), longest)
-        return tokens, activation_bytes(model, dtype, tokens, checkpointing=checkpointing, lean=lean)
+        return tokens, activation_bytes(model, dtype, tokens, checkpointing=checkpointing, fused=fused)
 
     budget = config.max_tokens_per_microbatch
     tokens, sizes = of(budget, checkpointing)

@@ -7,7 +7,6 @@ from transformers import Qwen3MoeConfig
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.lean_layers import apply_lean
 from fastgrpo.policy.model import Policy
 from fastgrpo.step import activations
 from fastgrpo.step.activations import activation_bytes
@@ -23,19 +22,14 @@ def kept(model, batch):
     return sum(size for address, size in storages.items() if address not in own)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lean"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
-def test_a_layer_keeps_what_the_formula_says(architecture, dtype, lean):
+def test_a_layer_keeps_what_the_formula_says(architecture, dtype):
     batch = Batch.pack([Sample(list(range(5, 25)), [7] * 30, 1.0)] * 4, "cpu")
     models = [tiny.model(architecture, num_hidden_layers=layers).to(dtype) for layers in (1, 3)]
-    if lean:
-        for model in models:
-            apply_lean(model)
     one, three = (kept(model, batch) for model in models)
     tokens = len(batch.input_ids)
-    assert (three - one) / (2 * tokens) == activations._layer_bytes(models[0], dtype.itemsize, lean)
+    assert (three - one) / (2 * tokens) == activations._layer_bytes(models[0], dtype.itemsize, fused=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,11 +44,11 @@ def test_with_gradient_checkpointing_a_layer_keeps_its_input(dtype):
 def test_what_saves_memory():
     model = tiny.model("qwen3", num_hidden_layers=4)
 
-    def planned(tokens=100, checkpointing=False, lean=False):
-        return sum(activation_bytes(model, torch.bfloat16, tokens, checkpointing=checkpointing, lean=lean))
+    def planned(tokens=100, checkpointing=False, fused=False):
+        return sum(activation_bytes(model, torch.bfloat16, tokens, checkpointing=checkpointing, fused=fused))
 
-    assert planned(200) == 2 * planned() > planned() > planned(lean=True) > planned(checkpointing=True)
-    layer = 100 * activations._layer_bytes(model, 2, lean=False)
+    assert planned(200) == 2 * planned() > planned() > planned(fused=True) > planned(checkpointing=True)
+    layer = 100 * activations._layer_bytes(model, 2, fused=False)
     assert planned() - planned(checkpointing=True) == 3 * layer - 4 * 100 * 32 * 2
     without, again = (activation_bytes(model, torch.bfloat16, 100, checkpointing=on) for on in (False, True))
     assert again.backward - without.backward == layer  # the layer that is computed again is there for its backward
