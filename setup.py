@@ -34,6 +34,7 @@ setup(
             "tyro>=1.0,<2",
             "pyyaml>=6,<7",
             "tqdm>=4.66,<5",
+            "filelock>=3.16,<5",
             "matplotlib>=3.9,<4",
             "plotly>=6,<8",
             "rich>=14,<16",

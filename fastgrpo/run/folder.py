@@ -7,15 +7,19 @@ name that the run would use.
 
 import contextlib
 import errno
+import gc
 import os
 import re
 import shutil
+import socket
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fastgrpo.run.lock import LOCK, FolderLock
+from filelock import FileLock, Timeout
 
 RUNS = Path("runs")
+LOCK = ".lock"
 MADE = ".made-by-runs"
 # Every name that a run gives to something in its folder. Nothing else is ever noted or deleted.
 NAMES = re.compile(
@@ -37,12 +41,12 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         # The run stays in this folder, though the working directory may change, and links on the way to it.
         self.path = Path(os.path.realpath(path))
-        self._lock = FolderLock(self.path)
+        self._lock = lock(self.path)
 
     @property
     def held(self) -> bool:
         """Whether the folder has not been released yet."""
-        return self._lock.held
+        return self._lock.is_locked
 
     def check(self) -> None:
         """Refuse to go on in a folder that is not held any more."""
@@ -54,17 +58,13 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder."""
-        self._lock.close()
+        self._lock.release()
 
     @contextlib.contextmanager
     def held_for(self) -> Iterator[None]:
         """Hold the folder while the context manager is open, also after it was released."""
-        again = None if self.held else FolderLock(self.path)
-        try:
+        with contextlib.nullcontext() if self.held else contextlib.closing(RunFolder(self.path)):
             yield
-        finally:
-            if again is not None:
-                again.close()
 
     def made(self) -> list[Path]:
         """Return what runs have made in the folder and is still there."""
@@ -110,6 +110,43 @@ class RunFolder:
         """Delete what runs have made in the folder. Everything else stays."""
         for path in self.made():
             self.remove(path.name)
+
+
+def lock(path: Path) -> FileLock:
+    """Lock a folder until the lock is released or the process ends, however it ends. Raises ValueError if it is held."""
+    file, me = path / LOCK, f"process {os.getpid()} on {socket.gethostname()}"
+    owner = _owner(file)
+    held = FileLock(file, timeout=0, thread_local=False)  # the thread that writes checkpoints asks whether it is held
+    try:
+        held.acquire()
+    except Timeout:
+        gc.collect()  # a trainer that nothing refers to any more releases its folder
+        try:
+            held.acquire()
+        except Timeout:
+            if owner == me:
+                raise ValueError(
+                    f"output_dir {path} is in use by another trainer of this process; let its train() end, or release "
+                    "the folder with trainer.log.close()"
+                ) from None
+            raise ValueError(
+                f"output_dir {path} is in use by a run that is still alive ({owner}); wait until it ends, or choose "
+                "another folder"
+            ) from None
+    file.write_text(me)
+    return held
+
+
+def _owner(file):
+    """Read who held a lock last. Raises ValueError if the file is not the lock of a run."""
+    try:
+        if stat.S_ISREG(os.lstat(file).st_mode):
+            owner = file.read_bytes()[:1000].decode(errors="replace")
+            if re.fullmatch(r"(process \d+ on .*)?", owner):
+                return owner
+    except FileNotFoundError:
+        return ""
+    raise ValueError(f"{file} is not the lock of a run; move it away, or choose another output_dir")
 
 
 def made_in(path: Path) -> set[str]:

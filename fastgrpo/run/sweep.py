@@ -20,8 +20,7 @@ from pathlib import Path
 
 from fastgrpo.config.fields import setting_of
 from fastgrpo.config.sweep import Sweep, SweepRun
-from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in
-from fastgrpo.run.lock import LOCK, FolderLock
+from fastgrpo.run.folder import LOCK, SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.sweep_report import draw_sweep, figures_of, table_of, write_table
 from fastgrpo.run.terminal import Terminal
@@ -80,7 +79,7 @@ def _refuse_running(paths):
     """Refuse folders of runs that are alive. Runs outlive a sweep that was killed by SIGKILL."""
     for path in paths:
         if (path / LOCK).exists():
-            FolderLock(path).close()  # this raises where a run holds it
+            RunFolder(path).close()  # this raises where a run holds it
 
 
 def is_done(run: SweepRun, path: Path) -> bool:

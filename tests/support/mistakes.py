@@ -110,8 +110,8 @@ def in_use(case):
     code = f"""
 import sys
 from pathlib import Path
-from fastgrpo.run.lock import FolderLock
-lock = FolderLock(Path({str(case.run)!r}))
+from fastgrpo.run.folder import RunFolder
+lock = RunFolder(Path({str(case.run)!r}))
 print("held", flush=True)
 sys.stdin.read()
 """

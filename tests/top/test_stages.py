@@ -14,7 +14,7 @@ from mistakes import check
 from paths import ROOT
 
 from fastgrpo import stages, train
-from fastgrpo.run.lock import FolderLock
+from fastgrpo.run.folder import RunFolder
 
 SHORT = """
 all: {task: arithmetic, device: cpu, max_eval_samples: 4, max_completion_length: 20, eval_num_generations: 2}
@@ -116,7 +116,7 @@ def test_what_stages_did_not_make_they_do_not_touch(tmp_path, commands, capfd):
     assert stages.main(argv) == 0 and (out / "stages.png").read_bytes().startswith(b"\x89PNG")
     for flags in ("--resume_from_checkpoint auto", "--overwrite_output_dir True"):
         check(train.main, ["--output_dir", str(out), *flags.split()], "holds stages; choose another output_dir", capfd)
-    lock = FolderLock(out)
+    lock = RunFolder(out)
     try:
         check(stages.main, argv, "is in use by", capfd)
     finally:

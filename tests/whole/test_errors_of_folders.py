@@ -13,8 +13,7 @@ from resumed import write_manifest
 
 from fastgrpo import report, train
 from fastgrpo.run.curves import draw_curves
-from fastgrpo.run.folder import MADE, remove
-from fastgrpo.run.lock import LOCK, FolderLock
+from fastgrpo.run.folder import LOCK, MADE, RunFolder, remove
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -250,7 +249,7 @@ def test_a_run_writes_its_last_files_while_it_holds_its_folder(case, monkeypatch
 
 
 def test_a_folder_in_use_is_told_before_what_is_in_it(after, capfd):
-    lock = FolderLock(after.run)
+    lock = RunFolder(after.run)
     check(train.main, after.argv(), "is in use by another trainer of this process", capfd)
     lock.close()
     check(train.main, after.argv(), "is not empty; choose another folder", capfd)
