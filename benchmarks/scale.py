@@ -37,9 +37,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.step.budget import PROMPT_TOKENS
-from fastgrpo.step.plan import plan
-from fastgrpo.step.weights import Count
+from fastgrpo.trainer.memory import PROMPT_TOKENS, Count, plan
 
 # Qwen2.5: hidden size, width of the MLP, layers, query heads, key heads, vocabulary, whether the head is tied.
 MODELS = {

@@ -89,7 +89,7 @@ def machine() -> list[tuple[str, str]]:
 
 def _gpu(index):
     """Describe a GPU."""
-    from fastgrpo.step.budget import gib
+    from fastgrpo.trainer.memory import gib
 
     about = torch.cuda.get_device_properties(index)
     return f"{about.name}, sm_{about.major}{about.minor}, {gib(about.total_memory)}"
@@ -117,7 +117,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
     from fastgrpo.policy.varlen import kernel_for
     from fastgrpo.rollout.geometry import copied_tokens
     from fastgrpo.rollout.providers import choose_provider
-    from fastgrpo.step.budget import PROMPT_TOKENS
+    from fastgrpo.trainer.memory import PROMPT_TOKENS
 
     dtype = torch.bfloat16
     kernel = kernel_for(torch.empty(0, 1, HEAD_WIDTH, device=device, dtype=dtype)).name
@@ -141,9 +141,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.placement import choose_device, choose_dtype
     from fastgrpo.rollout.geometry import memory_left
-    from fastgrpo.step.budget import gib
-    from fastgrpo.step.outline import judges_to_come, outline, unplannable
-    from fastgrpo.step.plan import plan
+    from fastgrpo.trainer.memory import gib, judges_to_come, outline, plan, unplannable
 
     config = parse(argv)
     quiet_libraries()

@@ -29,8 +29,8 @@ from fastgrpo.policy.placement import choose_device
 from fastgrpo.rewards.finding import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
-from fastgrpo.step.optim import check_schedule
-from fastgrpo.step.supervised import sft
+from fastgrpo.trainer.optim import check_schedule
+from fastgrpo.trainer.supervised import sft
 
 
 @dataclass(frozen=True)

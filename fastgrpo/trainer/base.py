@@ -33,17 +33,17 @@ from fastgrpo.run.resume import may_go_on, set_aside
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
-from fastgrpo.step.measure import rates
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
+from fastgrpo.trainer.collect import rates
 from fastgrpo.trainer.evaluating import Evaluating
 from fastgrpo.trainer.finishing import Finishing
 from fastgrpo.trainer.given import with_adapters
 from fastgrpo.trainer.held_out import all_rows, read_held_out
 from fastgrpo.trainer.leaving import Leaving
 from fastgrpo.trainer.opening import Opening
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.policy import make_policy
+from fastgrpo.trainer.update import Updater
 
 
 class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):

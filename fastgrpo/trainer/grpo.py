@@ -18,12 +18,10 @@ from fastgrpo.rewards.finding import found, prm_options
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.log import RunLog
-from fastgrpo.step.entropy import AdaptiveEntropy
-from fastgrpo.step.experience import Experience, ExperienceMaker, to_sample
-from fastgrpo.step.grpo import GRPOUpdate, Updated
-from fastgrpo.step.measure import logged_groups, sample_rows
 from fastgrpo.trainer.base import Trainer
+from fastgrpo.trainer.collect import Experience, ExperienceMaker, logged_groups, sample_rows, to_sample
 from fastgrpo.trainer.given import advice, refuse_given, refuse_images
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updated
 
 Reward = Callable | PreTrainedModel | str
 

@@ -19,8 +19,7 @@ from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.digest import digest_of_weights, refuse_differences
 from fastgrpo.run.kept_memory import keep_freed_memory
-from fastgrpo.step.budget import Plan
-from fastgrpo.step.plan import choose_parallel, plan_run
+from fastgrpo.trainer.memory import Plan, choose_parallel, plan_run
 
 if TYPE_CHECKING:  # an extra
     from peft import PeftModel

@@ -16,9 +16,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, make_reference, score
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updater
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 

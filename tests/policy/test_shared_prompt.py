@@ -16,9 +16,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.padded import PaddedAttention
 from fastgrpo.policy.placement import cast
 from fastgrpo.policy.reference import Scoring, make_reference, score
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updater
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 

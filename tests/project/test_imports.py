@@ -19,8 +19,9 @@ FLOORS = (
     {"policy"},
     {"run"},
     {"rollout", "rewards", "page"},
-    {"evaluation", "step", "kernel_checks"},
-    {"trainer", "tasks", "recipes"},
+    {"evaluation", "kernel_checks"},
+    {"trainer"},
+    {"tasks", "recipes"},
     {"train", "sft", "distill", "stages", "evaluate", "chat", "check", "doctor", "report", "__init__"},
     {"__main__"},
 )

@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 from benchmarks import scale
 from fastgrpo import evaluate, train
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.step.weights import Count
+from fastgrpo.trainer.memory import Count
 
 PAGE = (ROOT / "docs" / "scale.md").read_text()
 

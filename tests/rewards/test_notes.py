@@ -10,7 +10,7 @@ import torch
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.rewards.notes import SAMPLE_COLUMNS, Notes
-from fastgrpo.step.measure import sample_rows
+from fastgrpo.trainer.collect import sample_rows
 
 
 def test_numbers_and_columns_are_kept():

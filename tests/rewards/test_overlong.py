@@ -1,4 +1,4 @@
-"""The soft overlong punishment by hand. Beside other rewards, and against TRL's: tests/step/test_experience.py."""
+"""The soft overlong punishment by hand. Beside other rewards, and against TRL's: tests/trainer/test_experience.py."""
 
 import pytest
 

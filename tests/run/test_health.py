@@ -13,7 +13,7 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.health import CHECKS, Watch
 from fastgrpo.run.metrics import METRICS
-from fastgrpo.step.optim import MasterAdamW
+from fastgrpo.trainer.optim import MasterAdamW
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 NO_CHECKPOINTS = SimpleNamespace(newest=None)

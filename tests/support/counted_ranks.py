@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.shard import local
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.update import Updater
 
 SETTINGS = {
     "max_steps": 2, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,

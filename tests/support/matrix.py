@@ -23,10 +23,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
-from fastgrpo.step.entropy import AdaptiveEntropy
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updater
 
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEARNING_RATE = 3e-4

@@ -27,7 +27,7 @@ from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import save_model
-from fastgrpo.step.optim import MasterAdamW
+from fastgrpo.trainer.optim import MasterAdamW
 
 SAMPLES = [sample(4, 5, seed) for seed in range(7)]
 SCORING = Scoring(1.0, 16)

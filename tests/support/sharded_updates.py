@@ -15,7 +15,7 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER, adapters_off, add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import local, shard
-from fastgrpo.step.optim import MasterAdamW
+from fastgrpo.trainer.optim import MasterAdamW
 
 
 def sample(prompt, completion, seed=0):

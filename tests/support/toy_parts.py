@@ -12,7 +12,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import Layout, ShardedPolicy, fill, local
 from fastgrpo.ranks import ALONE
 from fastgrpo.run.snapshot import GlobalRNG
-from fastgrpo.step.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 
 STEPS = 3
 NEVER = "model.norm.weight"  # this parameter never gets a gradient, so AdamW has no state of it

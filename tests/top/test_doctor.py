@@ -9,7 +9,7 @@ from ranks import start
 from transformers import MambaConfig, Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from fastgrpo import doctor
-from fastgrpo.step.budget import gib
+from fastgrpo.trainer.memory import gib
 
 
 def test_the_table(tmp_path, capsys):

@@ -16,9 +16,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, make_reference, score
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.metrics import METRICS
-from fastgrpo.step.grpo import GRPOUpdate, Updated
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updated, Updater
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -115,7 +114,9 @@ def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
 
 def test_without_passes_no_old_logps_are_made(monkeypatch):
     update = make_update(Objective())
-    monkeypatch.setattr("fastgrpo.step.grpo.score", lambda model, samples, *_: pytest.fail("scored") if samples else [])
+    monkeypatch.setattr(
+        "fastgrpo.trainer.update.score", lambda model, samples, *_: pytest.fail("scored") if samples else []
+    )
     samples = samples_of()
     metrics = update([samples]).metrics
     assert all(sample.old_logps is None for sample in samples)

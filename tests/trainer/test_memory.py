@@ -5,8 +5,8 @@ import functools
 import pytest
 from runs import make_trainer
 
-from fastgrpo.step.plan import plan_run
 from fastgrpo.trainer import policy
+from fastgrpo.trainer.memory import plan_run
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.dealing import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
-from fastgrpo.step.supervised import learn, mean_loss
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.supervised import learn, mean_loss
+from fastgrpo.trainer.update import Updater
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
 HELD_OUT = [{"prompt": "2+7=", "completion": "9"}, {"prompt": "8+8=", "completion": "16"}]

@@ -10,8 +10,7 @@ from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.loss.advantage import process_advantages
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.step.advantages import with_advantages
-from fastgrpo.step.measure import reward_metrics
+from fastgrpo.trainer.collect import reward_metrics, with_advantages
 
 EPS = 1e-4
 

@@ -14,9 +14,8 @@ from fastgrpo.loss.advantage import process_advantages
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updater
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

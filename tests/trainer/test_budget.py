@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from fastgrpo.step.budget import Part, Plan, gib
+from fastgrpo.trainer.memory import Part, Plan, gib
 
 GIB = 2**30
 

@@ -16,9 +16,8 @@ from fastgrpo.policy.load import prepare
 from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updater
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

@@ -14,9 +14,8 @@ from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updater
 
 aten = torch.ops.aten
 # Products with a weight are of two dimensions; those of three are attention's and the rotary embedding's.

@@ -7,8 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.step.outline import outline, outline_of, unplannable
-from fastgrpo.step.plan import plan_run
+from fastgrpo.trainer.memory import outline, outline_of, plan_run, unplannable
 
 GIB = 2**30
 

@@ -8,8 +8,8 @@ from transformers import Qwen3MoeConfig
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
-from fastgrpo.step import activations
-from fastgrpo.step.activations import activation_bytes
+from fastgrpo.trainer import memory as activations
+from fastgrpo.trainer.memory import activation_bytes
 
 
 def kept(model, batch):

@@ -8,7 +8,7 @@ from fastgrpo.data.examples import Example
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.step.supervised import sft
+from fastgrpo.trainer.supervised import sft
 
 
 def test_it_learns_the_completions_and_reports_their_likelihood():

@@ -8,7 +8,7 @@ from resumed import Crash, crash, make_trainer
 from runs import lines
 
 from fastgrpo import GRPOConfig
-from fastgrpo.step.entropy import AdaptiveEntropy
+from fastgrpo.trainer.update import AdaptiveEntropy
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

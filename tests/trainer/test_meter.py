@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastgrpo import GRPOLossOutput
-from fastgrpo.step.meter import Meter
+from fastgrpo.trainer.update import Meter
 
 NAN = float("nan")
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.step.optim import MasterAdamW, check_schedule, make_schedule
+from fastgrpo.trainer.optim import MasterAdamW, check_schedule, make_schedule
 
 
 def train(dtype, masters, steps=50, learning_rate=1e-6):

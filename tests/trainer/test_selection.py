@@ -13,10 +13,8 @@ from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
-from fastgrpo.step.grpo import GRPOUpdate
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.selection import quantile
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import GRPOUpdate, Updater, quantile
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 

@@ -9,31 +9,47 @@ The metrics cover all groups that finished, dropped or not, because the kept gro
 Aborted groups are counted only in the metrics of oversampling.
 
 Shapes: S completions, those of a prompt side by side, G completions a group; F reward functions.
+
+Turns the rewards of completions that are trained on together into advantages, of completions or of their tokens.
+
+With process_rewards "token", the step rewards that functions log (`log_steps`) become advantages of tokens, as in
+DeepSeekMath (arXiv 2402.03300), section 4.1.3. The functions that logged none give each completion its advantage as
+they always do, and a token's advantage is the sum of both. A function that logged steps counts by these alone: what it
+returned is their summary.
+
+With masked_completions_in_group False, the rewards of masked completions are treated as not given.
+
+Summarizes the completions and rewards of a step, as metrics for metrics.jsonl and lines for samples.jsonl.
+
+Shapes: S completions, those of a group side by side, G completions a group; F reward functions.
 """
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.records import Completion, Sample, TrainerState
 from fastgrpo.data.sources import Source
+from fastgrpo.data.token_text import TokenText
+from fastgrpo.loss.advantage import decoupled_advantages, group_advantages, process_advantages
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards, reward_matrix
+from fastgrpo.rewards.notes import SAMPLE_COLUMNS
 from fastgrpo.rewards.together import Judging
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.profiling import StageTimer
-from fastgrpo.step.advantages import with_advantages
-from fastgrpo.step.measure import length_metrics, reward_metrics
 
 # The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
 # 2**32, the multiples of the golden ratio stay far from one another, and so from the seeds of the next steps.
@@ -263,3 +279,159 @@ def _means(measured):
     return {
         name: sum(values[name] for values in measured) / len(measured) for name in (measured[0] if measured else ())
     }
+
+
+def with_advantages(completions: Sequence[Completion], rewards: Rewards, args: GRPOConfig) -> list[Completion]:
+    """Turn the rewards of completions that are trained on together into advantages.
+
+    Args:
+        completions: [S] completions with rewards, those of a group side by side.
+        rewards: The reward functions, whose weights count.
+        args: The settings.
+    """
+    masked = [args.mask_truncated_completions and completion.rollout.truncated for completion in completions]
+    left_out = [at for at, it in enumerate(masked) if it and not args.masked_completions_in_group]
+    stepped = sorted({name for c in completions for name in c.steps}) if args.process_rewards == "token" else []
+    per_function = reward_matrix(completions)
+    per_function[left_out] = math.nan
+    per_function[:, [rewards.names.index(name) for name in stepped]] = math.nan
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        advantages = decoupled_advantages(per_function, rewards.weights, args.num_generations, clip=args.advantage_clip)
+    else:
+        advantages = group_advantages(
+            rewards.total(per_function),
+            args.num_generations,
+            scale=args.scale_rewards,
+            baseline=args.advantage_baseline,
+            clip=None if stepped else args.advantage_clip,
+        )
+    done = [
+        dataclasses.replace(completion, advantage=advantage, token_advantages=None, masked=out)
+        for completion, advantage, out in zip(completions, advantages.tolist(), masked, strict=True)
+    ]
+    return _with_steps(done, stepped, {*left_out}, rewards, args) if stepped else done
+
+
+def _with_steps(completions, stepped, left_out, rewards, args):
+    """Add the advantages of steps to those of completions, token by token."""
+    lengths = [len(completion.rollout.ids) for completion in completions]
+    parts = [torch.full((n,), c.advantage, dtype=torch.float64) for n, c in zip(lengths, completions, strict=True)]
+    for name in stepped:
+        steps = [() if i in left_out else c.steps.get(name, ()) for i, c in enumerate(completions)]
+        weight = rewards.weights[rewards.names.index(name)]
+        own = process_advantages(steps, lengths, args.num_generations, scale=args.scale_rewards)
+        parts = [part + weight * of_tokens for part, of_tokens in zip(parts, own, strict=True)]
+    if args.advantage_clip is not None:
+        parts = [part.clamp(-args.advantage_clip, args.advantage_clip) for part in parts]
+    return [
+        dataclasses.replace(completion, advantage=part.mean().item(), token_advantages=part.float())
+        for completion, part in zip(completions, parts, strict=True)
+    ]
+
+
+def reward_metrics(completions: Sequence[Completion], totals: torch.Tensor, group_size: int) -> dict[str, float]:
+    """Measure how the completions of a step were rewarded.
+
+    Args:
+        completions: [S], with rewards and advantages.
+        totals: [S] total rewards, NaN where none was given.
+        group_size: G.
+    """
+    per_function = reward_matrix(completions)
+    advantages = torch.tensor([completion.advantage for completion in completions], dtype=torch.float64)
+    sizes = torch.tensor([_advantage_size(completion) for completion in completions], dtype=torch.float64)
+    informative = torch.tensor([completion.informative for completion in completions])
+    spread = informative.view(-1, group_size).any(1).double().mean().item()
+    values = {
+        "reward": totals.nanmean().item(),
+        "reward_std": totals.view(-1, group_size).std(1).nanmean().item(),
+        "accuracy": (per_function[:, 0] >= 1).double().mean().item(),
+        "frac_reward_zero_std": 1 - spread,
+        "frac_informative": spread,
+        "advantage/mean": advantages.mean().item(),
+        "advantage/abs_mean": sizes.mean().item(),
+    }
+    for name, column in zip(completions[0].rewards, per_function.T, strict=True):
+        given = column[~column.isnan()]
+        if not len(given):
+            continue
+        values[f"rewards/{name}/mean"] = given.mean().item()
+        values[f"rewards/{name}/std"] = given.std(correction=0).item()
+    return {name: value for name, value in values.items() if not math.isnan(value)}
+
+
+def _advantage_size(completion):
+    """Return the magnitude of a completion's advantage, which is the mean over its tokens where each has its own."""
+    own = completion.token_advantages
+    return abs(completion.advantage) if own is None else own.double().abs().mean().item()
+
+
+def length_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Measure how long the completions of a step were, in tokens, and how many were truncated.
+
+    Args:
+        completions: [S].
+    """
+    lengths = [len(completion.rollout.ids) for completion in completions]
+    ended = [len(completion.rollout.ids) for completion in completions if not completion.rollout.truncated]
+    of_ended = (
+        {
+            "completions/mean_terminated_length": sum(ended) / len(ended),
+            "completions/min_terminated_length": min(ended),
+            "completions/max_terminated_length": max(ended),
+        }
+        if ended
+        else {}
+    )
+    return of_ended | {
+        "completions/mean_length": sum(lengths) / len(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": sum(completion.rollout.truncated for completion in completions) / len(lengths),
+    }
+
+
+def rates(tokens: int, rollout_seconds: float, seconds: float) -> dict[str, float]:
+    """Measure how fast a step and its rollout were."""
+    values = {"step_time": seconds, "tokens/s": tokens / seconds}
+    if rollout_seconds:
+        values |= {"rollout/tokens/s": tokens / rollout_seconds, "rollout/share": rollout_seconds / seconds}
+    return values
+
+
+def logged_groups(groups: int, group_size: int, most: int) -> list[int]:
+    """Choose the groups whose completions samples.jsonl keeps: whole ones, evenly spread, the first among them."""
+    count = min(max(most // group_size, 1), groups)
+    return [i * groups // count for i in range(count)]
+
+
+def sample_rows(
+    step: int, completions: Sequence[Completion], group_size: int, groups: Sequence[int], text: TokenText
+) -> Iterator[dict]:
+    """Make the lines of samples.jsonl.
+
+    Args:
+        step: The step.
+        completions: [S], after the update.
+        group_size: G.
+        groups: The indices of the groups that are kept.
+        text: Finds where tokens end, see `TokenText`.
+    """
+    for group in groups:
+        for completion in completions[group * group_size : (group + 1) * group_size]:
+            rollout, ratios = completion.rollout, completion.ratios
+            values = (
+                step,
+                group,
+                completion.prompt.prompt,
+                completion.content,
+                {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
+                completion.advantage,
+                rollout.finish_reason,
+                len(rollout.ids),
+                len(completion.clipped) / max(len(rollout.ids), 1),
+                text.ends(rollout.ids),
+                [round(value, 4) for value in rollout.logps.tolist()],
+                *(() if ratios is None else ([round(value, 4) for value in ratios], list(completion.clipped))),
+            )
+            yield dict(zip(SAMPLE_COLUMNS, values, strict=False)) | completion.extras

@@ -10,7 +10,7 @@ import torch
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.step.measure import length_metrics, logged_groups, rates, reward_metrics, sample_rows
+from fastgrpo.trainer.collect import length_metrics, logged_groups, rates, reward_metrics, sample_rows
 
 NAN = float("nan")
 

@@ -6,8 +6,8 @@ import torch
 from runs import samples_of
 
 from fastgrpo.policy.model import Policy
-from fastgrpo.step.optim import MasterAdamW, make_schedule
-from fastgrpo.step.update import Updater
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.update import Updater
 
 
 def updater_of(max_tokens=1000, max_grad_norm=0.5):

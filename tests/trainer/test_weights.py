@@ -13,9 +13,7 @@ import torch
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.step.outline import outline
-from fastgrpo.step.plan import choose_parallel, plan, plan_run
-from fastgrpo.step.weights import Count
+from fastgrpo.trainer.memory import Count, choose_parallel, outline, plan, plan_run
 
 CPU, CUDA, GIB, ROOM = torch.device("cpu"), torch.device("cuda"), 2**30, 80 * 2**30
 SHAPES = {

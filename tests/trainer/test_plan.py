@@ -19,10 +19,8 @@ from fastgrpo.rewards.reward_model import RewardModel
 from fastgrpo.rollout import providers
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.step.activations import activation_bytes
-from fastgrpo.step.optim import MasterAdamW
-from fastgrpo.step.outline import outline
-from fastgrpo.step.plan import plan, plan_run
+from fastgrpo.trainer.memory import activation_bytes, outline, plan, plan_run
+from fastgrpo.trainer.optim import MasterAdamW
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -290,8 +288,8 @@ def test_a_model_on_another_gpu_takes_no_room_of_this_one(monkeypatch):
     sizes = {0: 100, 1: 10}
     parameters = [SimpleNamespace(device=torch.device("cuda", index), nbytes=size) for index, size in sizes.items()]
     monkeypatch.setattr(model, "parameters", lambda: parameters)
-    monkeypatch.setattr("fastgrpo.step.plan.choose_device", torch.device)
-    monkeypatch.setattr("fastgrpo.step.plan.memory_left", lambda device: 1000)
+    monkeypatch.setattr("fastgrpo.trainer.memory.choose_device", torch.device)
+    monkeypatch.setattr("fastgrpo.trainer.memory.memory_left", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     for device, room in (("cuda", 1010), ("cuda:1", 1010), ("cuda:0", 1100)):
         with pytest.raises(Asked, match=str(room)):

@@ -1,0 +1,545 @@
+"""The GRPO updates of one rollout: minibatches and passes over them, old and reference log-probs, loss and metrics.
+
+Each token has a weight in the loss of the whole update (`Sample.weights`), which is computed before any sample is
+dropped. So the result does not depend on how the update is split into micro-batches, nor on whether samples that teach
+nothing are computed.
+
+One optimizer update over several micro-batches, which supervised training and GRPO share.
+
+Which tokens keep their surrogate: those of high entropy, and those of completions that are not too far off-policy.
+
+A token without its surrogate has an advantage of 0; the KL to the reference stays, and so does its share in the weights
+of the loss and in the ratio of its sequence. Both choices look at the policy as it is before an update, so a forward
+pass over the samples of the update precedes it.
+
+Shapes: T tokens of a completion.
+
+Adaptive control of the entropy bonus (Skywork-OR1, arXiv 2505.22312, section 3.2.3).
+
+The coefficient rises by a fixed step after every update that measured an entropy at or below the target, and falls by
+it after the others. It is applied only while the entropy of the last update was at or below the target.
+
+Gathers what the micro-batches of a step measure, on the device, so that the host waits for it once.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.records import Sample
+from fastgrpo.loss import GRPOLossOutput, Objective, linear_grpo_loss
+from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.dealing import Dealer
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.reference import Reference, Scoring, score
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.run.profiling import StageTimer, update_flops
+from fastgrpo.trainer.optim import MasterAdamW
+
+EXTREMES = {"min": min, "max": max}  # metrics whose last part has one of these names are not averaged
+LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # metrics of which the largest value counts, too
+SUMMED = ("policy_loss", "active_tokens")
+
+
+class Update(NamedTuple):
+    """What an update did, on every rank the same.
+
+    Attributes:
+        norm: The gradient norm before clipping, a scalar tensor. It is 0 where there are no samples, and NaN where the
+            loss or the gradient is not finite. In both cases the weights stay as they are, and only the schedule
+            advances.
+        loss: The loss, a scalar tensor; None where there are no samples.
+    """
+
+    norm: torch.Tensor
+    loss: torch.Tensor | None
+
+
+class Updater:
+    """Feeds samples to a loss in micro-batches of a token budget, and steps the optimizer.
+
+    The loss of a micro-batch must be a sum of terms weighted over the whole update (`Sample.weights`); then loss and
+    gradient do not depend on how the update was split into micro-batches and over ranks. Gradients are summed over the
+    ranks once, after the last micro-batch.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: MasterAdamW,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+        *,
+        max_grad_norm: float,
+        max_tokens: int,
+        share_prompt: bool = True,
+        timer: StageTimer | None = None,
+        ranks: Ranks = ALONE,
+    ):
+        self.policy, self.optimizer, self.schedule = policy, optimizer, schedule
+        self.max_grad_norm = max_grad_norm
+        self.dealer = Dealer(max_tokens, share_prompt, ranks, policy.lockstep)
+        self.timer, self.ranks = timer or StageTimer(policy.device), ranks
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return self.schedule.get_last_lr()[0]
+
+    def step(
+        self,
+        samples: Sequence[Sample],
+        loss_fn: Callable[[list[int], Batch], torch.Tensor],
+        idle_fn: Callable[[], torch.Tensor] | None = None,
+    ) -> Update:
+        """Update once."""
+        total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
+        with self.ranks.waiting("an update"):
+            self.dealer.meet("the passes")
+            for indices in self.dealer.passes(samples, self.dealer.shares(samples)):
+                batch = Batch.pack([samples[i] for i in indices], device, share_prompt) if indices else None
+                compute = partial(loss_fn, indices, batch) if indices else idle_fn or self.policy.idle_loss
+                loss = self.policy.within(compute)
+                with self.timer.stage("backward"):
+                    loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+            if samples:
+                total = self.optimizer.reduce(self.ranks, total)
+            with self.timer.stage("optimizer"):
+                norm = self.optimizer.step(self.max_grad_norm, total)
+        self.schedule.step()
+        return Update(norm, total)
+
+
+class AdaptiveEntropy:
+    """The coefficient of the entropy bonus, which follows the entropy that updates measure.
+
+    Attributes:
+        coef: The coefficient.
+    """
+
+    def __init__(self, args: GRPOConfig):
+        self.coef, self._entropy = args.entropy_coef, None
+        self._low, self._high = args.entropy_coef_min, args.entropy_coef_max
+        self._delta, self._target = args.entropy_coef_delta, args.entropy_target
+
+    @property
+    def applied(self) -> float:
+        """The coefficient of the next update: 0 where the last one measured more than the target, or none has."""
+        return self.coef if self._entropy is not None and self._entropy <= self._target else 0.0
+
+    def observe(self, entropy: float) -> None:
+        """Move the coefficient after an update."""
+        if not math.isfinite(entropy):
+            return
+        if entropy <= self._target:
+            self.coef = min(self.coef + self._delta, self._high)
+        else:
+            self.coef = max(self.coef - self._delta, self._low)
+        self._entropy = entropy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coefficient and the entropy of the last update, as JSON can hold them."""
+        return {"coef": self.coef, "entropy": self._entropy}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.coef, self._entropy = state["coef"], state["entropy"]
+
+
+class Meter:
+    """Gathers what the micro-batches of a step's updates measure."""
+
+    def __init__(self):
+        self.entries = defaultdict(list)  # name -> (index of the update, what a micro-batch measured)
+
+    def add(self, out: GRPOLossOutput, batch: Batch, update: int) -> None:
+        """Note what one micro-batch measured; means are weighted by its active tokens."""
+        tokens = out.metrics["active_tokens"]
+        measured = {"loss": out.loss.detach()}
+        for name, value in out.metrics.items():
+            whole = name in (*SUMMED, *LARGEST) or name.rpartition("/")[2] in EXTREMES
+            measured[name] = value if whole else value * tokens
+        if batch.old_logps is None and batch.rollout_logps is not None:
+            gap = (out.logps - batch.rollout_logps).abs() * out.active
+            measured |= {"rollout/logp_gap": gap.sum(), "rollout/logp_gap_max": gap.max(), "first_tokens": tokens}
+        for name, value in measured.items():
+            self.entries[name].append((update, value))
+
+    def values(self, norms: list[float], ranks: Ranks = ALONE) -> dict[str, float]:
+        """Reduce what was measured, over the updates that were not skipped and over the ranks."""
+        taken = [math.isfinite(norm) for norm in norms]
+        parts = defaultdict(list)
+        mine = {name: self._of(entries, taken) for name, entries in self.entries.items()}
+        for of_rank in ranks.gather(mine, "the metrics of an update"):
+            for name, part in of_rank.items():
+                parts[name] += part
+        values = {"skipped_updates": len(norms) - sum(taken)}
+        if not any(taken):
+            return values
+        values["grad_norm"] = sum(norm for norm in norms if math.isfinite(norm)) / sum(taken)
+        if not parts.get("loss"):  # no group had spread: nothing was computed, nothing moved
+            return values | {"loss": 0.0, "policy_loss": 0.0}
+        tokens, first = sum(parts.pop("active_tokens")), sum(parts.pop("first_tokens", []))
+        per = {"loss": sum(taken), "policy_loss": sum(taken), "rollout/logp_gap": max(first, 1)}
+        for name, part in parts.items():
+            extreme = "max" if name in LARGEST else name.rpartition("/")[2]
+            if extreme not in EXTREMES:
+                values[name] = math.fsum(part) / per.get(name, max(tokens, 1))
+            elif part:
+                values[name] = EXTREMES[extreme](part)
+        if "clip_ratio/low_mean" in values:  # no token is clipped at both bounds
+            values["clip_ratio/region_mean"] = values["clip_ratio/low_mean"] + values["clip_ratio/high_mean"]
+        return values
+
+    def mean(self, name: str, update: int, ranks: Ranks = ALONE) -> float:
+        """Average a metric over the active tokens of one update, whether it was skipped or not."""
+        mine = [
+            math.fsum(value.item() for of_update, value in self.entries.get(key, ()) if of_update == update)
+            for key in (name, "active_tokens")
+        ]
+        total, tokens = map(math.fsum, zip(*ranks.gather(mine, f"the mean {name} of an update"), strict=True))
+        return total / tokens if tokens else math.nan
+
+    @staticmethod
+    def _of(entries, taken):
+        """Copy the values of the updates that were not skipped to the host."""
+        values = torch.stack([value for _, value in entries]).double().tolist()
+        return [value for (update, _), value in zip(entries, values, strict=True) if taken[update]]
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What was selected for one update.
+
+    Attributes:
+        samples: The samples of this rank with their selection, by their index.
+        entropy: The mean entropy of the tokens that were selected by their entropy, over all ranks, in nats; None where
+            no token is left out for its entropy.
+    """
+
+    samples: dict[int, Sample]
+    entropy: float | None
+
+
+class Selection:
+    """Selects the tokens of an update."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        updater: Updater,
+        scoring: Scoring,
+        *,
+        top_entropy_quantile: float = 1.0,
+        off_policy_mask_threshold: float | None = None,
+    ):
+        self.policy, self.updater, self.scoring = policy, updater, scoring
+        self.dealer, self.ranks = updater.dealer, updater.ranks
+        self.quantile, self.threshold = top_entropy_quantile, off_policy_mask_threshold
+
+    @property
+    def by_entropy(self) -> bool:
+        """Whether tokens of low entropy are left out."""
+        return self.quantile < 1
+
+    def __call__(
+        self, samples: Sequence[Sample], teaching: Sequence[int], others: Sequence[int], first: bool
+    ) -> Selected:
+        """Select the tokens of one update."""
+        off_policy = self.threshold is not None and (not first or any(s.sampler_logps is not None for s in samples))
+        if not (self.by_entropy or off_policy):
+            return Selected({}, None)
+        others = others if self.by_entropy else ()
+        # The samples that the update computes lie on the ranks that will compute them, and know their log-probs there.
+        shares = [a + b for a, b in zip(self._dealt(samples, teaching), self._dealt(samples, others), strict=True)]
+        mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
+        compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
+        bare = [Sample(samples[i].prompt_ids, samples[i].completion_ids, advantage=0.0) for i in mine]
+        with self.updater.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
+            self.dealer.meet("the passes")
+            scored = score(self.policy, bare, self.scoring, passes, compute)
+        values = dict(zip(mine, scored, strict=True))
+        entropy, made = None, {i: {} for i in teaching if i in values}  # what is new in each sample of this rank
+        if self.by_entropy:
+            lowest, entropy, count = self._threshold([both[1] for both in values.values()])
+            for i, new in made.items():
+                new["counted"] = (values[i][1] >= lowest).float()
+                new["entropy_weights"] = new["counted"] / count
+                values[i] = values[i][0]
+        if off_policy:
+            for i, new in made.items():
+                new["counted"] = new.get("counted", torch.ones_like(values[i])) * self._near(samples[i], values[i])
+        return Selected({i: dataclasses.replace(samples[i], **new) for i, new in made.items()}, entropy)
+
+    def _dealt(self, samples, indices):
+        return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
+
+    def _threshold(self, entropies):
+        """Find the entropy from which on tokens are kept."""
+        mine = torch.cat([torch.zeros(0), *(of_sample.cpu() for of_sample in entropies)])
+        every = torch.cat(self.ranks.gather(mine, "the entropies of an update"))
+        if not len(every):  # all samples of the update are masked
+            return math.inf, math.nan, 0
+        lowest = quantile(every, 1 - self.quantile)
+        kept = every[every >= lowest]
+        return lowest, kept.double().mean().item(), len(kept)
+
+    def _near(self, sample, logps):
+        """Tell whether a completion keeps its surrogate: its advantage is not negative, or the policy is still near.
+
+        A token whose log-prob the sampler did not report takes no part.
+        """
+        drawn = sample.old_logps if sample.sampler_logps is None else sample.sampler_logps
+        gap = (drawn.to(logps.device) - logps).nan_to_num(nan=0.0).mean()  # old - new: an estimate of KL(old || new)
+        return 1.0 if sample.advantage >= 0 else (gap <= self.threshold).float()
+
+
+def quantile(values: torch.Tensor, share: float) -> float:
+    """Compute a quantile, interpolated between the two nearest values; torch.quantile refuses more than 2^24 values.
+
+    Args:
+        values: [N] fp32, at least one.
+        share: The quantile, from 0 to 1.
+
+    Returns:
+        The quantile, rounded to fp32.
+    """
+    place = share * (len(values) - 1)
+    at = math.floor(place)
+    ordered = values.sort().values
+    return ordered[at].lerp(ordered[min(at + 1, len(values) - 1)], place - at).item()
+
+
+@dataclass(frozen=True)
+class Updated:
+    """What the updates of one rollout did.
+
+    Attributes:
+        samples: The samples in their order, with their weights, and with the ratios of their tokens and which of them
+            the last update clipped.
+        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
+        metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates and
+            learning_rate. All but the last two leave skipped updates out.
+    """
+
+    samples: list[Sample]
+    norms: list[float]
+    metrics: dict[str, float]
+
+
+class GRPOUpdate:
+    """Turns the samples of a rollout into optimizer updates."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        reference: Reference | None,
+        updater: Updater,
+        objective: Objective,
+        *,
+        temperature: float,
+        updates_per_rollout: int = 1,
+        num_iterations: int = 1,
+        top_entropy_quantile: float = 1.0,
+        off_policy_mask_threshold: float | None = None,
+        entropy: AdaptiveEntropy | None = None,
+        backward_tolerance: float = 0.0,
+    ):
+        self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
+        self.dealer, self.ranks = updater.dealer, updater.ranks
+        self.scoring = Scoring(temperature, self.dealer.max_tokens, self.dealer.share_prompt)
+        self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
+        self.selection = Selection(
+            policy, updater, self.scoring, top_entropy_quantile=top_entropy_quantile,
+            off_policy_mask_threshold=off_policy_mask_threshold,
+        )  # fmt: skip
+        self.entropy, self.backward_tolerance = entropy, backward_tolerance
+        self.flops = update_flops(policy.module.base_model, policy.head.weight)
+
+    def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
+        """Make all updates of one rollout."""
+        samples = list(chain.from_iterable(groups))
+        ends = [0, *torch.tensor([len(group) for group in groups]).cumsum(0).tolist()]
+        bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
+        minibatches = [range(start, end) for start, end in pairwise(bounds)]
+        step_tokens = sum(len(s.completion_ids) for s in samples if not s.masked) / len(minibatches)
+        for minibatch in minibatches:
+            weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
+            for i, weights in zip(minibatch, weighted, strict=True):
+                samples[i] = dataclasses.replace(samples[i], weights=weights)
+        kept = [[i for i in minibatch if self.teaches(samples[i])] for minibatch in minibatches]
+        metrics = self._score(samples, kept)
+        meter, norms = Meter(), []
+        for _ in range(self.num_iterations):
+            for whole, minibatch in zip(minibatches, kept, strict=True):
+                logps = {}  # of each sample, by its index in the minibatch
+                teaching = {*minibatch}
+                others = [i for i in whole if i not in teaching and not samples[i].masked]
+                selected = self.selection(samples, minibatch, others, first=not norms)
+                for i, sample in selected.samples.items():
+                    samples[i] = sample
+                if self.entropy is not None:
+                    self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
+
+                def loss(indices, batch, logps=logps):
+                    out = self.loss(batch, step_tokens, with_entropy or self.entropy is not None)
+                    meter.add(out, batch, update=len(norms))
+                    logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
+                    return out.loss
+
+                learning_rate = self.updater.learning_rate
+                norms.append(self.updater.step([samples[i] for i in minibatch], loss, self.idle_loss).norm)
+                if self.entropy is not None:
+                    measured = selected.entropy
+                    if measured is None:
+                        measured = meter.mean("entropy", len(norms) - 1, self.ranks)
+                    self.entropy.observe(measured)
+                for at, of_sample in logps.items():
+                    samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
+        norms = torch.stack(norms).tolist()
+        metrics |= meter.values(norms, self.ranks) | {"learning_rate": learning_rate}
+        if self.entropy is not None:
+            metrics["entropy_coef"] = self.entropy.coef
+        if self.objective.beta == 0:
+            metrics.pop("kl", None)  # there is no reference to measure it against
+        return Updated(samples, norms, metrics)
+
+    def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
+        """Compute the objective's weight of each token over one update.
+
+        Returns:
+            [T] fp32 for each sample, T the length of its completion.
+        """
+        counts = torch.tensor([len(sample.completion_ids) for sample in minibatch])
+        masked = torch.tensor([sample.masked for sample in minibatch])
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        mask = (~masked).repeat_interleave(counts)
+        weights = self.objective.token_weights(mask, bounds, num_items_in_batch=step_tokens)
+        return weights.split(counts.tolist())
+
+    def teaches(self, sample: Sample) -> bool:
+        """Tell whether a sample is computed. Without KL and entropy bonus, it is not if its advantages are 0."""
+        regularized = self.objective.beta != 0 or self.objective.entropy_coef != 0 or self.entropy is not None
+        return not sample.masked and (regularized or sample.informative)
+
+    def _score(self, samples, kept):
+        """Compute reference log-probs of the kept samples, and old log-probs of those after the first minibatch.
+
+        The first minibatch is computed with the policy that drew it: its ratio is 1, and its loss returns log-probs.
+        The KL of the full distributions takes hidden states in place of reference log-probs, see `_reference_states`.
+        """
+        metrics, dealt = {}, [self.dealer.shares([samples[i] for i in minibatch]) for minibatch in kept]
+        # The samples of each rank in the minibatches, which are dealt here as they will be in the updates.
+        by_rank = [
+            [[minibatch[at] for at in shares[rank]] for minibatch, shares in zip(kept, dealt, strict=True)]
+            for rank in range(self.ranks.size)
+        ]
+        if self.reference is not None:
+            mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts)) for parts in by_rank])
+            teaching = [samples[i] for i in mine]
+            with self.updater.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
+                metrics = self.reference.measure(teaching, self.scoring, self.ranks)
+                if not self.objective.full_kl:
+                    self.dealer.meet("the passes")
+                    for i, logps in zip(mine, self.reference.score(teaching, self.scoring, passes), strict=True):
+                        samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
+        if any(kept[1:]):
+            mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
+            with self.updater.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
+                self.dealer.meet("the passes")
+                scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
+            for i, logps in zip(mine, scored, strict=True):
+                samples[i] = dataclasses.replace(samples[i], old_logps=logps)
+        return metrics
+
+    def _of_rank(self, samples, shares):
+        """Return the indices of this rank's samples, and how many passes all ranks make in lockstep."""
+        return shares[self.ranks.rank], self.dealer.agreed(samples, shares)
+
+    def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
+        """Compute the loss of a micro-batch, a sum over its tokens."""
+        timer = self.updater.timer
+        reference = self._reference_states(batch)
+        per_token, per_row = self.flops
+        timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
+        with timer.stage("forward"):
+            states = self.policy.completion_states(batch)
+        weight, bias, softcap = self.policy.head
+        with timer.stage("loss"):
+            return linear_grpo_loss(
+                states,
+                weight,
+                batch.targets,
+                batch.advantages,
+                cu_seqlens=batch.cu_seqlens,
+                rows=torch.arange(len(batch.targets)),  # all of them: samples that do not teach are no longer here
+                old_logps=batch.old_logps,
+                ref_logps=batch.ref_logps,
+                sampler_logps=batch.sampler_logps,
+                token_weights=batch.weights,
+                entropy_weights=batch.entropy_weights if self.objective.entropy_coef != 0 else None,
+                num_items_in_batch=step_tokens,
+                temperature=self.scoring.temperature,
+                bias=bias,
+                logit_softcap=softcap,
+                return_entropy=with_entropy,
+                objective=self.objective,
+                backward_tolerance=self.backward_tolerance,
+                **reference,
+            )
+
+    def idle_loss(self) -> torch.Tensor:
+        """Compute the loss of 0 of a rank that has no samples for a pass of all ranks."""
+        if self.objective.full_kl:
+            self.reference.idle()
+        return self.policy.idle_loss()
+
+    def _reference_states(self, batch):
+        """Compute the arguments of the loss for the KL of the full distributions; there are none for another KL.
+
+        They are computed for each micro-batch of each pass, and not kept with the samples: the states of a whole
+        rollout would take T D numbers a sample, which is more than the rest of the samples by the factor D.
+        """
+        if not self.objective.full_kl:
+            return {}
+        with self.updater.timer.stage("reference"):
+            states, (weight, bias, _) = self.reference.states(batch)
+        return {"ref_hidden": states, "ref_weight": weight, "ref_bias": bias}
+
+    def _after_update(self, sample, logps):
+        """Return a sample with what the next update needs, and with the ratios of its tokens that this update saw.
+
+        The log-probs of the first update are the old log-probs of later passes, if there are any.
+        """
+        if sample.old_logps is None:
+            return dataclasses.replace(sample, old_logps=logps) if self.num_iterations > 1 else sample
+        ratios, clipped = self.ratios(sample, logps)
+        return dataclasses.replace(sample, ratios=ratios, clipped=clipped)
+
+    def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the ratio of each token of a sample, and whether it lies beyond the bound on its advantage's side.
+
+        Args:
+            sample: The sample, with its old log-probs.
+            logps: [T] log-probs under the policy as it is now.
+
+        Returns:
+            The ratios [T] fp32, and which of them are clipped [T] bool, on the policy's device, so that nothing waits
+            for them.
+        """
+        low, high = self.objective.ratio_bounds
+        log_ratio = logps - sample.old_logps.to(logps.device)
+        if self.objective.importance_sampling_level == "sequence":
+            log_ratio = log_ratio.mean().expand(len(log_ratio))
+        ratio = log_ratio.exp()
+        advantages = sample.token_advantages
+        advantages = torch.tensor(sample.advantage) if advantages is None else advantages.to(ratio.device)
+        return ratio, ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
