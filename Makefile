@@ -1,5 +1,4 @@
 # make train   install what is pinned, then run the embedded example to its end
-# make stages  the three stages of R1 on the embedded task: supervised start, GRPO, distillation
 # make test    the same environment, then the tests
 # make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
 # make docs    build the documentation site into site/; a broken link or an undocumented public name is an error
@@ -10,15 +9,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train stages test real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow machine-code liger-tests \
+.PHONY: train test real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.train $(ARGS)
-
-# A supervised start, GRPO, and distillation into a fresh model, on the embedded task; then one table of the three.
-stages: $(VENV)/.installed
-	$(BIN)/python -m fastgrpo.stages --output_dir runs/stages $(ARGS)
 
 # In several processes with a thread each, about 1.5 GB a process. A file is one process's, so its fixtures are made
 # once, and files go in their order. One file at a time is quicker without them: make test ARGS="-n 0 FILE".

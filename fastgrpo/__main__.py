@@ -11,7 +11,6 @@ COMMANDS = {
     "train": "trains a policy by GRPO; without flags, the embedded example runs",
     "sft": "trains a policy on the completions of rows",
     "distill": "writes what a policy answers right to a file that sft learns from",
-    "stages": "runs sft, train, distill and sft again one after another, and prints one table",
     "evaluate": "measures models on held-out prompts, in one table",
     "chat": "talks to a model in the terminal",
     "check": "judges completions by rewards, and says what would keep them from teaching",

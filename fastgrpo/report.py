@@ -29,7 +29,7 @@ class ReportConfig(Settings):
     """The settings of the command."""
 
     runs: tuple[str, ...] = setting(
-        REQUIRED, "Folders of runs, each with its metrics.jsonl. The folder of a sweep or of stages shows all its runs."
+        REQUIRED, "Folders of runs, each with its metrics.jsonl. The folder of a sweep shows all its runs."
     )
     output: str | None = setting(
         None, "File of the page. None takes report.html: in the given folder if it is one, otherwise where you are."

@@ -58,9 +58,7 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = GRPOConfig) -> di
 
 
 def _command_of(settings: Mapping[str, Any]) -> str | None:
-    """Return the command that has all of these settings, or sections of them; None where there is none."""
-    if settings and all(isinstance(value, dict) for value in settings.values()):
-        return "stages"
+    """Return the command that has all of these settings; None where there is none."""
     for record in (GRPOConfig, SFTConfig):
         if settings.keys() <= {field.name for field in dataclasses.fields(record)}:
             return record.command

@@ -25,13 +25,10 @@ MADE = ".made-by-runs"
 NAMES = re.compile(
     r"config\.json|metrics\.jsonl|samples\.jsonl|warnings\.jsonl|curves\.png|report\.html|summary\.json|trace\.json\.gz|merged|warm-start|tensorboard"
     r"|wandb|trackers\.json|completions|final|trainer_state\.json|[\w-]+_results\.json"
-    r"|sweep\.(csv|png)|stages\.(json|png)|distilled\.(jsonl|part)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
+    r"|sweep\.(csv|png)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
-SWEEP_TABLE, STAGES_SETTINGS = "sweep.csv", "stages.json"
-OF_SEVERAL = {
-    SWEEP_TABLE: "a sweep",
-    STAGES_SETTINGS: "stages",
-}  # a folder holds several runs where one of these is noted
+SWEEP_TABLE = "sweep.csv"
+OF_SEVERAL = {SWEEP_TABLE: "a sweep"}  # a folder holds several runs where one of these is noted
 _GONE = "deleted "  # begins the line of a name whose thing a run has deleted
 
 

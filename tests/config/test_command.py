@@ -114,7 +114,7 @@ def test_bash_completes_flags_by_what_is_printed(capsys, tmp_path):
 @pytest.mark.parametrize(
     "name, flag",
     [
-        ("sft", "--train_file"), ("distill", "--max_per_prompt"), ("stages", "--output_dir"), ("chat", "--raw"),
+        ("sft", "--train_file"), ("distill", "--max_per_prompt"), ("chat", "--raw"),
         ("evaluate", "--eval_num_generations"), ("check", "--max_samples"), ("doctor", "--num_generations"),
         ("report", "--help"),
     ],

@@ -4,11 +4,10 @@ import pytest
 
 from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults, unchecked
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.stages import read_stages
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.tasks import find_task
 
-SINGLE = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem != "three-stages"]
+SINGLE = sorted(RECIPES.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", SINGLE, ids=lambda path: path.stem)
@@ -31,7 +30,6 @@ def test_a_model_of_the_tasks_own_trains_in_float32_on_a_gpu_too(path):
 def test_without_flags_the_embedded_example_trains_in_float32():
     assert parse([]).dtype == parse([], SFTConfig).dtype == "float32"
     assert parse(["--dtype", "bfloat16"]).dtype == "bfloat16"
-    assert all(stage["dtype"] == "float32" for stage in read_stages("three-stages").values())
 
 
 def test_config_takes_the_name_of_a_shipped_recipe(tmp_path, monkeypatch):
@@ -58,8 +56,6 @@ def test_an_empty_name_is_not_that_of_a_default():
     [
         ("arithmetic", SFTConfig, "train"),
         ("arithmetic-sft", GRPOConfig, "sft"),
-        ("three-stages", GRPOConfig, "stages"),
-        ("three-stages", SFTConfig, "stages"),
     ],
 )
 def test_a_recipe_of_another_command_names_this_command(name, record, command):

@@ -45,19 +45,19 @@ def test_a_run_that_has_not_logged_yet(tmp_path):
     assert run.series == {} and run.last_step == 0 and not run.finished
 
 
-def test_the_folder_of_a_sweep_or_of_stages_stands_for_its_runs(tmp_path):
-    for name, marker in (("sweep", "sweep.csv"), ("stages", "stages.json")):
+def test_the_folder_of_a_sweep_stands_for_its_runs(tmp_path):
+    for name in ("sweep", "other"):
         for run in ("b", "a"):
             write_run(tmp_path / name / run)
-        note(tmp_path / name, marker)
-    found = find_runs([tmp_path / "sweep", tmp_path / "stages", tmp_path / "sweep" / "a"])
+        note(tmp_path / name, "sweep.csv")
+    found = find_runs([tmp_path / "sweep", tmp_path / "other", tmp_path / "sweep" / "a"])
     assert found == [
         tmp_path / "sweep" / "a",
         tmp_path / "sweep" / "b",
-        tmp_path / "stages" / "a",
-        tmp_path / "stages" / "b",
+        tmp_path / "other" / "a",
+        tmp_path / "other" / "b",
     ]
-    assert names_of(found) == ["sweep/a", "sweep/b", "stages/a", "stages/b"]
+    assert names_of(found) == ["sweep/a", "sweep/b", "other/a", "other/b"]
 
 
 def test_a_folder_of_no_run_is_refused_with_the_remedy(tmp_path):

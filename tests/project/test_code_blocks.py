@@ -50,7 +50,7 @@ FENCE = re.compile(
 )
 Block = namedtuple("Block", "line language text mark")
 MODELS = r"\b(MODEL|(Qwen|HuggingFaceTB)/[\w.-]+)"
-LONG = {"train", "sft", "distill", "stages", "evaluate"}  # they train, or draw from models that are not here: parsed
+LONG = {"train", "sft", "distill", "evaluate"}  # they train, or draw from models that are not here: parsed
 COMMAND = re.compile(r"(?m)^ *(\$|(python|pip|make|torchrun|from|import)\b)")  # what a reader would give or run
 # Programs that run as they stand, in the page's folder.
 SHELL = {"cat", "echo", "export", "grep", "head", "ls", "mkdir", "tail", "true", "wc"}

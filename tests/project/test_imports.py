@@ -22,7 +22,7 @@ FLOORS = (
     {"evaluation", "kernel_checks"},
     {"trainer"},
     {"tasks", "recipes"},
-    {"train", "sft", "distill", "stages", "evaluate", "chat", "check", "doctor", "report", "__init__"},
+    {"train", "sft", "distill", "evaluate", "chat", "check", "doctor", "report", "__init__"},
     {"__main__"},
 )
 MODULES = sorted((ROOT / "fastgrpo").rglob("*.py"))

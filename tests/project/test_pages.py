@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import fastgrpo
 from benchmarks import report
-from fastgrpo import chat, distill, doctor, evaluate, sft, stages
+from fastgrpo import chat, distill, doctor, evaluate, sft
 from fastgrpo import report as report_command
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.sweep import FLAGS
@@ -75,7 +75,7 @@ def test_a_recipe_is_told_in_300_words(page):
     assert page.stem in (ROOT / "docs" / "recipes.md").read_text()
 
 
-OTHERS = [evaluate, chat, sft, distill, stages, report_command]
+OTHERS = [evaluate, chat, sft, distill, report_command]
 
 
 def flags_of(command, capsys):

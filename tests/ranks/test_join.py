@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from fastgrpo import chat, stages, train
+from fastgrpo import chat, train
 from fastgrpo.ranks import ALONE, RankLost, join, launched, refuse_ranks
 from fastgrpo.ranks.join import early_notes, meet
 
@@ -75,7 +75,6 @@ def test_what_one_process_does_is_refused(launcher):
         (chat.chat, ["model"]),
         (train.train, ["--sweep", "learning_rate=1e-3,1e-4"]),
         (train.train, ["--sweep_seeds", "2"]),
-        (stages.run_stages, ["--config", "three-stages"]),
     ],
 )
 def test_commands_of_one_process_are_refused_before_they_begin(launcher, command, argv):
