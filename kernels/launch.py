@@ -44,7 +44,6 @@ LOGITS_BLOCK, LOGITS_WARPS = 8192, 16  # columns of a row at a time, for logits 
 LOGITS_FUSED_WARPS = 32
 SAMPLE_WARPS = 4
 MERGE_HEADS = 8  # query heads whose splits one program merges
-SEARCH_PIVOTS, SEARCH_WARPS = 16, 8  # thresholds that one sweep of a row tests
 
 
 class Blocks(NamedTuple):
@@ -225,16 +224,6 @@ def sample_tile() -> int:
     The number depends on nothing, so that a row draws the same token in any batch.
     """
     return 32 if INTERPRET else 2048
-
-
-def search_step() -> int:
-    """Return how many logits are compared with all pivots at a time: step x pivots sums lie in registers."""
-    return 16 if INTERPRET else 512
-
-
-def search_candidates() -> int:
-    """Return how many logits of a tile the end of a search may hold; where there are more, it reads the row again."""
-    return 4 if INTERPRET else 32
 
 
 def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:

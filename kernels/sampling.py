@@ -8,9 +8,9 @@ of every (row, tile of the vocabulary). `_draw_kernel`, one program a row, picks
 tile again to pick the token.
 
 A filter keeps the logits from a floor upwards, so equal logits stay or go together. The floor of min-p is
-max z + T log(min_p); those of top-k and top-p are found in sampling_floor.py (seven launches each, three partial
-passes). `_kept_sums_kernel` then sums what is kept of every (row, tile) in one more pass, and the draw is from these
-sums. Nothing waits for the host, and the launches do not depend on the data.
+max z + T log(min_p); `least_kept` finds those of top-k and top-p by torch's topk and sort. `_kept_sums_kernel` then
+sums what is kept of every (row, tile) in one more pass, and the draw is from these sums. Nothing waits for the host,
+and the launches do not depend on the data.
 
 Shapes: R rows of logits, V vocabulary. All arithmetic is fp32. Sums run in an order that does not depend on R, so a row
 draws the same token in any batch.
@@ -24,9 +24,42 @@ import triton.language as tl
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.launch import LN2, LOG2E
-from fastgrpo.kernels.sampling_floor import least_kept, load_tile, row_masses, token_mass
 
 LOWEST_FLOAT = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def token_mass(z, top, scale):
+    """Return exp((z - top) / T), which is exactly 1 at the top.
+
+    The subtraction comes before the product, so that no fused multiply-add can change it.
+    """
+    return tl.exp2((z - top) * scale)
+
+
+@triton.jit
+def load_tile(z_ptr, tile, vocab, TILE: tl.constexpr):
+    """Return the columns and the logits of one tile of a row; the logits are -inf past the row's end."""
+    cols = tile * TILE + tl.arange(0, TILE)
+    return cols, tl.load(z_ptr + cols, mask=cols < vocab, other=float("-inf"))
+
+
+@triton.jit
+def row_masses(top_ptr, total_ptr, kept_ptr, row, n_tiles, scale, TILES: tl.constexpr):
+    """Return a row's tile maxima, its maximum, its tile masses and the kept masses of its tiles.
+
+    kept_ptr is None where everything is kept.
+    """
+    tiles = tl.arange(0, TILES)
+    places, there = row * n_tiles + tiles, tiles < n_tiles
+    tops = tl.load(top_ptr + places, mask=there, other=float("-inf"))
+    top = tl.max(tops)
+    masses = tl.load(total_ptr + places, mask=there, other=0.0)
+    masses *= token_mass(tops, tl.where(top == float("-inf"), 0.0, top), scale)  # -inf - -inf would be NaN
+    kept = masses
+    if kept_ptr is not None:
+        kept = tl.load(kept_ptr + places, mask=there, other=0.0)
+    return tops, top, masses, kept
 
 
 @triton.jit
@@ -119,6 +152,21 @@ def _check(logits: torch.Tensor, uniforms: torch.Tensor) -> None:
         )
 
 
+def least_kept(logits: torch.Tensor, scale: float, top_k: int, top_p: float) -> torch.Tensor | None:
+    """Return the least logit [R] that top-k and then top-p keep, or None where both are off. scale is log2(e) / T."""
+    vocab = logits.shape[1]
+    if top_p == 1:
+        return logits.topk(top_k, dim=-1).values.amin(-1) if 0 < top_k < vocab else None
+    ordered = logits.sort(dim=-1, descending=True).values
+    masses = torch.exp2((ordered - ordered[:, :1]) * scale)
+    if 0 < top_k < vocab:
+        masses = masses.masked_fill(ordered < ordered[:, top_k - 1, None], 0)
+    # fp64, so that the order of a scan's sums, which torch leaves open, decides nothing
+    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    stays = (cumulative - masses < top_p * cumulative[:, -1:]) & (masses > 0)
+    return ordered.masked_fill(~stays, torch.inf).amin(-1)
+
+
 @launch.on_its_device
 def sample(
     logits: torch.Tensor,
@@ -167,24 +215,14 @@ def sample(
     tops, totals = torch.empty(2, rows, n_tiles, dtype=torch.float32, device=device)
     _tile_sums_kernel[(rows * n_tiles,)](top_ptr=tops, total_ptr=totals, **row, **options)
 
-    def kept_sums(floor: torch.Tensor | None, min_p_span: float) -> torch.Tensor:
+    floor = kept = None
+    min_p_span = -temperature * math.log(min_p) if min_p > 0 else math.inf
+    if not greedy and (0 < top_k < vocab or top_p < 1 or min_p > 0):
+        floor = least_kept(logits, row["scale"], top_k, top_p)
         kept = torch.empty_like(tops)
         _kept_sums_kernel[(rows * n_tiles,)](
             top_ptr=tops, floor_ptr=floor, kept_ptr=kept, min_p_span=min_p_span, **row, **tiles, **options
         )
-        return kept
-
-    floor = kept = None
-    min_p_span = -temperature * math.log(min_p) if min_p > 0 else math.inf
-    if not greedy:
-        if 0 < top_k < vocab:
-            floor = least_kept(logits, row["scale"], tops, totals, None, top_k, by_mass=False)
-            kept = kept_sums(floor, math.inf)
-        if top_p < 1:
-            by_mass = least_kept(logits, row["scale"], tops, totals, kept, top_p, by_mass=True)
-            floor = by_mass if floor is None else floor.maximum(by_mass)
-        if top_p < 1 or min_p > 0:
-            kept = kept_sums(floor, min_p_span)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     logps, mass = torch.empty(2, rows, dtype=torch.float32, device=device)
     _draw_kernel[(rows,)](

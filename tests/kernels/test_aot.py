@@ -4,9 +4,6 @@ A kernel that spills is a kernel that is slow; one without matrix instructions c
 shared memory than there is fails at its first launch. The compiler checks none of it. LOCAL in the resource usage reads
 0 for kernels that spill: the stack and the machine code's own STL and LDL are what tells.
 
-This file mirrors every kernel module that launches something: head_columns, head_rows, linear_exp, online, policy_loss,
-logits_rows, sampling, sampling_floor, group_decode, with the block sizes of launch and the pieces of tiles.
-
 The compilations of the selected tests run in threads, as many as there are cores. Every launch is compiled at sm_80,
 sm_90 and sm_100 in its base form and in the one with every option. Marked slow are sm_89 and sm_120, depths that are no
 multiple of the block, and options one at a time where the form with all of them needs more registers and the same code.
@@ -26,7 +23,7 @@ import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
 from machine_code import TABLE, Budget, budgets, measure, write_budgets  # noqa: E402
 
-from fastgrpo.kernels import decode, launch, policy_loss, sampling, sampling_floor  # noqa: E402
+from fastgrpo.kernels import decode, launch, policy_loss, sampling  # noqa: E402
 from fastgrpo.kernels import head as head_kernels  # noqa: E402
 from fastgrpo.kernels import logits as logits_kernels  # noqa: E402
 
@@ -312,8 +309,7 @@ def test_the_number_of_rows_asks_for_no_compilation(kernel):
 
 
 TILES = triton.next_power_of_2(triton.cdiv(151_936, launch.sample_tile()))
-SAMPLING = {"TILE": launch.sample_tile(), "TILES": TILES, "PIVOTS": launch.SEARCH_PIVOTS}
-SAMPLING |= {"CANDIDATES": launch.search_candidates(), "STEP": launch.search_step()}
+SAMPLING = {"TILE": launch.sample_tile(), "TILES": TILES}
 UNFILTERED = {"floor_ptr": None, "kept_ptr": None}
 SAMPLING_KERNELS = {
     "tile-sums": (sampling._tile_sums_kernel, {}, launch.SAMPLE_WARPS),
@@ -321,28 +317,20 @@ SAMPLING_KERNELS = {
     "draw": (sampling._draw_kernel, {"GREEDY": False}, launch.SAMPLE_WARPS),
     "draw-unfiltered": (sampling._draw_kernel, {"GREEDY": False, **UNFILTERED}, launch.SAMPLE_WARPS),
     "greedy": (sampling._draw_kernel, {"GREEDY": True, **UNFILTERED}, launch.SAMPLE_WARPS),
-    "bracket": (sampling_floor._bracket_kernel, {"BY_MASS": True}, launch.SEARCH_WARPS),
-    "sweep-counts": (sampling_floor._sweep_kernel, {"BY_MASS": False}, launch.SEARCH_WARPS),
-    "sweep-masses": (sampling_floor._sweep_kernel, {"BY_MASS": True}, launch.SEARCH_WARPS),
-    "narrow": (sampling_floor._narrow_kernel, {}, launch.SEARCH_WARPS),
-    "gather": (sampling_floor._gather_kernel, {}, launch.SAMPLE_WARPS),
-    "finish-counts": (sampling_floor._finish_kernel, {"BY_MASS": False}, launch.SEARCH_WARPS),
-    "finish-masses": (sampling_floor._finish_kernel, {"BY_MASS": True}, launch.SEARCH_WARPS),
 }
 
 
 def sampling_kernel(capability, name):
     kernel, constants, warps = SAMPLING_KERNELS[name]
-    types = {"token_ptr": "*i64", "found_ptr": "*i32"}
+    types = {"token_ptr": "*i64"}
     return Compilation(kernel, capability, SAMPLING | constants, types, warps, matrix=False)
 
 
 @over(sampling_kernel, SAMPLING_KERNELS)
-def test_sampling_kernels(case, compiled, request):
+def test_sampling_kernels(case, compiled):
     result = compiled[case].result()
     case.check(result)
-    if request.node.callspec.id.split("-", 1)[1] not in ("bracket", "narrow"):  # which read no logits
-        assert re.search(r"\bLDG\.E\.\S*(64|128)", result[3])
+    assert re.search(r"\bLDG\.E\.\S*(64|128)", result[3])
 
 
 def group_decode_part(capability, rows, dtype, depth):

@@ -1,6 +1,6 @@
 """The rollout's kernels on a GPU at real sizes: draws, accuracy in bf16, same bits, no host sync, CUDA graphs.
 
-This file mirrors sampling, sampling_floor and group_decode. What needs no GPU is in interpreted/sampling.py,
+What needs no GPU is in interpreted/sampling.py,
 interpreted/group_decode.py and test_aot.py; what is here cannot be shown without one.
 """
 

@@ -27,9 +27,9 @@ def kernels(monkeypatch):
     calls = {"decode": 0, "sample": 0}
 
     class Counted(GroupDecode):
-        def decode(self, *args):
+        def attend(self, *args):
             calls["decode"] += 1
-            return super().decode(*args)
+            return super().attend(*args)
 
     def draw(*args, **how):
         calls["sample"] += 1

@@ -1,7 +1,5 @@
 """Sampling on the CPU against plain PyTorch: filters, floors of awkward rows, undefined rows, the distribution.
 
-This file mirrors sampling and sampling_floor.
-
 Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """
 
