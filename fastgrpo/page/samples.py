@@ -1,23 +1,24 @@
-"""The samples of a run as the page shows them, thinned to a number of bytes.
+"""The samples of a run as the page shows them, thinned to a number of bytes, and a histogram of their rewards.
 
-A file may be a thousand times larger than a page may be. What is left out, in this order: steps, evenly, to a dozen;
-groups, evenly, to one a step; decimals of the tokens' numbers, then these numbers; the ends of long texts; steps again,
-to the first and the last one. A sentence tells the reader what that was.
+samples.jsonl may hold gigabytes, and a run may be writing it. So one pass keeps the place of each group and no text; a
+group is read when the page takes it. The page leaves out, in this order: steps, evenly, to a dozen; groups, evenly, to
+one a step; decimals of the tokens' numbers, then these numbers; the ends of long texts; further steps. A note says so.
 """
 
-import dataclasses
 import itertools
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from fastgrpo.page.reading import finite
-from fastgrpo.page.sample_file import SampleFile
 
 FEW_STEPS = 12  # further steps go before groups do; these stay until nothing else is left to leave out
 CUTS = (20_000, 5_000, 2_000, 500, 200)  # characters that stay of a text
+BINS = 24  # of the histogram
+COLUMNS = 200  # at most; more logged steps are joined, so many to a column
 KNOWN = (
     "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
     "token_ends", "logps", "ratios", "clipped_tokens",
@@ -25,46 +26,173 @@ KNOWN = (
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What stays of the samples.
+def read_samples(
+    folder: Path, budget: int, weights: Sequence[float] = ()
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Read a run's samples.jsonl. Returns the samples within `budget` bytes, and the histogram of rewards or None."""
+    try:
+        with open(folder / "samples.jsonl", "rb") as opened:
+            file = SampleFile(opened, weights)
+            return _thinned(file, budget), reward_histogram(file.totals)
+    except FileNotFoundError:
+        return {"note": "The run has no samples.jsonl.", "steps": []}, None
+    except OSError as error:
+        return {"note": f"samples.jsonl cannot be read: {error.strerror}.", "steps": []}, None
 
-    Attributes:
-        steps: Number of steps.
-        groups: Largest number of groups of a step.
-        decimals: Decimals of the tokens' numbers; None leaves these numbers out.
-        cut: Characters that stay of a text; None keeps all.
+
+class Block(NamedTuple):
+    """The place of one group's lines in the file."""
+
+    group: int
+    offset: int  # of the first line, in bytes
+    count: int  # of lines
+
+
+class SampleFile:
+    """The steps of samples.jsonl: where their groups lie, and the total rewards of their completions.
+
+    Where the steps go back, a run was resumed: the steps from there on are forgotten, as they are written again.
     """
 
+    def __init__(self, file: BinaryIO, weights: Sequence[float] = ()) -> None:
+        self.steps: dict[int, list[Block]] = {}
+        self.totals: dict[int, list[float]] = {}
+        self.damaged, self.half = 0, False  # lines that are no samples; whether the last line is not whole yet
+        self.replaced: set[int] = set()
+        usable = isinstance(weights, (list, tuple)) and all(finite(one) is not None for one in weights)
+        self._file, self._weights = file, weights if usable else ()
+        last, offset = (-1, -1), 0
+        for line in file:
+            row = _parse(line)
+            if row is not None:
+                place = row["step"], row["group"]
+                if place < last:
+                    self._forget(row["step"])
+                self._note(row, offset)
+                last = place
+            elif line.strip():
+                self.damaged += line.endswith(b"\n")
+                self.half = not line.endswith(b"\n")
+            offset += len(line)
+
+    def _forget(self, step):
+        gone = [other for other in self.steps if other >= step]
+        self.replaced.update(gone)
+        for other in gone:
+            del self.steps[other]
+            self.totals.pop(other, None)
+
+    def _note(self, row, offset):
+        blocks = self.steps.setdefault(row["step"], [])
+        if blocks and blocks[-1].group == row["group"]:
+            blocks[-1] = blocks[-1]._replace(count=blocks[-1].count + 1)
+        else:
+            blocks.append(Block(row["group"], offset, 1))
+        total = _total(row.get("rewards"), self._weights)
+        if total is not None:
+            self.totals.setdefault(row["step"], []).append(total)
+
+    def read(self, step: int, block: Block) -> Iterator[dict[str, Any]]:
+        """Read the lines of a group."""
+        self._file.seek(block.offset)
+        found = 0
+        while found < block.count and (line := self._file.readline()):
+            row = _parse(line)
+            if row is None:
+                continue
+            if (row["step"], row["group"]) != (step, block.group):
+                return  # a resume has cut the file meanwhile
+            found += 1
+            yield row
+
+
+def _parse(line):
+    """Read one line; None if it is no sample."""
+    try:
+        text = line.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        text = line.decode("utf-8", "replace")
+    try:
+        row = json.loads(text, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    counts = [row.get(name) for name in ("step", "group")] if isinstance(row, dict) else [None]
+    return row if all(type(value) is int and value >= 0 for value in counts) else None
+
+
+def _total(rewards, weights):
+    """Add the rewards of one completion as the run did; None if it has none. A reward that is null was not given."""
+    if not isinstance(rewards, dict):
+        return None
+    factors = weights if len(weights) == len(rewards) else [1.0] * len(rewards)
+    pairs = zip(factors, rewards.values(), strict=True)
+    given = [factor * value for factor, value in pairs if finite(value) is not None]
+    return finite(sum(given)) if given else None
+
+
+def reward_histogram(totals: dict[int, list[float]]) -> dict[str, Any] | None:
+    """Count how often which total reward was given, step by step."""
+    if not totals:
+        return None
+    steps, number = sorted(totals), sum(map(len, totals.values()))
+    edges = _edges(sorted({round(value, 9) for step in totals.values() for value in step}))
+    width = -(-len(steps) // COLUMNS)
+    columns = [steps[at : at + width] for at in range(0, len(steps), width)]
+    counts = [_count([value for step in column for value in totals[step]], edges) for column in columns]
+    joined = f" {width} logged steps are joined to a column." if width > 1 else ""
+    note = (
+        f"It rests on the {number:,} completions that samples.jsonl kept of {len(steps):,} logged steps, about "
+        f"{number / len(steps):.0f} a step.{joined}"
+    )
+    return {"step": [column[-1] for column in columns], "edges": edges, "counts": counts, "note": note}
+
+
+def _edges(values):
+    """Choose the edges of the bins: around each value where few lie on a grid, otherwise of equal width."""
+    low, high = values[0], values[-1]
+    if low == high:
+        return [low - 0.5, low + 0.5] if abs(low) < 1e9 else [low - abs(low) / 2, low + abs(low) / 2]
+    gap = min(after - before for before, after in itertools.pairwise(values))
+    places = [(value - low) / gap for value in values] if high - low < 1e15 else [BINS]
+    on_grid = places[-1] < BINS and all(abs(place - round(place)) < 1e-6 for place in places)
+    if on_grid:  # as 0 and 1, or a number of right answers: each value in the middle of its own bin
+        return [_short(low + (i - 0.5) * gap) for i in range(round(places[-1]) + 2)]
+    width = high / BINS - low / BINS
+    return [_short(low + i * width) for i in range(BINS)] + [_short(high + width / 1e6)]
+
+
+def _count(values, edges):
+    counts, width = [0] * (len(edges) - 1), edges[1] - edges[0]
+    for value in values:
+        counts[min(max(int(value / width - edges[0] / width), 0), len(counts) - 1)] += 1
+    return counts
+
+
+def _short(value):
+    return float(f"{value:.7g}")
+
+
+class Plan(NamedTuple):
+    """What stays of the samples."""
+
     steps: int
-    groups: int
-    decimals: int | None = 4
-    cut: int | None = None
+    groups: int  # of a step at most
+    decimals: int | None = 4  # of the tokens' numbers; None leaves these numbers out
+    cut: int | None = None  # characters that stay of a text; None keeps all
 
     def smaller(self, fitted: int) -> "Plan | None":
-        """Plan to keep less."""
+        """Keep less, where only `fitted` steps fit; None if there is nothing else to leave out."""
         few = min(self.steps, FEW_STEPS)
-        cuts = [cut for cut in CUTS if self.cut is None or cut < self.cut]
+        cut = next((cut for cut in CUTS if self.cut is None or cut < self.cut), None)
         if self.steps > few:
-            return dataclasses.replace(self, steps=max(few, min(self.steps - 1, int(fitted * 0.95))))
+            return self._replace(steps=max(few, min(self.steps - 1, int(fitted * 0.95))))
         if self.groups > 1:
-            return dataclasses.replace(self, groups=self.groups // 2)
+            return self._replace(groups=self.groups // 2)
         if self.decimals is not None:
-            return dataclasses.replace(self, decimals=2 if self.decimals > 2 else None)
-        if cuts:
-            return dataclasses.replace(self, cut=cuts[0])
-        return dataclasses.replace(self, steps=max(2, self.steps // 2)) if self.steps > 2 else None
-
-
-def samples_of(folder: Path, budget: int) -> dict[str, Any]:
-    """Read what the page shows of a run's samples.jsonl."""
-    try:
-        with open(folder / "samples.jsonl", "rb") as file:
-            return _thinned(SampleFile(file), budget)
-    except FileNotFoundError:
-        return {"note": "The run has no samples.jsonl.", "steps": []}
-    except OSError as error:
-        return {"note": f"samples.jsonl cannot be read: {error.strerror}.", "steps": []}
+            return self._replace(decimals=2 if self.decimals > 2 else None)
+        if cut is not None:
+            return self._replace(cut=cut)
+        return self._replace(steps=max(2, self.steps // 2)) if self.steps > 2 else None
 
 
 def _thinned(file, budget):
@@ -72,31 +200,30 @@ def _thinned(file, budget):
     most = max(map(len, file.steps.values()), default=0)
     plan = Plan(len(file.steps), most)
     while plan is not None:
-        steps, fitted, unread = _build(file, plan, budget)
+        steps, fitted = _build(file, plan, budget)
         if steps is not None:
-            return {"note": " ".join([_kept(file, plan, most, budget), *_troubles(file, unread)]), "steps": steps}
+            return {"note": " ".join([_kept(file, plan, most, budget), *_troubles(file)]), "steps": steps}
         plan = plan.smaller(fitted)
     nothing = f"No sample fits into the {_size(budget)} that samples may take up in the page."
-    return {"note": " ".join([nothing, *_troubles(file, 0)]), "steps": []}
+    return {"note": " ".join([nothing, *_troubles(file)]), "steps": []}
 
 
 def _build(file, plan, budget):
-    """Build the steps of a plan. Returns (steps, None where they are too large; how many fitted; damaged lines)."""
-    steps, used, unread = [], 0, 0
+    """Build the steps of a plan. Returns the steps, None if they are too large, and how many fitted."""
+    steps, used = [], 0
     for step in _evenly(list(file.steps), plan.steps):
         groups = []
         for block in _evenly(file.steps[step], plan.groups):
             rows = list(file.read(step, block))
-            unread += block.count - len(rows)
             if rows:
                 groups.append(_group(block.group, rows, plan))
                 used += _bytes(groups[-1])
         used += 30  # of the step itself
         if used > budget:
-            return None, len(steps), unread
+            return None, len(steps)
         if groups:
             steps.append({"step": step, "groups": groups})
-    return steps, len(steps), unread
+    return steps, len(steps)
 
 
 def _evenly(things, count):
@@ -144,20 +271,13 @@ def _content(turn):
     return (content if isinstance(content, str) else _json(content) if content else "") + "\n" + _json(more)
 
 
-def _told(turn):
-    """A message of a completion that has several."""
-    return f"[{_part(turn, 'role')}]\n{_as_text(_content(turn))}"
-
-
 def _completion(row, plan):
     completion, rewards = row.get("completion"), row.get("rewards")
     # The tokens' ends count in the one message that a model wrote.
     single = not isinstance(completion, list) or len(completion) == 1
     if isinstance(completion, list):
-        turns = (
-            completion if single else [f"[{_part(turn, 'role')}]\n{_as_text(_content(turn))}" for turn in completion]
-        )
-        completion = _content(turns[0]) if single else "\n\n".join(turns)
+        told = [f"[{_part(turn, 'role')}]\n{_as_text(_content(turn))}" for turn in completion]
+        completion = _content(completion[0]) if single else "\n\n".join(told)
     rewards = rewards if isinstance(rewards, dict) else {}
     known = {
         "text": _text(completion, plan.cut),
@@ -247,11 +367,10 @@ def _kept(file, plan, most, budget):
     return f"Samples may take up {_size(budget)} of this page, so it holds {listed}. The file has the rest."
 
 
-def _troubles(file, unread):
+def _troubles(file):
     """Tell what was wrong with the file."""
-    damaged = file.damaged + unread
-    if damaged:
-        yield f"{damaged:,} damaged {'line is' if damaged == 1 else 'lines are'} left out."
+    if file.damaged:
+        yield f"{file.damaged:,} damaged {'line is' if file.damaged == 1 else 'lines are'} left out."
     if file.half:
         yield "The last line is not whole yet and is left out."
     if file.replaced:

@@ -2,7 +2,7 @@
 
 from page_runs import write_run
 
-from fastgrpo.page.headline import about, cumulative_seconds, duration, headline, number
+from fastgrpo.page.payload import about, cumulative_seconds, duration, headline, number
 from fastgrpo.page.reading import read_run
 
 

@@ -7,7 +7,7 @@ from chromium import chromium  # noqa: F401, a fixture
 from selenium.webdriver.common.keys import Keys
 from shown_runs import NASTY, TOKENS, row, write_report, write_run
 
-from fastgrpo.page.thinning import kept_of, stretches_of
+from fastgrpo.page.payload import kept_of, stretches_of
 
 CONTRASTS = """
 const channels = (text) => text.match(/[\\d.]+/g).map(Number);

@@ -4,10 +4,9 @@ import json
 
 from page_runs import sample, write_run
 
-from fastgrpo.page.payload import FEWEST, WARNINGS, payload, text_of
+from fastgrpo.page.payload import FEWEST, POINTS, WARNINGS, payload, text_of
 from fastgrpo.page.reading import read_run
 from fastgrpo.page.render import render
-from fastgrpo.page.thinning import POINTS
 from fastgrpo.run.curves import PANELS, Panel
 
 

@@ -5,7 +5,11 @@ import json
 import pytest
 from page_runs import sample
 
-from fastgrpo.page.rewards import BINS, COLUMNS, reward_histogram
+from fastgrpo.page.samples import BINS, COLUMNS, read_samples
+
+
+def reward_histogram(folder, weights=()):
+    return read_samples(folder, 1_000_000, weights)[1]
 
 
 def write(folder, rows):

@@ -6,7 +6,12 @@ import json
 import pytest
 
 from fastgrpo.page.render import ESCAPES
-from fastgrpo.page.samples import Plan, samples_of
+from fastgrpo.page.samples import Plan, read_samples
+
+
+def samples_of(folder, budget):
+    return read_samples(folder, budget)[0]
+
 
 ALL = "All samples in samples.jsonl are in this page."
 

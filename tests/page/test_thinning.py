@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from fastgrpo.page.thinning import POINTS, kept_of, stretches_of
+from fastgrpo.page.payload import POINTS, kept_of, stretches_of
 
 
 def test_a_short_curve_stays_whole():
