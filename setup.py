@@ -1,12 +1,18 @@
 """Packaging. `kernels/` at the top level is installed as `fastgrpo.kernels`: see fastgrpo/__init__.py for why."""
 
 import re
+import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastgrpo" / "_version.py").read_text()).group(1)
+TRANSFORMERS = "transformers>=5.16,<6,!=5.24.0"  # 5.24.0 asks for a peft that does not exist
+# An editable install is a line in a .pth file where every package lies at its own path. With the mapping of kernels/
+# it would be an import finder, which Python asks after the folders on the path: a script beside the clone would import
+# the clone's folder as a namespace package. fastgrpo/__init__.py finds kernels/ in the clone without the mapping.
+EDITABLE = "editable_wheel" in sys.argv
 
 setup(
     name="fastgrpo",
@@ -16,17 +22,13 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # An editable install shall be a path in a .pth file. By default setuptools installs an import finder, which Python
-    # asks after the folders on the path, so a script in the folder that holds the clone would import the clone's folder
-    # as a namespace package `fastgrpo`.
-    options={"editable_wheel": {"mode": "compat"}},
-    packages=[*find_packages(include=["fastgrpo*"]), "fastgrpo.kernels"],
-    package_dir={"fastgrpo.kernels": "kernels"},
+    packages=find_packages(include=["fastgrpo*"]) + ([] if EDITABLE else ["fastgrpo.kernels"]),
+    package_dir={"": "."} if EDITABLE else {"fastgrpo.kernels": "kernels"},
     package_data={"fastgrpo": ["recipes/*.yaml", "page/assets/*"]},
-    install_requires=["torch>=2.8", "triton>=3.6,<3.8; platform_system == 'Linux'"],
+    install_requires=["torch>=2.11", "triton>=3.6,<3.10; platform_system == 'Linux'"],
     extras_require={
         "train": [
-            "transformers>=5.8,<6",
+            TRANSFORMERS,
             "tokenizers>=0.22,<1",
             "numpy>=1.26,<3",
             "psutil>=5.9,<8",
@@ -41,8 +43,8 @@ setup(
             "tensorboard>=2.17,<3",
             "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",  # needs triton, which is for Linux
         ],
-        "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2", "transformers>=5.17,<6"],
-        "lora": ["peft>=0.19,<1"],
+        "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2", TRANSFORMERS],
+        "lora": ["peft>=0.20,<1"],
         "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
         "integrations": [
             "trl>=1.15,<2",
@@ -66,7 +68,7 @@ setup(
             "pre-commit>=4,<5",
             "build>=1.2,<2",
             "math-verify>=0.8,<1",
-            "peft>=0.19,<1",
+            "peft>=0.20,<1",
             "gguf>=0.17,<1",
             "accelerate>=1.10,<2",
             "uvicorn>=0.30,<1",
