@@ -4,6 +4,7 @@ All of it imports from there. In an environment of torch and Triton alone the lo
 main job. An editable install works from a script beside the clone too, whose folder has the package's name.
 """
 
+import json
 import os
 import re
 import shutil
@@ -236,6 +237,29 @@ def test_a_true_installation(built, tmp_path):
         assert loss.stdout == "True\n", loss.stderr
         if check:
             check(python, folder)
+
+
+@pytest.mark.slow
+def test_installing_changes_no_newer_torch_or_triton(built, tmp_path, monkeypatch):
+    """pip resolves the whole package, without installing, where torch 2.15 and triton 3.9 are installed."""
+    venv.create(tmp_path / "env", symlinks=True, with_pip=True)
+    site_packages = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    for name, version, needs in (("torch", "2.15.0", "Requires-Dist: triton~=3.9.0\n"), ("triton", "3.9.0", "")):
+        folder = site_packages / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        (folder / "RECORD").write_text("")
+        (folder / "INSTALLER").write_text("pip")
+    (packed,) = built.glob("*.whl")
+    extras = f"fastgrpo[train,lora,quantization,rewards] @ {packed.as_uri()}"
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)  # which may cap torch
+    command = ("-m", "pip", "install", "--dry-run", "--quiet", "--report", "plan.json", extras)
+    done = run_in(tmp_path / "env" / "bin" / "python", tmp_path, *command)
+    assert done.returncode == 0, done.stderr
+    plan = [item["metadata"] for item in json.loads((tmp_path / "plan.json").read_text())["install"]]
+    versions = {item["name"]: item["version"] for item in plan}
+    assert "fastgrpo" in versions and not {"torch", "triton"} & {*versions}
+    assert versions["transformers"] != "5.24.0"
 
 
 def test_a_script_beside_the_clone_imports_the_package(clone):
