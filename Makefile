@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow machine-code liger-tests \
+.PHONY: train test real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -56,6 +56,11 @@ real-gsm8k:
 # cores.
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Errors planted one at a time in a copy of the tree; the tests that tests/mutants/mutants.yaml names must notice each.
+# ARGS="--jobs 4" runs more at a time, ARGS=NAME one of them.
+mutants: $(VENV)/.installed
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # The table of what every kernel costs in machine code on five kinds of GPU; tests compare with it.
 machine-code: $(VENV)/.installed

@@ -13,6 +13,7 @@ from head_runs import OPTIONS, PATHS, run_logprob, weighted
 from heads import check, error, random_head, truth
 
 from fastgrpo.kernels import head as head_kernels
+from fastgrpo.kernels import launch
 
 SHAPES = [(37, 24, 101), (1, 16, 33), (16, 19, 64)]  # ragged; one row; whole tiles with a depth that no bulk copy takes
 
@@ -32,6 +33,12 @@ def test_logprob_in_fp16(options, entropy):
     head = random_head(37, 24, 101, torch.float16, **options)
     head.grad_logps *= 64  # a loss scale; without one plain PyTorch loses its small dz, and we do not
     check(run_logprob(head, path="recompute", entropy=entropy), head, weighted(head, entropy))
+
+
+def test_sums_over_many_vocabulary_tiles():
+    """A real vocabulary has hundreds of tiles, more than one step of the sum reads."""
+    tiles = torch.rand(2 * launch.REDUCE_TILES + 3, 40)
+    torch.testing.assert_close(head_kernels.reduce_fwd(tiles), tiles.sum(0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("path", PATHS)
