@@ -30,7 +30,7 @@ from fastgrpo.kernel_checks.clock import copy_limit
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.geometry import kv_token_bytes
+from fastgrpo.rollout.slots import kv_token_bytes
 from fastgrpo.rollout.sampling import SamplingParams
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -43,7 +43,7 @@ BARS = {"0.5b": (0.40, 8, 3), "1.5b": (0.60, None, None), "7b": (0.75, None, Non
 CPU_BARS = {"equal": 1.3, "long-tailed": 2.0}  # of each case, times transformers' generate
 PLAIN, BATCHING = "transformers generate", "transformers continuous batching"
 ENGINES = (  # name -> arguments of engine_of
-    {f"fastgrpo, {name}": {"attention": name} for name in ("triton", "flash_attn", "varlen", "sdpa")}
+    {f"fastgrpo, {name}": {"attention": name} for name in ("triton", "flash_attn", "sdpa")}
     | {"fastgrpo, triton, no graphs": {"attention": "triton", "eager": True}}
     if CUDA
     else {f"fastgrpo, {name}": {"attention": name} for name in ("sdpa", "products")}

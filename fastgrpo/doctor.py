@@ -99,7 +99,7 @@ def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]
     """Ask every rank for its device."""
     place, room = "CPU", math.inf
     if device != "cpu" and torch.cuda.is_available():
-        from fastgrpo.rollout.geometry import memory_left
+        from fastgrpo.rollout.slots import memory_left
 
         index = torch.cuda.current_device()
         place, room = f"GPU {index}: {_gpu(index)}", memory_left(torch.device("cuda", index))
@@ -115,8 +115,8 @@ def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]
 def attentions(device: torch.device) -> list[tuple[str, str]]:
     """Describe the attention that a model in 16 bits would get, in training and in rollouts."""
     from fastgrpo.policy.varlen import kernel_for
-    from fastgrpo.rollout.geometry import copied_tokens
-    from fastgrpo.rollout.providers import choose_provider
+    from fastgrpo.rollout.attention import choose_provider
+    from fastgrpo.rollout.slots import copied_tokens
     from fastgrpo.trainer.memory import PROMPT_TOKENS
 
     dtype = torch.bfloat16
@@ -140,7 +140,7 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     """Plan the memory of a run."""
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.placement import choose_device, choose_dtype
-    from fastgrpo.rollout.geometry import memory_left
+    from fastgrpo.rollout.slots import memory_left
     from fastgrpo.trainer.memory import gib, judges_to_come, outline, plan, unplannable
 
     config = parse(argv)

@@ -21,7 +21,7 @@ EVAL_SAMPLES = (
     "Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."
 )
 # The providers of decode attention, in the order in which auto tries them on a GPU.
-ROLLOUT_ATTENTION = ("triton", "flash_attn", "varlen", "sdpa", "products")
+ROLLOUT_ATTENTION = ("triton", "flash_attn", "sdpa", "products")
 # The name of each rollout backend, and the class that it stands for: `fastgrpo.rollout.make_backend` imports it.
 ROLLOUT_BACKENDS = {"fast": "fastgrpo.rollout.engine.RolloutEngine", "hf": "fastgrpo.rollout.hf.HFBackend"}
 

@@ -2,7 +2,7 @@
 
 transformers hands the queries, keys and values of each layer to the function that the model's config names, and passes
 unknown keyword arguments through. Our function forwards them to the `context` of the call, which is a
-`PackedAttention` in training and one of the two contexts of `rollout/contexts.py` in generation. No model is rewritten.
+`PackedAttention` in training and one of the two contexts of `rollout/attention.py` in generation. No model is rewritten.
 
 Shapes: N packed tokens, H query heads, K key heads, d head width.
 """

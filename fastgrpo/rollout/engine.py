@@ -20,15 +20,12 @@ from fastgrpo.config.sections import MEMORY_UTILIZATION
 from fastgrpo.data.records import Rollout
 from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
+from fastgrpo.rollout.attention import DecodeAttention, PrefillAttention, choose_provider, make_provider
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
-from fastgrpo.rollout.contexts import DecodeAttention, ExtendAttention, PrefillAttention
-from fastgrpo.rollout.geometry import bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.graph import Graphs, recordable
-from fastgrpo.rollout.lanes import Lanes
-from fastgrpo.rollout.providers import choose_provider, make_provider
-from fastgrpo.rollout.running import Group, Running
+from fastgrpo.rollout.lanes import Group, Lanes, Running
 from fastgrpo.rollout.sampling import sample, sample_penalized, uniforms
-from fastgrpo.rollout.slots import Slots
+from fastgrpo.rollout.slots import Slots, bucket, copied_tokens, fit, kv_token_bytes, memory_left, settled
 from fastgrpo.rollout.weights import HeldWeights
 
 COMPACT_BELOW = 0.9  # gaps are closed when a smaller share of the lanes is in use: a copy costs less than idle lanes
@@ -43,7 +40,7 @@ class RolloutEngine(RolloutBackend):
     Args:
         model: The policy that draws: a `Policy`, or a transformers causal LM.
         max_num_seqs: How many completions are in flight at once; more wait.
-        attention: The name of a provider of decode attention, see providers.py.
+        attention: The name of a provider of decode attention, see attention.py.
         memory_utilization: The share of the device's free memory, when the first request comes, that keys and values
             may take.
         enforce_eager: Whether to decode without CUDA graphs. A model that cannot be recorded goes without them anyway.
@@ -308,7 +305,7 @@ class RolloutEngine(RolloutBackend):
         inputs = ids.roll(1)
         inputs[ends - counts] = lanes.token[index]
         newest = (lanes.position if self.geometry.flat else lanes.length - 1)[: len(self.running)]
-        context = ExtendAttention(self.slots, self.provider, newest, owners, offsets)
+        context = DecodeAttention(self.slots, self.provider, newest, owners, offsets)
         with self.weights.packed.in_use():
             self.policy.states(inputs, lanes.position[owners] + offsets, context)
         lanes.append(index, counts, owners, offsets, ids)

@@ -1,9 +1,50 @@
-"""The state of the lanes on the device: the tokens drawn so far, their log-probs, and which lanes have finished.
+"""The lanes: what runs on each, on the host, and their state on the device.
 
 Shapes: R lanes, C most tokens of a completion, S lanes of a call.
 """
 
+from dataclasses import dataclass, field
+
 import torch
+
+from fastgrpo.data.records import Rollout
+from fastgrpo.rollout.backend import Request
+
+
+@dataclass(eq=False)
+class Group:
+    """A request that runs.
+
+    Attributes:
+        request: The request.
+        slot: The slot of its prompt.
+        lanes: The lane on which each of its completions began.
+        done: Its finished completions, by their number within the group.
+    """
+
+    request: Request
+    slot: int
+    lanes: list[int]
+    done: dict[int, Rollout] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """A completion in flight.
+
+    Attributes:
+        group: Its group.
+        number: Its number within the group.
+        end: The decode step after which it has reached its limit, if each step from now on draws one token of it.
+    """
+
+    group: Group
+    number: int
+    end: int
+
+    def drawn(self, steps: int) -> int:
+        """Count its tokens."""
+        return self.group.request.limits[self.number] - (self.end - steps)
 
 
 class Lanes:

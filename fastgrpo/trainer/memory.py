@@ -84,8 +84,8 @@ from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import PRM, names_model
 from fastgrpo.rewards.model import same_device
 from fastgrpo.rewards.process_model import auto_class
-from fastgrpo.rollout.geometry import copied_tokens, fit, kv_token_bytes, memory_left
-from fastgrpo.rollout.providers import choose_provider
+from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left
+from fastgrpo.rollout.attention import choose_provider
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
 # The times of a step at which most memory is held. What comes and goes is there at some of them.

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from fastgrpo.policy.attention import PackedAttention
-from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
-from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.providers import Provider
-from fastgrpo.rollout.slots import Slots
+from fastgrpo.rollout.attention import DecodeAttention, PrefillAttention, Provider
+from fastgrpo.rollout.slots import Geometry, Slots
 
 CPU = torch.device("cpu")
 LENGTHS, PROMPTS, LANES = [3, 1, 4], [2, 0, 3], [[0, 5], [1], [3, 2, 4]]

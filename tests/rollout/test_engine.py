@@ -9,8 +9,8 @@ from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.rollout import engine as engine_module
+from fastgrpo.rollout.attention import GroupDecode
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.providers import GroupDecode
 from fastgrpo.rollout.sampling import SamplingParams, filter_logps
 
 
@@ -132,7 +132,7 @@ def test_draws_do_not_depend_on_the_batch(attention):
 
 
 def test_auto_changes_the_layout_from_rollout_to_rollout(monkeypatch):
-    monkeypatch.setattr("fastgrpo.rollout.providers.FEW_COPIES", 2 * sum(map(len, PROMPTS)))
+    monkeypatch.setattr("fastgrpo.rollout.attention.FEW_COPIES", 2 * sum(map(len, PROMPTS)))
     model, sampling = tiny.model("llama"), SamplingParams(max_tokens=20, seed=4)
     engine, layouts = RolloutEngine(model), []
     for group in (4, 1, 3, 4):

@@ -11,8 +11,8 @@ from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.placement import cast
 from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.rollout.attention import _obstacle
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.providers import _obstacle
 from fastgrpo.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu

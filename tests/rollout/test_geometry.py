@@ -5,7 +5,8 @@ import tiny
 import torch
 
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.geometry import (
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.slots import (
     AMPLE,
     BUCKETS,
     PROMPT_BUCKETS,
@@ -17,7 +18,6 @@ from fastgrpo.rollout.geometry import (
     memory_left,
     settled,
 )
-from fastgrpo.rollout.sampling import SamplingParams
 
 REQUESTS = [(100, [50] * 4)] * 8
 

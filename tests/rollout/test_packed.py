@@ -12,9 +12,8 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.packed import PackedWeights, _packed, packable
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.rollout.weights import PACKED_FROM
+from fastgrpo.rollout.weights import PACKED_FROM, PackedWeights, _packed, packable
 
 LONG = SamplingParams(max_tokens=PACKED_FROM, seed=0)
 
@@ -125,7 +124,7 @@ def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
 @needs_packing
 def test_a_rollout_of_one_completion_at_a_time_packs_once(monkeypatch):
     engine, packed = RolloutEngine(tiny.model("llama"), max_num_seqs=1), []
-    monkeypatch.setattr("fastgrpo.rollout.packed._packed", lambda weight: packed.append(1) or _packed(weight))
+    monkeypatch.setattr("fastgrpo.rollout.weights._packed", lambda weight: packed.append(1) or _packed(weight))
     engine.generate(PROMPTS, 1, LONG)
     assert len(PROMPTS) > 1 and len(packed) == len(linear_layers(engine.policy.module))
 

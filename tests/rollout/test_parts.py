@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastgrpo.rollout.parts import products
+from fastgrpo.rollout.attention import products
 
 SCALE = 0.3
 LENGTHS = [3, 9, 1]

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from fastgrpo.policy import packages
-from fastgrpo.rollout import providers
-from fastgrpo.rollout.contexts import DecodeAttention, PrefillAttention
-from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.parts import flash_attn, products
-from fastgrpo.rollout.providers import Flat, GroupDecode, SharedPrefix, choose_provider, make_provider
-from fastgrpo.rollout.slots import Slots
+from fastgrpo.rollout import attention
+from fastgrpo.rollout.attention import (
+    DecodeAttention,
+    Flat,
+    GroupDecode,
+    PrefillAttention,
+    SharedPrefix,
+    choose_provider,
+    flash_attn,
+    make_provider,
+    products,
+)
+from fastgrpo.rollout.slots import Geometry, Slots
 
 PROMPTS, GROUPS = [3, 9, 1], [2, 3, 1]  # lengths, and lanes of each
 HEADS, WIDTH = 6, 8
@@ -70,7 +77,7 @@ def test_against_a_plain_softmax(provider, kv_heads, ragged):
 
 def test_auto_takes_what_works_and_says_so_once(caplog):
     caplog.set_level(logging.INFO, logger="fastgrpo")
-    providers._logged.clear()
+    attention._logged.clear()
     cpu = torch.device("cpu")
     assert make_provider("auto", cpu, torch.float32, 64, 10).flat
     assert not make_provider("auto", cpu, torch.float32, 64, 2000).flat
@@ -84,9 +91,8 @@ def test_auto_takes_what_works_and_says_so_once(caplog):
 def test_the_order_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     there = {"triton", "flash_attn"}
-    monkeypatch.setattr(providers, "find_spec", lambda name: name in there or None)
-    monkeypatch.setattr(providers, "package_obstacle", lambda module: None if "flash_attn" in there else "needs it")
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(attention, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(attention, "package_obstacle", lambda module: None if "flash_attn" in there else "needs it")
     cuda = torch.device("cuda")
 
     def chosen(dtype=torch.bfloat16, head_dim=64):
@@ -96,11 +102,9 @@ def test_the_order_on_a_gpu(monkeypatch):
     assert chosen() == "GroupDecode"
     there.discard("triton")
     assert chosen() == "flash_attn"
-    there.discard("flash_attn")
-    assert chosen() == "varlen"
     assert chosen(torch.float32) == "Flat"
     assert chosen(head_dim=512) == chosen(head_dim=20) == "Flat"
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    there.discard("flash_attn")
     assert chosen() == "Flat"
 
 
@@ -108,7 +112,7 @@ def test_the_order_on_a_gpu(monkeypatch):
     "name, device, dtype, head_dim, match",
     [
         ("triton", "cpu", torch.float32, 64, "'triton' needs a CUDA device; the model is on cpu; use --rollout_att"),
-        ("varlen", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
+        ("flash_attn", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
         ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
         ("flash_attn", "cuda", torch.bfloat16, 512, "a multiple of 8 and at most 256; the model's have 512"),
         ("flash_attn", "cuda", torch.bfloat16, 64, "needs the package: pip install flash-attn --no-build-isolation"),
@@ -129,13 +133,12 @@ def test_a_flash_attn_that_does_not_load_is_refused_or_passed_over(monkeypatch, 
     (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(providers, "find_spec", lambda name: None)  # no triton
+    monkeypatch.setattr(attention, "find_spec", lambda name: None)  # no triton
     packages.package_obstacle.cache_clear()
     case = torch.device("cuda"), torch.bfloat16, 64, 10
     with pytest.raises(ValueError, match=r"'flash_attn' needs .* does not load \(ImportError: undefined symbol"):
         choose_provider("flash_attn", *case)
-    assert [choose_provider("auto", *case) for _ in range(2)] == ["varlen"] * 2
+    assert [choose_provider("auto", *case) for _ in range(2)] == ["sdpa"] * 2
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         "flash_attn is installed but does not load"
     ]

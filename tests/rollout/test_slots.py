@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.slots import Cache, Slots
+from fastgrpo.rollout.slots import Cache, Geometry, Slots
 
 CPU = torch.device("cpu")
 ORDERS = [(0, 1, 2), (0, 2, 1), (2, 0, 1)]

@@ -28,16 +28,13 @@ from fastgrpo.policy import liger_layers
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.placement import cast
-from fastgrpo.rollout.contexts import DecodeAttention
-from fastgrpo.rollout.geometry import Geometry
-from fastgrpo.rollout.parts import varlen
-from fastgrpo.rollout.providers import TOKENS_BEFORE_HEADS, GroupDecode, SharedPrefix
-from fastgrpo.rollout.slots import Slots
+from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, DecodeAttention, GroupDecode
+from fastgrpo.rollout.slots import Geometry, Slots
 
 LANES = 8
 GEOMETRY = Geometry(lanes=LANES, capacity=32, prompts=4, longest_prompt=16, group=4, flat=False)
 ARCHITECTURES = ("qwen2", "llama", "qwen3")
-PROVIDERS = {"triton": GroupDecode, "varlen": lambda: SharedPrefix(varlen, TOKENS_BEFORE_HEADS)}
+PROVIDERS = {"triton": GroupDecode}
 ALLOCATIONS = ("empty", "new_empty")  # operators whose names begin so return memory that nobody has written
 
 

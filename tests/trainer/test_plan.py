@@ -16,7 +16,7 @@ from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.reward_model import RewardModel
-from fastgrpo.rollout import providers
+from fastgrpo.rollout import attention
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer.memory import activation_bytes, outline, plan, plan_run
@@ -307,11 +307,11 @@ def test_on_a_gpu_the_head_holds_a_chunk_of_16_bit_exponentials(tmp_path, monkey
 
 @pytest.mark.parametrize("backend, flat", [("hf", True), ("fast", False)])
 def test_no_attention_of_rollouts_is_chosen_before_there_are_rollouts(tmp_path, monkeypatch, caplog, backend, flat):
-    monkeypatch.setattr(providers, "_logged", set())
+    monkeypatch.setattr(attention, "_logged", set())
     with caplog.at_level("INFO"):
         made = plan(
             GRPOConfig(rollout_backend=backend), outline(tiny.save(tmp_path / "model")),
             dtype=torch.float32, device=CPU,
         )  # fmt: skip
-    assert not providers._logged and "rollout attention" not in caplog.text
+    assert not attention._logged and "rollout attention" not in caplog.text
     assert ("prompts x" in made.slots.how) != flat

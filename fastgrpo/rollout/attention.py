@@ -1,6 +1,10 @@
-"""Providers: what computes the attention of a decode step. `--rollout_attention` names one.
+"""The policy's attention in generation.
 
-Shapes: n lanes in use, H query heads, K key heads, d head width, P prompt slots, G most lanes of one prompt.
+A context receives the queries, keys and values of each layer from `policy/attention.py`, and writes keys and values
+into slots: `PrefillAttention` those of new prompts, `DecodeAttention` those of new tokens of the lanes. A *provider*
+computes the attention of the lanes. `--rollout_attention` names one.
+
+Shapes: N packed prompt tokens, n lanes in use, Q new tokens of a lane, K key heads, H query heads, d head width.
 """
 
 import logging
@@ -8,13 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from fastgrpo.config.sections import ROLLOUT_ATTENTION
+from fastgrpo.loss.staging import to_device
+from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.packages import package_obstacle
 from fastgrpo.policy.varlen import FLASH_ATTN
-from fastgrpo.rollout.parts import flash_attn, products, varlen
 from fastgrpo.rollout.slots import Cache, Slots
 
 logger = logging.getLogger(__name__)
@@ -26,6 +32,102 @@ MANY = 128  # lanes times key heads, from which matrix products are faster than 
 LEAST_KEYS = 25
 CHECKED, ALLOWED = 8, 2e-2  # lanes in the check of the kernel, and how far one may be off: probabilities are 16-bit
 FEW_COPIES = 1600  # tokens of prompts; on a CPU it costs less to read so many again than to share the prompts
+
+
+class PrefillAttention(PackedAttention):
+    """Packed causal attention over new prompts, which also stores their keys and values in slots."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        device: torch.device | str,
+        slots: Slots,
+        prompts: list[int],
+        lanes: list[list[int]],
+        longest: int,
+    ) -> None:
+        super().__init__(lengths, device)
+        self.slots, self.longest = slots, longest
+        slots_of = lanes if slots.geometry.flat else [[prompt] for prompt in prompts]
+        starts = np.cumsum(lengths) - lengths
+        copies = [len(targets) for targets in slots_of]
+        sizes = np.repeat(lengths, copies)
+        at = np.concatenate([np.arange(size) for size in sizes])
+
+        def stored(numbers):
+            return to_device(torch.from_numpy(numbers), device)
+
+        # For each token that is stored: its slot, its index in the slot, and its index among the N packed tokens.
+        self.slot = stored(np.repeat(np.concatenate(slots_of), sizes))
+        self.at = stored(at)
+        self.source = stored(np.repeat(np.repeat(starts, copies), sizes) + at)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        cache = self.slots.cache(layer, key, value)
+        keys, values = cache[:2] if self.slots.geometry.flat else cache[2:]
+        self.slots.write(keys, self.slot, self.at, key.transpose(0, 1)[self.source])
+        self.slots.write(values, self.slot, self.at, value.transpose(0, 1)[self.source])
+        return super().attend(layer, query, key, value, scaling)
+
+
+class DecodeAttention:
+    """Attention of new tokens of the first n lanes, to their prompts, the tokens before them, and themselves.
+
+    By default each lane has one new token.
+
+    Args:
+        slots: The slots.
+        provider: What computes the attention.
+        token_index: [n] int64 index of the first new token in the slot of each lane.
+        owners: [N] int64 lane of each new token, where the numbers of new tokens differ.
+        offsets: [N] int64 how many new tokens of its lane stand before each.
+    """
+
+    longest = 0  # `PrefillAttention` has already refused sequences that are too long for a sliding window
+
+    def __init__(
+        self,
+        slots: Slots,
+        provider: "Provider",
+        token_index: torch.Tensor,
+        owners: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> None:
+        self.slots, self.provider, self.owners, self.offsets = slots, provider, owners, offsets
+        n, device, bounds = len(token_index), token_index.device, None
+        if owners is None:
+            self.lanes = torch.arange(n, device=device)
+        else:
+            new = torch.arange(int(offsets.max()) + 1, device=device)
+            self.lanes, self.grid = owners, (n, len(new))
+            token_index = (token_index[:, None] + new).squeeze(1)
+        if device.type == "cpu":  # on a GPU this would wait for the device
+            bounds = tuple(map(int, token_index.aminmax()))
+        provider.begin(slots, token_index, bounds)
+        if owners is not None:
+            token_index = token_index.view(self.grid)[owners, offsets]
+        self.token_index = token_index
+        # Where all lanes have the same index, a slice is faster to write than single tokens.
+        self.same = bounds[0] if owners is None and bounds and bounds[0] == bounds[1] else None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Store the keys and values [K, N, d] of the new tokens in one layer, and attend with the query [H, N, d]."""
+        cache = self.slots.cache(layer, key, value)
+        for held, new in ((cache.keys, key), (cache.values, value)):
+            if self.same is None:
+                self.slots.write(held, self.lanes, self.token_index, new.transpose(0, 1))
+            else:
+                held[: len(self.lanes), :, self.same] = new.transpose(0, 1)
+        query = query.transpose(0, 1)
+        if self.owners is None:
+            return self.provider.attend(query[:, None], cache, scaling)[:, 0]
+        rows = query.new_zeros(*self.grid, *query.shape[1:])
+        rows[self.owners, self.offsets] = query
+        return self.provider.attend(rows, cache, scaling)[self.owners, self.offsets]
 
 
 class Provider(ABC):
@@ -72,7 +174,7 @@ class SharedPrefix(Provider):
         o = exp(l_1 - l) o_1 + exp(l_2 - l) o_2        l = logaddexp(l_1, l_2)
 
     Args:
-        part: Computes one part; a function of parts.py.
+        part: Computes one part: `products`, or `flash_attn`.
         memory_order: The order of the dimensions [slot, head, token] in memory that the part reads fastest.
     """
 
@@ -84,8 +186,7 @@ class SharedPrefix(Provider):
         self.part, self.memory_order = part, memory_order
 
     def begin(self, slots: Slots, token_index: torch.Tensor, bounds: tuple[int, int] | None) -> None:
-        n = len(token_index)
-        members = slots.members
+        n, members = len(token_index), slots.members
         # [prompts, lanes of each]; an empty entry computes lane 0, and nobody reads the result
         self.lanes = members.clamp(min=0).long()
         entry = torch.zeros(n + 1, dtype=torch.int64, device=members.device)
@@ -98,7 +199,7 @@ class SharedPrefix(Provider):
 
     def attend(self, query: torch.Tensor, cache: Cache, scale: float) -> torch.Tensor:
         n, prompts, new = len(query), len(self.lanes), (-1, query.shape[1])
-        part = self.part if query.shape[1] == 1 else products  # it alone takes a length for each query
+        part = self.part if query.shape[1] == 1 else products  # only `products` takes a length for each query
         on_prompt, prompt_lse = part(
             query[self.lanes].flatten(1, 2), cache.prompt_keys[:prompts], cache.prompt_values[:prompts],
             self.prompt_lengths, scale,
@@ -108,6 +209,52 @@ class SharedPrefix(Provider):
         on_suffix, suffix_lse = part(query, cache.keys[:n], cache.values[:n], self.lengths, scale)
         share = torch.sigmoid(prompt_lse - suffix_lse.transpose(1, 2))[..., None]  # exp(l_1 - l)
         return torch.lerp(on_suffix.to(share.dtype), on_prompt.to(share.dtype), share).to(query.dtype)
+
+
+def products(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a part of `SharedPrefix` by plain matrix products, on any device. It has no causal mask.
+
+    Args:
+        query: [S, Q, H, d], the queries of S slots.
+        keys: [S, K, L, d].
+        values: [S, K, L, d].
+        lengths: [S] int32. How many keys of each slot count, at least one. Or [S, Q], how many count for each query.
+        scale: Factor on the scores before the softmax.
+
+    Returns:
+        The output [S, Q, H, d] and the log-sum-exp of the scores [S, H, Q].
+    """
+    slots, queries, heads, width = query.shape
+    kv_heads, padded = keys.shape[1], True
+    if keys.device.type == "cpu":
+        shortest, longest = (int(bound) for bound in lengths.aminmax())
+        keys, values = keys[:, :, :longest], values[:, :, :longest]
+        padded = shortest < longest
+    grouped = query.transpose(1, 2).reshape(slots, kv_heads, -1, width)  # the query heads that share a key head
+    scores = (grouped * scale) @ keys.transpose(-1, -2)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if padded:
+        beyond = torch.arange(keys.shape[2], device=keys.device) >= lengths.view(slots, 1, -1, 1)
+        scores.view(slots, heads, queries, -1).masked_fill_(beyond, -torch.inf)
+    probs = scores.softmax(-1)
+    lse = scores.amax(-1) - probs.amax(-1).log_()  # the largest probability is exp(largest score - lse)
+    out = (probs.to(values.dtype) @ values).view(slots, heads, queries, -1).transpose(1, 2)
+    return out, lse.view(slots, heads, queries)
+
+
+def flash_attn(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute what `products` does by flash-attn 2, in bf16 or fp16, with one length for each slot."""
+    from flash_attn import flash_attn_with_kvcache
+
+    out, lse = flash_attn_with_kvcache(
+        query, keys.transpose(1, 2), values.transpose(1, 2), cache_seqlens=lengths, softmax_scale=scale,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    return out, lse
 
 
 class GroupDecode(Provider):
@@ -228,13 +375,14 @@ def make_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim:
     """Make the provider that `choose_provider` names, and log the choice once."""
     asked, name = name, choose_provider(name, device, dtype, head_dim, copied)
     _log_once(name, device.type)
-    parts = {"flash_attn": flash_attn, "varlen": varlen, "products": products}
     if name == "triton":
-        works = (part for other, part in parts.items() if _obstacle(other, device, dtype, head_dim) is None)
-        return GroupDecode(next(works), asked == name)
+        flash = _obstacle("flash_attn", device, dtype, head_dim) is None
+        return GroupDecode(flash_attn if flash else products, asked == name)
     if name == "sdpa":
         return Flat(device.type == "cpu")
-    return SharedPrefix(parts[name], (0, 1, 2) if name == "products" else TOKENS_BEFORE_HEADS)
+    if name == "flash_attn":
+        return SharedPrefix(flash_attn, TOKENS_BEFORE_HEADS)
+    return SharedPrefix(products, (0, 1, 2))
 
 
 def _obstacle(name, device, dtype, head_dim):
@@ -259,13 +407,7 @@ def _obstacle(name, device, dtype, head_dim):
         return f"takes heads whose width is a multiple of 8 and at most 256; the model's have {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0 or newer"
-    if name == "flash_attn":
-        return package_obstacle(FLASH_ATTN)
-    if name == "varlen" and not torch.backends.cuda.is_flash_attention_available():
-        return "needs a torch that was built with FlashAttention"
-    if name == "varlen" and torch.__version__ < (2, 11):
-        return f"needs torch 2.11 or newer, for seqused_k; this is {torch.__version__}"
-    return None
+    return package_obstacle(FLASH_ATTN)
 
 
 _logged = set()
