@@ -3,20 +3,104 @@ r"""Read the final answer of a text and compare two answers by value.
 The answer of a text is what its last marker holds. A marker is ``#### 42``, ``<answer>42</answer>`` or
 ``\boxed{42}``. Without a marker the whole text is the answer. The value of an answer is the last number in it, as an
 exact fraction. Where that number is only a part of an expression or of a list (``2\sqrt{2}``, ``5 - 3``, ``(1, 2)``),
-the answer has no such value, and `fastgrpo.rewards.equality` decides.
+the answer has no such value, and `fastgrpo.rewards.symbolic` compares it.
 """
 
 import re
+import unicodedata
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
-from fastgrpo.rewards.equality import read_formula, same_values
-from fastgrpo.rewards.expressions import MAX_LENGTH
-from fastgrpo.rewards.spelling import CURRENCY, formula, plain
+from fastgrpo.rewards.symbolic import MAX_LENGTH, same_values
 
 # The text of a model is untrusted input: one of a million characters must not stall a step.
 MAX_TEXT_LENGTH = 200_000  # characters at the end of a text in which the last marker is looked for
 MAX_NUMBER_LENGTH = 64  # characters
+
+MAX_ANSWER_LENGTH = 10_000  # characters at the end of an answer that are read, and the last number is among them
+
+CURRENCY = "$€£¥₹"
+
+# The full-width forms of ASCII, the bold, double-struck and other digits of mathematics, and fractions such as ½.
+_CHARACTERS = (
+    {0xFF01 + i: 0x21 + i for i in range(94)}
+    | {0x1D7CE + i: 0x30 + i % 10 for i in range(50)}
+    | {
+        ord(char): r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", char).split("⁄"))
+        for char in "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
+    }
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+
+_TEXT = (
+    r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt|ord)|emph|operatorname|boldsymbol|bm|[mhf]box|underline)"
+    r"(?![A-Za-z])"
+)
+_UNIT = rf"{_TEXT}\{{(?=[^{{}}0-9A-Za-z]*[A-Za-z])(?! *(?:and|or|[ei]) *\}})[^{{}}0-9]*\}}(?: ?\^\{{?-?[0-9]\}}?)?"
+_UNWRAPPED = (re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}"), r" \1 ")
+
+
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"<<[^<>]*>>", ""),  # a calculation in GSM8K's solutions
+        (r"</?[A-Za-z]\w*>|<\|[^<>|]*\|>", " "),  # tags and special tokens
+        (r"(?<![A-Za-z])Rs\.? ?(?=[0-9])", "₹"),
+        ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}"),
+        ("[−﹣‐‑]", "-"),
+        # A dash is a sign where nothing that it could join or subtract from stands before it.
+        (r"(?<![\w)}\]%])(?<![\w)}\]%] )–(?=[0-9.\\$(])", "-"),
+        (rf"(?:{_TEXT})?\{{,\}}", ","),
+        (
+            r"(?<=[0-9])(?:[\u00a0\u2009\u202f~'’_]|\\[;: ]|\{\\,\}|\\thinspace ?)(?=[0-9]{3}(?![0-9]))"
+            r"|\\[,!]|\\(?:left|right|[bB]igg?[lrm]?|displaystyle)(?![A-Za-z])|\\(?:text)?color\{[A-Za-z]*\}",
+            "",
+        ),
+        (r"[\u00a0\u2009\u202f\u3000~]|\\[;: ]|\\q?quad(?![A-Za-z])", " "),
+        (rf"\\([%{CURRENCY}])", r"\1"),
+        # Units in braces behind a value, and the exponents in degrees and in other units, are no part of the value.
+        (r"\^\{?\\circ\}?|[°º˚]|\\degree(?![A-Za-z])", ""),
+        (rf"(?:(?<=[0-9}})\]π%x])|(?<=\\pi)) ?{_UNIT}(?: ?(?:/|·|\\cdot)? ?{_UNIT})*", " "),
+        (rf"(?:{_TEXT}\{{[^{{}}0-9]*\}}|(?<![A-Za-z\\])(?:[ckdm]?m|in|ft|yd|mi|[a-z]{{4,}})) ?\^\{{?[23]\}}?", " "),
+        _UNWRAPPED,
+        _UNWRAPPED,  # what is left of one in another
+        # A space separates the whole part of a mixed number from its fraction.
+        (r"(?<=[0-9])\s*(?=\\[dtc]?frac)", " "),
+        (r"\\[dtc]?frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
+        # The signs and names of operations in plain text.
+        (r"√ ?([0-9.]+|[A-Za-z])", r"\\sqrt{\1}"),
+        (r"√|(?<![\\A-Za-z])sqrt(?![A-Za-z])", r"\\sqrt"),
+        (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+        (r"±", r"\\pm "),
+        (r"(?<=[0-9]) : (?=[0-9])", ":"),
+        (r"(?<=[0-9]) ?[xX] ?(?=[0-9])", "*"),
+        (r"(?<=[0-9)}])\*\*(?=[0-9(])", "^"),
+        # At the start of an answer, a sign that is separated from its number by spaces is still its sign.
+        (r"\A\s*([-+])\s+", r"\1"),
+        # A space separates thousands only where that makes all of an answer one number.
+        (
+            r"\A([^0-9A-Za-z\\]*[0-9]{1,3})((?: [0-9]{3})+)(?=(?:\.[0-9]+)?(?![0-9])[^0-9]*\Z)",
+            lambda match: match[1] + match[2].replace(" ", ""),
+        ),
+    )
+]
+
+# Words, and units of two letters, so that 2xy is a product. Letters of other alphabets and arrows part formulas, too.
+_WORD = re.compile(
+    r"(?<![\\A-Za-z])(?!(?:abc|ABC|xyz|and|or)(?![A-Za-z]))(?:[A-Za-z]{3,}"
+    r"|(?i:am|an|as|at|be|by|he|if|in|is|it|no|of|on|pm|so|to|we|st|nd|rd|th|[cdkm]m|[km]g|[cm]l|ft|yd|mi|lb|oz|sq|cu"
+    r"|hr|wk|yr|yo)(?![A-Za-z])|(?<=[0-9] )(?!ab|ac|bc|mn|pq|xy|xz|yz)[A-Za-z]{2}(?![A-Za-z]))"
+    r"|(?<=[0-9] )an?(?= [A-Za-z])|[^\W\d_A-Za-zπ]+|[=-]>|[→⇒∴]|\\(?:[Rr]ightarrow|implies|therefore|to)(?![A-Za-z])"
+)
+_DELIMITER = re.compile(r"\\[()\[\]]|\{\}")
+_MARKS = " $*_`'\"&,;:"
+_ENDS = _MARKS + ".!?。\\/=-–—"
+_IGNORED = re.compile(
+    # the letter of a choice, and what a value is said to belong to or to be called
+    r"\A\([A-Za-z]\) (?=-?[0-9.$\\])|(?<=[0-9]) \([A-Za-z]\)\Z"
+    r"|\A *[A-Za-z] *(?:\\in(?![A-Za-z])|∈)|\A *\([^()=0-9]*\) *=|(?<=[A-Za-z])_(?:\w|\{\w{1,9}\})(?= *=)"
+)
 
 _MARKER = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>", re.IGNORECASE)
 
@@ -48,9 +132,14 @@ _DROPPED = re.compile(
     r"(?<![0-9]{4})(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?![0-9,]*[)\]])"
 )
 # A unit of one letter is none where it could be a variable: 5 m, but not 5x.
-_UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
+_LETTER_UNIT = re.compile(r"(?<=[0-9]) ?(?:[cdghlmpswABCFGJKLMNVW](?:\^?\{?-?[0-9]\}?)?[ /]?)+\Z")
 _APPROXIMATELY = re.compile(r"\\approx(?![A-Za-z])|≈")
 # What a number at the end is only a part of: a relation, or several numbers with signs of formulas.
+_TOKEN = re.compile(
+    r"\s*((?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2}(?![0-9A-Za-z]))?"
+    r"|\\(?:[dtc]?frac|sqrt|pi|times|cdot|div|pm|mp|infty|cup|lor|[lr]?brac[ek]|[lr]angle|[{}])(?![A-Za-z])"
+    r"|[-+*/^()\[\]{}=,;π∞×·÷∪A-Za-z]|(?<=[0-9]):(?=[0-9]))"
+)
 _RELATION = re.compile(r"[<>≤≥∞]|\\(?:[lg](?:eq?|t)|n?eq?|infty|cup|cap)(?![A-Za-z])")
 _SIGN = re.compile(r"[_^|!]|\\[A-Za-z]")
 
@@ -171,10 +260,10 @@ def answers_match(text: str, reference: str) -> bool | None:
     r"""Tell whether the final answers of a text and of its reference have the same value.
 
     Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
-    `fastgrpo.rewards.equality` compares them.
+    math-verify compares them (`fastgrpo.rewards.symbolic`).
 
     Args:
-        text: The text to judge. An answer that is beyond the bounds of `fastgrpo.rewards.expressions` is wrong.
+        text: The text to judge. An answer that cannot be read, or exceeds the limits, is wrong.
         reference: The text with the right answer.
 
     Returns:
@@ -211,7 +300,21 @@ def _read(text: str) -> _Answer:
 def _is_formula(found: str, last: str) -> bool:
     """Tell whether the number at the end of what was found is only a part of it, and not the answer of a sentence."""
     several = _SIGN.search(last) is not None and len(_NUMBER.findall(last)) > 1
-    return several or _RELATION.search(last) is not None or read_formula(found) is not None
+    return several or _RELATION.search(last) is not None or _is_expression(found)
+
+
+def _is_expression(text: str) -> bool:
+    """Tell whether a text consists of numbers, letters, operators and brackets, as an expression or a list does."""
+    text = text.strip()
+    if not text or len(text) > MAX_LENGTH:
+        return False
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != "".join(text.split()) or tokens[-1] in "+-*/^=,(" or tokens[0] in "*/^=,)":
+        return False
+    numbers = [token[0] in "0123456789." for token in tokens]
+    return not any(a and b for a, b in pairwise(numbers)) and text.count("(") + text.count("[") == text.count(
+        ")"
+    ) + text.count("]")
 
 
 def _lone_number(found: str) -> Fraction | None:
@@ -222,7 +325,7 @@ def _lone_number(found: str) -> Fraction | None:
     left = re.sub(r"\([^()]*\)|_\w", "", left)
     if re.search("[A-Za-z]", left) and re.search(r"[0-9+*/^-]", left):  # an equation
         return None
-    number = _NUMBER.fullmatch(_UNIT.sub("", _FRACTION.sub(r"\1/\2", right)).strip(" ()[]{}"))
+    number = _NUMBER.fullmatch(_LETTER_UNIT.sub("", _FRACTION.sub(r"\1/\2", right)).strip(" ()[]{}"))
     return _value(number) if number else None
 
 
@@ -254,3 +357,30 @@ def _value(number: re.Match) -> Fraction | None:
 
 def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
     return max(pattern.finditer(text), key=re.Match.start, default=None)
+
+
+def plain(text: str) -> str:
+    r"""Rewrite the spellings of numbers in LaTeX and Unicode as plain ones.
+
+    Examples:
+        >>> plain(r"1{,}234\,\text{cm}^2 + 2½")
+        '1,234  + 2 \\frac{1}{2}'
+    """
+    text = text[-MAX_ANSWER_LENGTH:].translate(_CHARACTERS)[-MAX_ANSWER_LENGTH:]
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def formula(text: str) -> tuple[str, bool]:
+    r"""Take the last formula out of the words of an answer.
+
+    Examples:
+        >>> formula(r"**The area is $3\pi$ square feet.**")
+        ('3\\pi', True)
+    """
+    lines = [line for line in text.splitlines() if re.search("[0-9]", line)] or [text]
+    parts = _WORD.split(" ".join(_DELIMITER.sub("", lines[-1]).split()))
+    last = max((i for i, part in enumerate(parts) if re.search("[0-9]", part)), default=0)
+    found = _IGNORED.sub("", parts[last].strip(_MARKS).rstrip(_ENDS).removeprefix(">"))
+    return found.strip(_MARKS).rstrip(_ENDS), last > 0 or len(lines) > 1
