@@ -13,9 +13,6 @@ therefore the backward's operands, and the whole is three products. It takes one
   longer than a chunk costs a forward-only pass over all tokens.
 - fp16 and fp32, and an entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products.
 
-With a tolerance (head_columns.py), the last two products run over fewer columns of the vocabulary. fp16 and fp32 then
-recompute E in the forward already, chunk by chunk, because the metrics say what was left out.
-
 Shapes: N rows of hidden states (tokens), M <= N kept ones, V vocabulary, D hidden size, S sequences.
 
 Log-prob and entropy of hidden @ weight.T with no logits in memory, and their gradients, in Triton.
@@ -44,7 +41,6 @@ Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +51,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.head_torch import (
     ELSEWHERE,
-    MOST_KEPT,
     add_weight_product_,
     all_reduce_,
     bias_product,
@@ -229,7 +224,7 @@ def _grouped(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
-                  inv_t_ptr, cap, BEND: tl.constexpr, SUM: tl.constexpr, ENTROPY: tl.constexpr,
+                  inv_t_ptr, cap, SUM: tl.constexpr, ENTROPY: tl.constexpr,
                   BLOCK_N: tl.constexpr):  # fmt: skip
     """Turn a tile of products into (what is stored, sum_v E, sum_v E x2); the sums leave the target's column out."""
     first = block_n * BLOCK_N
@@ -252,7 +247,7 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         constant = tl.load(mix_ptr + rows, mask=row_ok, other=0.0)
         slope = tl.load(mix_ptr + n_rows + rows, mask=row_ok, other=0.0)
         stored = e * (constant[:, None] + slope[:, None] * tl.maximum(x2, -1e30))
-    if cap is not None and BEND:
+    if cap is not None:
         stored *= 1.0 - bent * bent  # the cap's slope: dy/dx = 1 - tanh^2
     total = tl.zeros_like(anchor)
     entropy = tl.zeros_like(anchor)
@@ -283,7 +278,7 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
 @triton.jit(**ROWS_VARY)
 def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr, inv_t,
                            inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, PROGRAMS: tl.constexpr,
-                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BEND: tl.constexpr, BLOCK_M: tl.constexpr,
+                           GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, BLOCK_M: tl.constexpr,
                            BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute every PROGRAMS-th tile; loads and stores go through tensor descriptors."""
     num_m = tl.cdiv(n_rows, BLOCK_M)
@@ -297,7 +292,7 @@ def _linear_exp_fwd_kernel(h_desc, w_desc, e_desc, anchor_ptr, target_ptr, patch
             acc = tl.dot(h, w.T, acc)
         rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
         e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
-                                          bias_ptr, inv_t, inv_t_ptr, cap, BEND, total_ptr is not None,
+                                          bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
                                           entropy_ptr is not None, BLOCK_N)  # fmt: skip
         if e_desc is not None:
             e_desc.store([block_m * BLOCK_M, block_n * BLOCK_N], e.to(e_desc.dtype))
@@ -316,14 +311,14 @@ def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
 @triton.jit
 def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr,
               inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-              BEND: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+              PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute and store one tile of the kernel with pointer loads."""
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
                    depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
-                                      bias_ptr, inv_t, inv_t_ptr, cap, BEND, total_ptr is not None,
+                                      bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
                                       entropy_ptr is not None, BLOCK_N)  # fmt: skip
     if e_ptr is not None:
         e_ptrs = e_ptr + rows.to(tl.int64)[:, None] * e_stride + cols[None, :]
@@ -334,7 +329,7 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
 @triton.jit(**ROWS_VARY)
 def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr,
                                mix_ptr, bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, flag_ptr, n_rows,
-                               vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr, BEND: tl.constexpr,
+                               vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
                                PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
@@ -347,11 +342,11 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
         for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
             _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-                      BEND, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                      PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     else:  # the loop costs 40 registers, and at 256 columns it would spill
         _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                   bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
-                  BEND, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                  PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
 
 
 @triton.jit(**ROWS_VARY)
@@ -415,7 +410,6 @@ def linear_exp_fwd(
     sums: bool = True,
     entropy: bool = False,
     flags: torch.Tensor | None = None,
-    bend: bool = True,
 ) -> list[torch.Tensor | None]:
     """Write E of the module docstring into `exps`, and return its sums over each vocabulary tile.
 
@@ -430,7 +424,6 @@ def linear_exp_fwd(
         entropy: Whether sum_v E x2 is returned, the target's column left out.
         flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed. None computes
             all.
-        bend: Whether E carries the slope of the soft-cap, as the gradient wants it. The sums never do.
 
     Returns:
         The sums and the entropy sums, each [vocabulary tiles, N] fp32, or None where not asked for.
@@ -450,7 +443,7 @@ def linear_exp_fwd(
         for wanted in (sums, entropy)
     ]
     row_blocks = triton.cdiv(n, blocks.rows)
-    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M, "BEND": bend}
+    options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M}
     common = (anchor, head.targets, patch, mix, head.bias, head.temperature, head.temperatures, head.softcap, *outputs)
     if by_descriptor:
         del options["PRECISION"], options["EVEN_K"]
@@ -549,9 +542,6 @@ def online_fwd(
     return top, total, ent
 
 
-SHARE = 2.0**15  # the largest power of two in fp16
-
-
 class Rows(NamedTuple):
     """What the forward computes for each token. Each field is one row of a [7, N] fp32 tensor.
 
@@ -579,17 +569,6 @@ class Rows(NamedTuple):
         t = -1 / (self.slope * self.norm)
         return Rows(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
                     self.patch / self.norm, self.mass / self.norm, torch.ones_like(self.norm))  # fmt: skip
-
-    def shares(self) -> "Rows":
-        """Return the same with an anchor that makes E the share p / (1 - p_target) of each other token, times 2^15.
-
-        fp16 then holds the shares of a confident row as well as those of another one.
-        """
-        rows = self.normalized()
-        unit = SHARE / (-torch.expm1(self.logp)).clamp(min=1e-30)
-        t = -1 / rows.slope
-        return Rows(rows.logp, rows.entropy, rows.anchor - unit.log() * t, rows.slope / unit, rows.patch * unit,
-                    rows.mass * unit, unit)  # fmt: skip
 
 
 @triton.jit(**ROWS_VARY)
@@ -761,56 +740,33 @@ def entropy_bwd(
 
 @launch.operator("fastgrpo::head_products")
 def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
-                  weight_dtype: torch.dtype, group: str | None, columns: Tensor | None = None,
-                  count: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                  weight_dtype: torch.dtype, group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of hidden, weight and bias from kept exponentials.
 
     Args:
-        exps: [n, V] E; with `columns`, of which the first K count.
+        exps: [n, V] E.
         v: [n] fp32.
         hidden: [n, D].
         weight: [V, D] in the dtype of hidden.
         needs: Which of the three gradients are needed.
         weight_dtype: Dtype of dW.
         group: Name of the process group of a sharded weight, or None.
-        columns: [V] int64, whose first K are the columns of E, rising; None where E has all columns.
-        count: [1] int64 on the CPU, K.
 
     Returns:
         dH [n, D], dW [V, D] in weight_dtype and dbias [V] fp32, each empty where not needed.
     """
     if len(hidden) == 0:
         return HeadGradients(0, weight, needs).result(weight_dtype)
-    size = len(weight)
-    exps, ids = _kept(exps, size, columns, count)
     with no_autocast(hidden):
         return (
-            hidden_product(exps, v, _rows(weight, ids), group) if needs[0] else hidden.new_empty(0),
-            _spread(weight_product(exps, v, hidden, weight_dtype), ids, size)
-            if needs[1]
-            else weight.new_empty(0, dtype=weight_dtype),
-            _spread(bias_product(exps, v), ids, size) if needs[2] else v.new_empty(0),
+            hidden_product(exps, v, weight, group) if needs[0] else hidden.new_empty(0),
+            weight_product(exps, v, hidden, weight_dtype) if needs[1] else weight.new_empty(0, dtype=weight_dtype),
+            bias_product(exps, v) if needs[2] else v.new_empty(0),
         )
 
 
-def _kept(exps, size, columns, count):
-    """Return the kept columns of E [n, K], and their ids [K], or None where all of the vocabulary's `size` stay."""
-    kept = size if count is None else int(count)
-    return (exps, None) if kept == size else (exps[:, :kept], columns[:kept])
-
-
-def _rows(matrix, ids):
-    """Return some rows of a matrix, or the matrix itself where `ids` is None."""
-    return matrix if ids is None else matrix.index_select(0, ids)
-
-
-def _spread(values, ids, size):
-    """Return `size` rows, which are `values` at `ids` and else 0; or `values` themselves where `ids` is None."""
-    return values if ids is None else values.new_zeros(size, *values.shape[1:]).index_copy_(0, ids, values)
-
-
 @head_products.register_fake
-def _(exps, v, hidden, weight, needs, weight_dtype, group, columns=None, count=None):
+def _(exps, v, hidden, weight, needs, weight_dtype, group):
     return (
         hidden.new_empty(hidden.shape if needs[0] else 0),
         weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
@@ -820,14 +776,13 @@ def _(exps, v, hidden, weight, needs, weight_dtype, group, columns=None, count=N
 
 @launch.operator("fastgrpo::head_products_add_", mutates_args=("hidden_sum", "weight_sum", "bias_sum"))
 def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, hidden_sum: Tensor | None,
-                       weight_sum: Tensor | None, bias_sum: Tensor | None, start: int, columns: Tensor | None = None,
-                       count: Tensor | None = None) -> None:  # fmt: skip
+                       weight_sum: Tensor | None, bias_sum: Tensor | None, start: int) -> None:  # fmt: skip
     """Compute the same for one chunk: write its rows of dH, and add its dW and dbias.
 
     The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed before.
 
     Args:
-        exps: [n, V] E of the chunk; with `columns`, of which the first K count.
+        exps: [n, V] E of the chunk.
         v: [n] fp32.
         hidden: [n, D].
         weight: [V, D] in the dtype of hidden.
@@ -835,28 +790,20 @@ def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, 
         weight_sum: [V, D] fp32, or None.
         bias_sum: [V] fp32, or None.
         start: The chunk's first row among all.
-        columns: [V] int64, whose first K are the columns of E, rising; None where E has all columns.
-        count: [1] int64 on the CPU, K.
     """
     first = start == 0
-    exps, ids = _kept(exps, len(weight), columns, count)
     with no_autocast(hidden):
-        if weight_sum is not None and ids is None:
+        if weight_sum is not None:
             add_weight_product_(weight_sum, exps, v, hidden, first)
-        elif weight_sum is not None:
-            if first:
-                weight_sum.zero_()
-            part = add_weight_product_(weight_sum.index_select(0, ids), exps, v, hidden, first)
-            weight_sum.index_copy_(0, ids, part)  # a column stands in `ids` once
         if bias_sum is not None:
-            product = _spread(bias_product(exps, v), ids, len(weight))
+            product = bias_product(exps, v)
             bias_sum.copy_(product) if first else bias_sum.add_(product)
         if hidden_sum is not None:
             part = hidden_sum[start : start + len(exps)]
             if part.dtype == torch.float32:
-                mm_fp32(exps, _rows(weight, ids), out=part).mul_(v[:, None])
+                mm_fp32(exps, weight, out=part).mul_(v[:, None])
             else:
-                torch.mul(mm_fp32(exps, _rows(weight, ids)), v[:, None], out=part)
+                torch.mul(mm_fp32(exps, weight), v[:, None], out=part)
 
 
 class HeadGradients:
@@ -884,20 +831,10 @@ class HeadGradients:
         self.weight_sum = torch.empty(weight.shape, **fp32) if needs[1] else None
         self.bias_sum = torch.empty(weight.shape[0], **fp32) if needs[2] else None
 
-    def add(
-        self, exps: Tensor, v: Tensor, hidden: Tensor, columns: Tensor | None = None, count: Tensor | None = None
-    ) -> None:
-        """Add the next n rows.
-
-        Args:
-            exps: [n, V] E of these rows.
-            v: [n] fp32.
-            hidden: [n, D].
-            columns: [V] int64, as `head_products` takes them, or None.
-            count: [1] int64 on the CPU, or None.
-        """
+    def add(self, exps: Tensor, v: Tensor, hidden: Tensor) -> None:
+        """Add the next n rows, from their E [n, V], v [n] and hidden [n, D]."""
         sums = self.hidden_sum, self.weight_sum, self.bias_sum
-        head_products_add_(exps, v, hidden, self.weight, *sums, self.start, columns, count)
+        head_products_add_(exps, v, hidden, self.weight, *sums, self.start)
         self.start += len(exps)
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -936,255 +873,6 @@ def wanted(
     return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
 
 
-STEPS = 63  # with the column of C that sums a whole row, a multiple of 8, as the library's fast products want it
-FEWEST_KEPT = 1 / 256  # of the vocabulary; with so few columns the products cost nothing beside that of the forward
-MULTIPLE = 16  # of which K is one, for the library's fast products
-
-
-class Choice(NamedTuple):
-    """Which columns a chunk keeps.
-
-    Attributes:
-        columns: [V] int64, of which the first `count` are the kept columns, rising.
-        count: K; V where too many would stay, and `columns` is then without meaning.
-        dropped: [n] fp32 mass of the columns left out, in the unit of E.
-        mass: [n] fp32 mass of all columns but the target's, in the unit of E.
-    """
-
-    columns: Tensor
-    count: int
-    dropped: Tensor
-    mass: Tensor
-
-
-@cache
-def ladder(vocab: int) -> tuple[int, ...]:
-    """Return how many columns may be left out, rising."""
-    ratio = (FEWEST_KEPT / MOST_KEPT) ** (1 / (STEPS - 1))
-    kept = {int(MOST_KEPT * vocab * ratio**step) // MULTIPLE * MULTIPLE for step in range(STEPS)}
-    return tuple(sorted(vocab - count for count in kept if count))
-
-
-@cache
-def _ladder_on(vocab, device):
-    return torch.tensor(ladder(vocab), device=device, dtype=torch.int64)
-
-
-def choose_columns(exps: Tensor, targets: Tensor, rows: Rows, g: Tensor, tolerance: float) -> Choice:
-    """Choose the columns that a chunk keeps. The host waits for their number.
-
-    Args:
-        exps: [n, V] E, with the slope of no soft-cap. Its values are the same before and after.
-        targets: [n] int64 ids within the shard.
-        rows: What the forward computed, of this E.
-        g: [n] fp32, gradient of the log-probs.
-        tolerance: tau, above 0.
-    """
-    n, vocab = exps.shape
-    if n == 0:
-        return Choice(targets.new_zeros(vocab), vocab, *g.new_zeros(2, 0))
-    exps = exps.data  # without the count of changes by which autograd would take a saved E for another one
-    mine = (targets >= 0) & (targets < vocab)
-    place = torch.where(mine, targets, 0)[:, None]
-    own = exps.gather(1, place)
-    exps.scatter_(1, place, own.masked_fill(mine[:, None], 0))
-    others = -torch.expm1(rows.logp)  # m_n, to full relative precision
-    score = bias_product(exps, torch.where(others > 0, g.abs() / (rows.norm * others.clamp(min=1e-30)), 0))
-    score = torch.nn.functional.pad(score, (0, 1)).index_fill_(0, torch.where(mine, targets, vocab), torch.inf)[:vocab]
-    order, free = score.argsort(stable=True), (score < torch.inf).sum()  # targets come last, and are never left out
-    left_out = _ladder_on(vocab, exps.device)
-    # A product with the running sums in C needs no cumsum, whose order of summation torch does not fix on a GPU.
-    within = torch.arange(vocab, device=exps.device)[:, None] < torch.nn.functional.pad(left_out, (0, 1), value=vocab)
-    members = torch.empty(within.shape, dtype=exps.dtype, device=exps.device)
-    masses = mm_fp32(exps, members.index_copy_(0, order, within.to(exps.dtype)))
-    exps.scatter_(1, place, own)
-    mass = masses[:, -1]
-    limit = torch.where(g != 0, tolerance * (1 - rounding(exps.dtype)) * mass, torch.inf)
-    fits = (masses[:, :-1] <= limit[:, None]).all(0) & (left_out <= free)  # NaN fits nowhere
-    step = int((fits * torch.arange(1, len(fits) + 1, device=fits.device)).amax()) if len(fits) else 0
-    columns = torch.zeros_like(order)
-    if step == 0:
-        return Choice(columns, vocab, torch.zeros_like(mass), mass)
-    first = ladder(vocab)[step - 1]
-    columns[: vocab - first] = order[first:].sort().values
-    return Choice(columns, vocab - first, masses[:, step - 1] * (g != 0), mass)
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Return the share of tau that makes up for the rounding of E and of its sums, so that the bound holds for p."""
-    return max(2**-9, torch.finfo(dtype).eps)  # also where products of fp32 round to TF32
-
-
-@triton.jit(**ROWS_VARY)
-def _keep_columns_kernel(e_ptr, e_stride, out_ptr, out_stride, column_ptr, anchor_ptr, inv_t, inv_t_ptr, cap, n_rows,
-                         count, BLOCK: tl.constexpr):  # fmt: skip
-    """Write some columns of one row of E side by side, times the soft-cap's slope. out may be E itself.
-
-    In place, a block is stored where later ones do not read any more: rising columns lie at or behind their new places.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    one = row + tl.arange(0, 1)
-    if cap is not None:
-        anchor = tl.load(anchor_ptr + one)
-        scale = row_scale(inv_t, inv_t_ptr, one, n_rows)
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        column = place
-        if column_ptr is not None:
-            column = tl.load(column_ptr + place, mask=place < count, other=0)
-        e = tl.load(e_ptr + row * e_stride + column, mask=place < count, other=0.0)
-        if cap is not None:
-            x = e.to(tl.float32)
-            y = anchor + tl.log2(tl.maximum(x, 1.2e-38)) / scale
-            slope = tl.maximum(1.0 - (y / cap) * (y / cap), 0.0)
-            e = tl.where(x > 0, x * slope, x).to(e_ptr.dtype.element_ty)  # the target's entry has its slope
-        tl.debug_barrier()  # other warps of the row have read what this one writes over
-        tl.store(out_ptr + row * out_stride + place, e, mask=place < count)
-
-
-def keep_columns(
-    exps: Tensor, choice: Choice, rows: Rows, temperature: float, temperatures: Tensor | None, softcap: float | None,
-    inplace: bool,
-) -> Tensor:  # fmt: skip
-    """Bring E into the form of the gradient: with the chosen columns alone, and with the slope of the soft-cap.
-
-    Args:
-        exps: [n, V] E, without that slope.
-        choice: Which columns are kept.
-        rows: What the forward computed, of this E.
-        temperature: T of all rows, read where `temperatures` is None.
-        temperatures: [n] T of each row, or None.
-        softcap: Cap of the logits, or None.
-        inplace: Whether E may be overwritten.
-
-    Returns:
-        [n, V], whose first K columns are those of the choice: `exps` itself, or with `inplace` False a tensor [n, K]
-        where E has to change.
-    """
-    n, vocab = exps.shape
-    everything = choice.count == vocab
-    if n == 0 or (everything and softcap is None):
-        return exps
-    out = exps if inplace else empty_exps(n, choice.count, exps)
-    inverse = None if temperatures is None else temperatures.float().reciprocal()
-    _keep_columns_kernel[(n,)](
-        exps, exps.stride(0), out, out.stride(0), None if everything else choice.columns, rows.anchor,
-        1.0 / temperature, inverse, softcap, n, choice.count, BLOCK=launch.columns_block(),
-    )  # fmt: skip
-    return out
-
-
-@launch.operator("fastgrpo::head_columns_", mutates_args=("exps",))
-def head_columns_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, temperature: float,
-                  temperatures: Tensor | None, softcap: float | None, tolerance: float,
-                  group: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Choose the columns of a chunk, and bring E into the form of the gradient in place, see `keep_columns`.
-
-    Args:
-        exps: [n, V] E.
-        targets: [n] int64 ids within the shard.
-        rows: [7, n] fp32, `head_rows.Rows` of this E.
-        g: [n] fp32, gradient of the log-probs.
-        temperature: T of all rows, read where `temperatures` is None.
-        temperatures: [n] T of each row, or None.
-        softcap: Cap of the logits, or None.
-        tolerance: tau, above 0.
-        group: Name of the process group of a sharded weight, or None.
-
-    Returns:
-        Columns and count, [V] and [1] (on the CPU) int64, see `Choice`; the kept share of the vocabulary over all
-        ranks, a scalar; and the mass left out of each row [n], as a share of m_n.
-    """
-    stats = Rows(*rows.unbind(0))
-    choice = choose_columns(exps, targets, stats, g, tolerance)
-    keep_columns(exps, choice, stats, temperature, temperatures, softcap, True)
-    sizes = all_reduce_(rows.new_tensor([choice.count, exps.shape[1]]), group)
-    dropped, mass = all_reduce_(torch.stack([choice.dropped, choice.mass]), group)
-    share = torch.where(dropped > 0, dropped / mass, 0)
-    return choice.columns, torch.tensor([choice.count]), sizes[0] / sizes[1], share
-
-
-@head_columns_.register_fake
-def _(exps, targets, rows, g, temperature, temperatures, softcap, tolerance, group):
-    count = torch.empty(1, dtype=torch.int64, device="cpu")
-    return targets.new_empty(exps.shape[1]), count, rows.new_empty(()), torch.empty_like(g)
-
-
-@launch.operator("fastgrpo::head_products_within")
-def head_products_within(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, hidden: Tensor, weight: Tensor,
-                         temperature: float, temperatures: Tensor | None, softcap: float | None, tolerance: float,
-                         needs: list[bool], weight_dtype: torch.dtype,
-                         group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of hidden, weight and bias from exponentials that stay as they are, over fewer columns.
-
-    Args:
-        exps: [n, V] E.
-        targets: [n] int64 ids within the shard.
-        rows: [7, n] fp32, `head_rows.Rows` of this E.
-        g: [n] fp32, gradient of the log-probs.
-        hidden: [n, D].
-        weight: [V, D] in the dtype of hidden.
-        temperature: T of all rows, read where `temperatures` is None.
-        temperatures: [n] T of each row, or None.
-        softcap: Cap of the logits, or None.
-        tolerance: tau, above 0.
-        needs: Which of the three gradients are needed.
-        weight_dtype: Dtype of dW.
-        group: Name of the process group over whose ranks dH is summed, or None.
-
-    Returns:
-        dH [n, D], dW [V, D] and dbias [V], as `head_products` returns them.
-    """
-    stats = Rows(*rows.unbind(0))
-    choice = choose_columns(exps, targets, stats, g, tolerance)
-    kept = keep_columns(exps, choice, stats, temperature, temperatures, softcap, False)
-    return head_products(kept, g * stats.slope, hidden, weight, needs, weight_dtype, group, choice.columns,
-                         torch.tensor([choice.count]))  # fmt: skip
-
-
-@head_products_within.register_fake
-def _(exps, targets, rows, g, hidden, weight, temperature, temperatures, softcap, tolerance, needs, weight_dtype,
-      group):  # fmt: skip
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else 0),
-        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
-        rows.new_empty(weight.shape[0] if needs[2] else 0),
-    )
-
-
-@launch.operator("fastgrpo::head_shares")
-def head_shares(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-                temperatures: Tensor | None, softcap: float | None,
-                rows: Tensor) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Recompute E for a choice of columns: probabilities as shares of their row's m_n, without a soft-cap's slope.
-
-    Args:
-        hidden: [n, D] bf16, fp16 or fp32.
-        weight: [V, D] in the dtype of hidden.
-        bias: [V] or None.
-        targets: [n] int64 ids within the shard.
-        temperature: T of all rows, read where `temperatures` is None.
-        temperatures: [n] T of each row, or None.
-        softcap: Cap of the logits, or None.
-        rows: [7, n] fp32, `head_rows.Rows` of the forward.
-
-    Returns:
-        E [n, V], and `head_rows.Rows` of this E, [7, n] fp32.
-    """
-    exps = empty_exps(len(hidden), weight.shape[0], weight)
-    stats = Rows(*rows.unbind(0)).shares()
-    if len(hidden):
-        with no_autocast(hidden):
-            head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
-            linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, bend=False)
-    return exps, torch.stack(stats)
-
-
-@head_shares.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows):
-    return empty_exps(len(hidden), weight.shape[0], weight), torch.empty_like(rows)
-
-
 PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}
 
 
@@ -1197,7 +885,6 @@ def chunk_slices(total: int, size: int) -> list[slice]:
 
 def rows_fwd(
     head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None,
-    bend: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute what the loss and the backward need for each row, and fill E.
 
@@ -1207,7 +894,6 @@ def rows_fwd(
         exps: [N, V], which the anchored path fills with E, or None.
         entropy: Whether the entropy is computed.
         group: Name of the process group of a sharded weight, or None.
-        bend: Whether E carries the slope of the soft-cap.
 
     Returns:
         [7, N] fp32, see `head_rows.Rows`.
@@ -1217,7 +903,7 @@ def rows_fwd(
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
     total = entropy_sum = None
     if anchored:
-        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy, bend=bend)
+        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
         total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
     # Both guarded passes are always launched, so that nothing waits for the flags; a program without a flag returns.
     splits = online_fwd(head, entropy, flags=total)
@@ -1226,7 +912,7 @@ def rows_fwd(
     rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps, entropy)
     if anchored and exps is not None:
         stats = Rows(*rows.unbind(0))
-        linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total, bend=bend)
+        linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total)
     return rows
 
 
@@ -1282,8 +968,7 @@ def recompute_exps(head: Head, rows: Rows, g: Tensor, h: Tensor | None, exps: Te
 @launch.operator("fastgrpo::linear_logprob_fwd")
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, anchored: bool, keep: bool, entropy: bool,
-                       chunk_rows: int, group: str | None,
-                       bend: bool = True) -> tuple[Tensor, Tensor]:  # fmt: skip
+                       chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute log-probs, entropy and what the backward needs; without `keep` by chunks, at the cost of one product.
 
     Args:
@@ -1299,7 +984,6 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         entropy: Whether the entropy is computed.
         chunk_rows: The most rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
-        bend: Whether a kept E carries the slope of the soft-cap.
 
     Returns:
         `head_rows.Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
@@ -1311,14 +995,13 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         if n == 0:
             return hidden.new_zeros(7, 0, dtype=torch.float32), exps
         if keep:
-            return rows_fwd(head, anchored, exps, entropy, group, bend), exps
+            return rows_fwd(head, anchored, exps, entropy, group), exps
         parts = [rows_fwd(head.cut(part), anchored, None, entropy, group) for part in chunk_slices(n, chunk_rows)]
         return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), exps
 
 
 @linear_logprob_fwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group,
-      bend=True):  # fmt: skip
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group):
     n, vocab = len(hidden), weight.shape[0]
     return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
 
@@ -1363,7 +1046,7 @@ def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h:
 def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
                        h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype, chunk_rows: int,
-                       group: str | None, tolerance: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                       group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Recompute E by chunks and compute the gradients from it.
 
     Args:
@@ -1381,19 +1064,11 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         weight_dtype: Dtype of dW.
         chunk_rows: The most rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
-        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 where `h` is given.
 
     Returns:
         dH [N, D], dW [V, D] and dbias [V], as `head_products` returns them.
     """
     grads = HeadGradients(len(hidden), weight, needs, group)
-    if tolerance:
-        for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
-            states, located, ts = hidden[part], targets[part], cut(temperatures, part)
-            exps, stats = head_shares(states, weight, bias, located, temperature, ts, softcap, rows[:, part])
-            columns, count, *_ = head_columns_(exps, located, stats, g[part], temperature, ts, softcap, tolerance, None)
-            grads.add(exps, g[part] * stats[3], states, columns, count)
-        return grads.result(weight_dtype)
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
         for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
@@ -1406,7 +1081,7 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
 
 @linear_logprob_bwd.register_fake
 def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h, needs, weight_dtype, chunk_rows,
-      group, tolerance=0.0):  # fmt: skip
+      group):  # fmt: skip
     return (
         hidden.new_empty(hidden.shape if needs[0] else 0),
         weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
@@ -1422,36 +1097,32 @@ class LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
-                chunk_rows, group, sum_hidden_grad, tolerance):  # fmt: skip
+                chunk_rows, group, sum_hidden_grad):  # fmt: skip
         ctx.set_materialize_grads(False)
         # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
         keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
         rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored,
-                                        keep, return_entropy, chunk_rows, group, not tolerance)  # fmt: skip
+                                        keep, return_entropy, chunk_rows, group)  # fmt: skip
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
-        ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep, tolerance)
+        ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep)
         return rows[0].clone(), rows[1].clone()
 
     @staticmethod
     @first_order("linear_logprob")
     def backward(ctx, grad_logps, grad_entropy):
         hidden, weight, bias, targets, temperatures, rows, exps = ctx.saved_tensors
-        temperature, softcap, needs, chunk_rows, group, keep, tolerance = ctx.options
+        temperature, softcap, needs, chunk_rows, group, keep = ctx.options
         g = torch.zeros_like(rows[0]) if grad_logps is None else grad_logps.contiguous()
         h = None if grad_entropy is None else grad_entropy.contiguous()
-        if keep and tolerance:
-            gradients = head_products_within(exps, targets, rows, g, hidden, weight, temperature, temperatures, softcap,
-                                             tolerance, list(needs), grad_dtype(weight), group)  # fmt: skip
-        elif keep:
+        if keep:
             if h is not None:
                 exps, g = head_entropy_bwd(exps, targets, rows, g, h), 1.0
             gradients = head_products(exps, g * rows[3], hidden, weight, list(needs), grad_dtype(weight), group)
         else:
             gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
-                                           h, list(needs), grad_dtype(weight), chunk_rows, group,
-                                           tolerance)  # fmt: skip
-        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 11
+                                           h, list(needs), grad_dtype(weight), chunk_rows, group)  # fmt: skip
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 10
 
 
 def linear_logprob(
@@ -1467,7 +1138,6 @@ def linear_logprob(
     sum_hidden_grad: bool = True,
     path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
-    tolerance: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of targets under softmax(softcap(hidden @ weight.T + bias) / temperature), differentiably.
 
@@ -1485,7 +1155,6 @@ def linear_logprob(
             part.
         path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most rows of hidden whose exponentials are held at once.
-        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 with `return_entropy`.
 
     Returns:
         logps [N] fp32, and the entropy [N] fp32 in nats, or None.
@@ -1495,7 +1164,7 @@ def linear_logprob(
     logps, entropy = LinearLogprob.apply(
         hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
         softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows, group,
-        sum_hidden_grad, tolerance,
+        sum_hidden_grad,
     )  # fmt: skip
     return logps, entropy if return_entropy else None
 
@@ -1509,7 +1178,7 @@ class LinearGRPO(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows,
-                group, tolerance):  # fmt: skip
+                group):  # fmt: skip
         ctx.set_materialize_grads(False)
         bonus = rows.entropy_weights
         with_entropy = return_entropy or bonus is not None
@@ -1519,7 +1188,7 @@ class LinearGRPO(torch.autograd.Function):
         def head_fwd(part, keep):
             h = _gather(hidden, rows.index, rows.active, part)
             stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
-                                             keep, with_entropy, chunk_rows, group, not tolerance)  # fmt: skip
+                                             keep, with_entropy, chunk_rows, group)  # fmt: skip
             return h, stats, exps
 
         m = len(rows.targets)
@@ -1527,8 +1196,7 @@ class LinearGRPO(torch.autograd.Function):
         everything = slice(0, m)
         ctx.form, known = "one", None
         parts = [(everything, slice(None))]
-        within = tolerance > 0 and any(needs)
-        if (keeps and m > chunk_rows) or (within and not keeps):
+        if keeps and m > chunk_rows:
             ctx.form = "many"
             slices = chunk_slices(m, chunk_rows)
             parts, known = policy_parts(
@@ -1540,7 +1208,6 @@ class LinearGRPO(torch.autograd.Function):
         outputs = []
         for part, sequences in parts:
             h, stats, exps = head_fwd(part, keeps)
-            columns = count = None
             if known is None:
                 loss, g, metrics = policy_loss_fwd(stats[0], rows.cut(part, sequences), objective)
             else:
@@ -1549,29 +1216,20 @@ class LinearGRPO(torch.autograd.Function):
             part_bonus = cut(bonus, part)
             if part_bonus is not None:
                 loss = loss - part_bonus * stats[1]  # - sum_n e_n H_n
-            v, left_out = g, {}
-            if within:
-                located, part_ts = rows.targets[part], cut(ts, part)
-                if not keeps:
-                    exps, stats = head_shares(h, weight, bias, located, t, part_ts, softcap, stats)
-                columns, count, kept, dropped = head_columns_(exps, located, stats, g, t, part_ts, softcap, tolerance,
-                                                              group)  # fmt: skip
-                left_out = {"kept_columns": kept.expand(len(g)), "dropped_mass": dropped}
-                v = g * stats[3]
-            elif keeps:
+            v = g
+            if keeps:
                 v = g * stats[3]
                 if part_bonus is not None:
                     head_entropy_bwd_(exps, rows.targets[part], stats, g, -part_bonus)
                     v = stats[3]
             if grads is not None:
-                grads.add(exps, v, h, columns, count)
+                grads.add(exps, v, h)
                 exps = None  # freed before the next chunk allocates its own: one chunk of exponentials at a time
             outputs.append(
-                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics,
-                 **left_out}
+                {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
             )  # fmt: skip
         if ctx.form == "one":
-            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v, columns, count)
+            ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
         elif ctx.form == "many":
             ctx.save_for_backward(rows.index, *grads.sums())
             ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
@@ -1585,7 +1243,7 @@ class LinearGRPO(torch.autograd.Function):
     @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 12
+            return (None,) * 11
         needs, t, softcap, chunk_rows, weight_dtype, group, shape = ctx.options
         saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
         if ctx.form == "many":
@@ -1595,19 +1253,19 @@ class LinearGRPO(torch.autograd.Function):
                 None if x is None else torch.mul(x, grad_loss, out=torch.empty_like(x, dtype=dtype))
                 for x, dtype in zip(sums, ctx.dtypes, strict=True)
             )
-            return _scatter(dh, index, shape), dw, db, *(None,) * 9
+            return _scatter(dh, index, shape), dw, db, *(None,) * 8
         hidden, weight, bias, index, active = saved[:5]
         h = _gather(hidden, index, active, slice(None))
         if ctx.form == "one":
-            exps, v, columns, count = saved[5:]
-            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group, columns, count)
+            exps, v = saved[5:]
+            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group)
         else:
             targets, ts, stats, g, bonus = saved[5:]
             entropy_grad = None if bonus is None else -bonus * grad_loss
             gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
                                            list(needs), weight_dtype, chunk_rows, group)  # fmt: skip
         dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
-        return _scatter(dh, index, shape), dw, db, *(None,) * 9
+        return _scatter(dh, index, shape), dw, db, *(None,) * 8
 
 
 def _gather(hidden, index, active, part):
@@ -1633,7 +1291,6 @@ def linear_grpo_loss(
     group: str | None = None,
     path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
-    tolerance: float = 0.0,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the loss from hidden states, differentiably.
 
@@ -1650,15 +1307,12 @@ def linear_grpo_loss(
         group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
         path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most tokens whose exponentials are held at once.
-        tolerance: Which share of a row's gradient may be left out (head_columns.py); 0 with entropy weights.
 
     Returns:
-        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request. With a tolerance,
-        and where there is a gradient, also `kept_columns`, the share of its chunk, and `dropped_mass`.
+        The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
     """
     needs = needed(hidden, weight, bias)
     anchored = (path or PATHS[hidden.dtype]) == "anchored"
     return LinearGRPO.apply(
-        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group,
-        tolerance,
+        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group
     )  # fmt: skip

@@ -213,11 +213,6 @@ def uses_descriptors(*matrices: torch.Tensor) -> bool:
     return all(fits) and (matrices[0].itemsize == 2 or INTERPRET)
 
 
-def columns_block() -> int:
-    """Return how many columns of a row of exponentials move at a time."""
-    return 16 if INTERPRET else 2048
-
-
 def sample_tile() -> int:
     """Return how many logits of a row one program draws from.
 

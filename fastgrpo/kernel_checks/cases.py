@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastgrpo.kernel_checks.losses import fused_loss, kept_columns, logits_loss, logprob, token_losses
+from fastgrpo.kernel_checks.losses import fused_loss, logits_loss, logprob, token_losses
 from fastgrpo.kernel_checks.places import Place, Trial
 from fastgrpo.kernel_checks.rollouts import decode, draws
 from fastgrpo.kernels import launch
@@ -45,7 +45,6 @@ CASES = (
     Case("linear_logprob, entropy", logprob, modes=EVERYWHERE),
     Case("linear_logprob, bias, soft-cap", partial(logprob, **EVERYTHING)),
     Case("linear_logprob, unlikely targets", partial(logprob, entropy=False, flagged=True)),
-    Case("columns of a bounded backward", kept_columns),
     Case("logits_grpo_loss", logits_loss, modes=EVERYWHERE),
     Case("logits_grpo_loss, in place", partial(logits_loss, inplace=True)),
     Case("policy_loss", token_losses, torch.float32, EVERYWHERE),

@@ -23,7 +23,6 @@ if HAS_TRITON:
     from fastgrpo.kernels import head as head_kernels
     from fastgrpo.kernels import logits as logits_kernels
     from fastgrpo.kernels import policy_loss
-    from fastgrpo.kernels.head import Choice, Rows, keep_columns
 
 Tensor = torch.Tensor
 DAPO = Objective(beta=0.1)
@@ -139,33 +138,6 @@ def logprob(place: Place, *, path: str = "anchored", entropy: bool = True, **opt
     return Trial(
         ours, partial(plain_head, head, scalar, leaves), partial(heads.judge, head=head, scalar=scalar),
         flops=products_of(head),
-    )  # fmt: skip
-
-
-def kept_columns(place: Place, *, softcap: float = 5.0, share: float = 0.3) -> Trial | None:
-    """Make the trial of the step that moves the columns of a bounded backward side by side, times the soft-cap's slope."""
-    size = place.size(HEAD_SIZES)
-    if size is None:
-        return None
-    n, _, v = size
-    exps = torch.empty(n, v, device=place.device).uniform_(-0.9 * softcap, 0.9 * softcap).exp_().to(place.dtype)
-    columns = (torch.rand(v, device=place.device) < share).nonzero()[:, 0]
-    rows = Rows(*torch.zeros(len(Rows._fields), n, device=place.device))  # an anchor of 0: E is exp(y)
-    choice = Choice(columns, len(columns), rows.mass, rows.norm)
-
-    def exactly(dtype: torch.dtype) -> Tensor:
-        kept = exps[:, columns].to(dtype)
-        return kept * (1 - (kept.log() / softcap) ** 2)
-
-    def judge(value: Tensor) -> dict[str, tuple[float, float]]:
-        true = exactly(torch.float64)
-        simple = exactly(torch.float32).to(place.dtype)
-        allowed = FACTORS["logits"] * heads.error("logits", simple, true) + SLACK
-        return {"columns": (heads.error("logits", value, true), allowed)}
-
-    return Trial(
-        lambda: keep_columns(exps, choice, rows, 1.0, None, softcap, False), partial(exactly, torch.float32), judge,
-        bytes=2 * n * len(columns) * exps.element_size(),
     )  # fmt: skip
 
 

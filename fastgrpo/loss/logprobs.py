@@ -6,7 +6,6 @@ has the plain function that both are held to.
 Shapes: V vocabulary, D hidden; [...] is any shape of tokens.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,8 +76,9 @@ def linear_logprob(
         )
     check_head(hidden, weight, bias, logit_softcap, targets)
     check_temperature(temperature, targets)
-    hidden, weight = cast_for_autocast(backend, hidden, weight)
-    asked, backend = backend, choose_backend(backend, hidden=hidden, weight=weight)
+    alone = ["backward_tolerance"] if backward_tolerance else []
+    hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
+    asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     flat = targets.reshape(-1).long()
     check_targets(flat, vocabulary.total)
@@ -87,35 +87,31 @@ def linear_logprob(
     if isinstance(temperature, torch.Tensor):
         check_temperatures(temperature)
 
-    def fused(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
+    def fused(states, weight, bias, part=slice(None)):
         located, group = vocabulary.located(flat[part], len(weight))
         return head_kernels.linear_logprob(
             states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
             return_entropy=return_entropy, group=group, sum_hidden_grad=sum_hidden_grad,
-            tolerance=tolerance,
         )  # fmt: skip
 
-    def plain(states, weight, bias, part=slice(None), tolerance=backward_tolerance):
+    def plain(states, weight, bias, part=slice(None)):
         return head_torch.LinearLogprob.apply(
             states, weight, bias, flat[part], cut(temperature, part), head_torch.chunk_rows(vocabulary.largest),
-            return_entropy, vocabulary, logit_softcap, sum_hidden_grad, tolerance,
+            return_entropy, vocabulary, logit_softcap, sum_hidden_grad, backward_tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
     if backend == "triton" and process_group is None and len(flat) and not torch.compiler.is_compiling():
-        checked = min(backward_tolerance, self_check.MOST_LACKING)
         variant = {
             "dtype": hidden.dtype, "aligned": hidden.data_ptr() % 16 == 0, "entropy": return_entropy,
             "head": tuple(weight.shape), "bias": bias is not None, "soft-cap": logit_softcap is not None,
             "gradient": any(needed(hidden, weight, bias)), "temperatures": isinstance(temperature, torch.Tensor),
-            "tolerance": checked,
         }  # fmt: skip
 
         def compare():
             part, sample = slice(0, self_check.ROWS), hidden[: self_check.ROWS].detach()
-            found = partial(fused, tolerance=checked), partial(plain, tolerance=0.0)
-            ways = (_summed(way, weight, bias, part) for way in found)
-            return self_check.difference(*ways, sample, variant["gradient"], checked)
+            ways = (_summed(way, weight, bias, part) for way in (fused, plain))
+            return self_check.difference(*ways, sample, variant["gradient"])
 
         remedy = self_check.ANY_BACKEND if asked == "triton" else None
         if not self_check.trusted("linear_logprob", hidden.device, variant, compare, remedy):

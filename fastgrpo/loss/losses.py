@@ -106,8 +106,8 @@ def linear_grpo_loss(
             forward pass first. "sync" waits until the host knows these rows, and leaves them out.
         process_group: An argument for trainers of your own; the engine here does not pass it. It holds the ranks over
             which the rows of weight and bias are sharded, as in `linear_logprob`.
-        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked, and chunked for kl="full"), "chunked" or
-            "triton".
+        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked, and chunked for kl="full" and for a
+            backward_tolerance), "chunked" or "triton".
         objective: The objective, in place of `knobs`.
         entropy_weights: [B, T] or [N], the e_n of the entropy bonus in place of 1 / tokens of the step; the mask still
             applies. None where entropy_coef is 0.
@@ -139,7 +139,7 @@ def linear_grpo_loss(
     reference = reference_head(
         objective, hidden, weight, ref_logps, ref_hidden, ref_weight, ref_bias, process_group
     )  # fmt: skip
-    alone = ["kl='full'"] if objective.full_kl else []
+    alone = ["kl='full'"] if objective.full_kl else ["backward_tolerance"] if backward_tolerance else []
     hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
     asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
@@ -149,34 +149,32 @@ def linear_grpo_loss(
     check_targets(kept.targets, vocabulary.total, kept.index)
     flat = hidden.reshape(-1, hidden.shape[-1])
 
-    def fused(states, kept, weight, bias, tolerance=backward_tolerance):
+    def fused(states, kept, weight, bias):
         located, group = vocabulary.located(kept.targets, len(weight))
         return head_kernels.linear_grpo_loss(
             states, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
-            softcap=logit_softcap, group=group, tolerance=tolerance,
+            softcap=logit_softcap, group=group,
         )  # fmt: skip
 
-    def plain(states, kept, weight, bias, tolerance=backward_tolerance):
+    def plain(states, kept, weight, bias):
         return head_torch.LinearGRPO.apply(
             states, weight, bias, kept, objective, head_torch.chunk_rows(vocabulary.largest),
-            needed(states, weight, bias), return_entropy, vocabulary, logit_softcap, reference, tolerance,
+            needed(states, weight, bias), return_entropy, vocabulary, logit_softcap, reference, backward_tolerance,
         )  # fmt: skip
 
     # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
     if backend == "triton" and process_group is None:
         head = {"weight": weight.detach(), "bias": None if bias is None else bias.detach()}
-        checked = min(backward_tolerance, self_check.MOST_LACKING)
-        ways = partial(fused, **head, tolerance=checked), partial(plain, **head, tolerance=0.0)
+        ways = partial(fused, **head), partial(plain, **head)
         options = {"entropy": return_entropy, "head": tuple(weight.shape), "bias": bias is not None,
-                   "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias)),
-                   "tolerance": checked}  # fmt: skip
-        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options, checked):
+                   "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias))}  # fmt: skip
+        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options):
             backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(hidden))
     loss, outputs = (fused if backend == "triton" else plain)(flat, kept, weight, bias)
     return loss_output(loss, outputs, kept, targets)
 
 
-def _trusts(name, ways, states, kept, objective, asked, options, tolerance=0.0):
+def _trusts(name, ways, states, kept, objective, asked, options):
     """Whether the self-check trusts the kernel of a loss; `options` tell apart what its other arguments compile to."""
     if torch.compiler.is_compiling() or not len(kept.targets):
         return True
@@ -193,7 +191,7 @@ def _trusts(name, ways, states, kept, objective, asked, options, tolerance=0.0):
     }  # fmt: skip
     return self_check.trusted(
         name, states.device, variant,
-        lambda: self_check.losses_differ(*ways, states, kept, options["gradient"], tolerance),
+        lambda: self_check.losses_differ(*ways, states, kept, options["gradient"]),
         self_check.ANY_BACKEND if asked == "triton" else None,
     )  # fmt: skip
 

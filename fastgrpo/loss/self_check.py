@@ -30,8 +30,6 @@ ROWS, MOST_ROWS = 256, 4096  # rows of a sample; at most, where it must hold who
 # What the two paths may differ by: log-probs and entropies by this much, and by this share of themselves; gradients by
 # this share of their norm. Rounding E to bf16 costs 2e-3 of a gradient, and rounding the gradient itself as much again.
 VALUES, GRADIENTS = 5e-4, 1e-2
-LACKING = 2  # times a tolerance: what a gradient of the states may lack by it, of its norm
-MOST_LACKING = 0.1  # the largest tolerance that is checked, in place of larger ones, which would let everything pass
 TF32 = 20  # how many times more, where products of fp32 may be rounded to TF32
 OUTLIERS = 100  # one row of so many may differ, such as a ratio that rounds to the other side of the clip range
 ANY_BACKEND = 'backend="auto" goes on without it.'  # the remedy where a loss was asked for with backend="triton"
@@ -132,11 +130,11 @@ def _first_line(error):
 
 def losses_differ(
     fused: Callable[[torch.Tensor, PolicyRows], Loss], plain: Callable[[torch.Tensor, PolicyRows], Loss],
-    states: torch.Tensor, kept: PolicyRows, gradient: bool, tolerance: float = 0.0,
+    states: torch.Tensor, kept: PolicyRows, gradient: bool,
 ) -> str | None:  # fmt: skip
     """Compare two ways to compute a loss on a sample of its rows."""
     sample, rows = sample_of(states, kept)
-    return difference(lambda x: fused(x, rows), lambda x: plain(x, rows), sample, gradient, tolerance)
+    return difference(lambda x: fused(x, rows), lambda x: plain(x, rows), sample, gradient)
 
 
 def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, PolicyRows]:
@@ -175,7 +173,6 @@ def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, Pol
 
 def difference(
     fused: Callable[[torch.Tensor], Loss], plain: Callable[[torch.Tensor], Loss], states: torch.Tensor, gradient: bool,
-    tolerance: float = 0.0,
 ) -> str | None:  # fmt: skip
     """Compare two ways to compute a loss, with its gradient.
 
@@ -184,8 +181,6 @@ def difference(
         plain: The same in plain PyTorch. It gets the states in fp32.
         states: The states of the sample, of which each gets a copy.
         gradient: Whether the gradients of the states are compared.
-        tolerance: Which share of a row's gradient by its logits the kernel may leave out, where the plain path does
-            not.
     """
     loose = TF32 if states.dtype == torch.float32 and launch.precision(states.dtype) == "tf32" else 1
     try:
@@ -208,7 +203,7 @@ def difference(
     row_errors = (ours[known] - truth).norm(dim=1).nan_to_num(torch.inf).sort().values
     row_errors = row_errors[: len(row_errors) - len(row_errors) // OUTLIERS]
     share = (row_errors.norm() / truth.norm().clamp(min=1e-30)).item() if len(truth) else 0.0
-    allowed = GRADIENTS * loose + LACKING * tolerance
+    allowed = GRADIENTS * loose
     return None if share <= allowed else f"gradients differ by {share:.3g} of their norm ({allowed:.3g} is allowed)"
 
 

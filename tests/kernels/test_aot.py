@@ -115,7 +115,6 @@ def sizes(blocks, dtype, **more):
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.cols,
         "BLOCK_K": blocks.depth,
-        "BEND": True,
         **more,
     }
 
@@ -243,8 +242,6 @@ ROW_KERNELS = {
         4,
     ),
     "entropy": (head_kernels._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
-    "columns": (head_kernels._keep_columns_kernel, {"BLOCK": launch.columns_block(), "cap": None}, 4),
-    "columns-softcap": (head_kernels._keep_columns_kernel, {"BLOCK": launch.columns_block()}, 4),
     "policy": (policy_loss._policy_loss_fwd_kernel, {**POLICY, "BLOCK": policy_loss.BLOCK}, 4),
     "logits": (
         logits_kernels._logits_grpo_fwd_kernel,
@@ -264,7 +261,7 @@ ROW_KERNELS = {
 def row_kernel(capability, name):
     kernel, constants, warps = ROW_KERNELS[name]
     types = {"z_ptr": "*bf16", "d_ptr": "*bf16", "e_ptr": "*bf16", "target_ptr": "*i64", "place_ptr": "*i64"}
-    types |= {"column_ptr": "*i64", "out_ptr": "*bf16" if name.startswith(("entropy", "columns")) else "*fp32"}
+    types |= {"out_ptr": "*bf16" if name == "entropy" else "*fp32"}
     return Compilation(kernel, capability, constants, types, warps, matrix=False)
 
 
@@ -299,7 +296,6 @@ def test_the_number_of_rows_asks_for_no_compilation(kernel):
         "tiles_ptr",
         "bias_ptr",
         "max_ptr",
-        "column_ptr",
     }  # and what V and D fix
     for parameter in kernel.params:
         if parameter.name in ("n_rows", "n_splits", "SPLITS"):

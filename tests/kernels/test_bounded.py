@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fastgrpo
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import head_torch, reference
 from fastgrpo.kernels.head_torch import Vocabulary
@@ -171,3 +172,11 @@ def test_what_has_no_bound_is_refused(arguments, match):
 def test_the_entropy_has_no_bound():
     with pytest.raises(ValueError, match="pass backward_tolerance=0, or return_entropy=False"):
         linear_logprob(*sharp(), return_entropy=True, backward_tolerance=0.1)
+
+
+@pytest.mark.parametrize("loss", ("linear_grpo_loss", "linear_logprob"))
+def test_triton_refuses_a_tolerance(loss):
+    arguments = (torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2]))
+    arguments += (torch.ones(3),) if loss == "linear_grpo_loss" else ()
+    with pytest.raises(ValueError, match="^backend='triton' does not compute backward_tolerance"):
+        getattr(fastgrpo, loss)(*arguments, backward_tolerance=0.01, backend="triton")

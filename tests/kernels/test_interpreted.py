@@ -22,7 +22,6 @@ HERE = ROOT / "tests" / "kernels" / "interpreted"
 RUNS = {
     "engine": (["engine.py"], 12, 0),
     "linear_grpo": (["linear_grpo.py"], 81, 0),
-    "head_columns": (["head_columns.py"], 23, 6),
     "bf16": (["linear_grpo_bf16.py"], 19, 0),
     "linear_logprob": (["linear_logprob.py", "launch.py"], 109, 0),
     "rollout": (["sampling.py", "group_decode.py"], 120, 39),

@@ -132,13 +132,6 @@ def test_difference(other, problem):
     assert found is None if problem is None else problem in found
 
 
-def test_a_tolerance_does_not_let_everything_pass():
-    """A gradient of zeros lacks all of its norm, which is more than the largest tolerance that is checked allows."""
-    states = torch.randn(200, 16)
-    assert "gradients differ" in self_check.difference(head(scale=0.0), head(), states, True, self_check.MOST_LACKING)
-    assert self_check.difference(head(scale=0.85), head(), states, True, self_check.MOST_LACKING) is None
-
-
 def test_rows_that_are_nan_on_both_paths_prove_nothing():
     states = torch.randn(200, 16)
     states[:50] = float("nan")

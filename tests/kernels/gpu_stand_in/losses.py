@@ -11,7 +11,6 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from fastgrpo.kernels import head as head_columns
 from fastgrpo.kernels import launch
 from fastgrpo.loss import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.loss.objective import IMPORTANCE_SAMPLING_MODES, KL_KINDS, LOSS_TYPES
@@ -106,24 +105,6 @@ def test_log_probs(dtype, temperature, bias, softcap, entropy, grad, launches):
     if grad:
         sum(part.sum() for part in (out if entropy else (out,))).backward()
     assert has_descriptors(DTYPES[dtype], backward=grad, entropy=entropy) == ("_linear_exp_fwd_kernel" in launches)
-
-
-@crossed(dtype=DTYPES, call=("loss", "log-probs"), temperature=TEMPERATURES, softcap=(None, 30.0))
-def test_fewer_columns(dtype, call, temperature, softcap, launches, monkeypatch):
-    """What is launched computes nothing here, so the choice of columns is made for it."""
-    columns = torch.arange(V)
-
-    def choose(exps, *_):
-        return head_columns.Choice(columns, V // 2, torch.zeros(len(exps)), torch.ones(len(exps)))
-
-    monkeypatch.setattr(head_columns, "choose_columns", choose)
-    hidden, weight, targets, _ = head(DTYPES[dtype])
-    common = {"temperature": TEMPERATURES[temperature], "logit_softcap": softcap, "backward_tolerance": 0.1}
-    if call == "loss":
-        linear_grpo_loss(hidden, weight, targets, torch.randn(N), backend="triton", **common).loss.backward()
-    else:
-        linear_logprob(hidden, weight, targets, backend="triton", **common).sum().backward()
-    assert launches.count("_keep_columns_kernel") == 1 and weight.grad.shape == weight.shape
 
 
 @crossed(dtype=DTYPES, rows=ROWS, inputs=INPUTS)

@@ -127,32 +127,6 @@ def check_no_rows(rank):
     assert out.loss == 0 and all((leaf.grad == 0).all() for leaf in leaves.values())
 
 
-def check_tolerance(rank):
-    """Each rank leaves out columns of its shard by its own part of the mass, which keeps the bound of every row."""
-    tau, shards = 0.3, [160, 96]
-    generator = torch.Generator().manual_seed(3)
-    head = {"hidden": torch.randn(N, D, generator=generator), "weight": torch.randn(256, D, generator=generator)}
-    targets = torch.randint(256, (N,), generator=generator)
-    p = (head["hidden"] @ head["weight"].T).double().softmax(-1).scatter(1, targets[:, None], 0)
-    mine = head["weight"].split(shards)[rank]
-    for path in ("anchored", "recompute"):
-        head_kernels.PATHS[torch.float32] = path
-        hidden, weight = head["hidden"].clone().requires_grad_(), mine.clone().requires_grad_()
-        out = linear_grpo_loss(hidden, weight, targets, torch.ones(N), process_group=dist.group.WORLD,
-                               backward_tolerance=tau, backend="triton")  # fmt: skip
-        out.loss.backward()
-        left_out = (weight.grad == 0).all(1)
-        kept = (~left_out).sum()
-        assert kept < 0.9 * shards[rank]
-        lost = p.split(shards, dim=1)[rank][:, left_out].sum(1)
-        dist.all_reduce(lost)
-        dist.all_reduce(kept)
-        largest = (lost / p.sum(1)).max().item()
-        assert 0.1 * tau < largest <= tau, (path, largest)
-        assert abs(out.metrics["head/dropped_mass"].item() - largest) < 1e-4
-        assert abs(out.metrics["head/kept_columns"].item() - kept.item() / 256) < 1e-6
-
-
 def worker(rank, path):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", RuntimeWarning)  # numpy tells of every exp that overflows on its way to a flag
@@ -163,7 +137,6 @@ def worker(rank, path):
     check(rank)
     check_bad_targets(rank)
     check_no_rows(rank)
-    check_tolerance(rank)
     dist.destroy_process_group()
 
 
