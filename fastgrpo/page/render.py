@@ -11,11 +11,7 @@ import re
 from importlib.resources import files
 from typing import Any
 
-STYLES = ("style.css", "samples.css")
-SCRIPTS = (
-    "page.js", "charts.js", "curves.js", "distributions.js", "controls.js", "overview.js", "samples_text.js",
-    "samples_card.js", "samples_search.js", "samples_controls.js", "samples.js", "main.js",
-)  # fmt: skip
+SCRIPTS = ("page.js", "charts.js", "samples.js")
 SURROGATE = re.compile("[\ud800-\udfff]")
 # What could end a script element, or a line of JavaScript, inside of a string of JSON.
 ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -28,7 +24,7 @@ def render(payload: dict[str, Any]) -> str:
     text = json.dumps(payload, ensure_ascii=False, allow_nan=False).translate(str.maketrans(ESCAPES))
     text = SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)  # half a character, which UTF-8 cannot encode
     parts = {
-        "styles": "\n".join(map(asset, STYLES)),
+        "styles": asset("style.css"),
         "plotly": get_plotlyjs(),
         "payload": text,
         "scripts": "\n".join(map(asset, SCRIPTS)),

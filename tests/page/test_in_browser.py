@@ -307,8 +307,8 @@ def test_the_settings_that_differ_are_found(page):
 
 
 def test_an_element_leaves_out_what_is_not_there(page):
-    made = """return fastgrpoPage.element("p", { id: "a", title: undefined, lang: null, hidden: true, dir: false },
-      "<b>", null, fastgrpoPage.element("i")).outerHTML"""
+    made = """return fastgrpo.element("p", { id: "a", title: undefined, lang: null, hidden: true, dir: false },
+      "<b>", null, fastgrpo.element("i")).outerHTML"""
     assert page.run(made) == '<p id="a" hidden="">&lt;b&gt;<i></i></p>'
 
 
@@ -319,7 +319,7 @@ def test_the_moving_average_of_a_thinned_curve_is_that_of_the_curve(page):
     means, lines = stretches_of(values, kept)
     thinned = {"value": [values[place] for place in kept], "mean": means, "lines": lines}
     for window in (7, 100, 1000, 5000):
-        smoothed = page.run("return fastgrpoCurves.smoothed(arguments[0], arguments[1])", thinned, window)
+        smoothed = page.run("return fastgrpo.smoothed(arguments[0], arguments[1])", thinned, window)
         assert smoothed[:2] == [0.0, 4.0] and kept[:2] == [0, 1]
         for place, found in zip(kept, smoothed, strict=True):
             exact = values[max(0, place + 1 - window) : place + 1]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastgrpo.page.render import SCRIPTS, STYLES, asset, render
+from fastgrpo.page.render import SCRIPTS, asset, render
 
 
 def payload_of(page):
@@ -14,7 +14,7 @@ def payload_of(page):
 def test_every_part_is_filled():
     page = render({"title": "a", "runs": []})
     assert payload_of(page) == {"title": "a", "runs": []}
-    for name in (*STYLES, *SCRIPTS):
+    for name in ("style.css", *SCRIPTS):
         assert asset(name).strip() in page, name
 
 

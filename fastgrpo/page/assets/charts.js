@@ -1,98 +1,380 @@
-"use strict";
-// A chart in its card: drawn by plotly once it comes into view, and drawn again when a control or the mode changes.
-((page) => {
-  const { element, figure, table, theme } = page;
-  const CONFIG = { displaylogo: false, responsive: true, showSendToCloud: false,
-    modeBarButtons: [["toImage", "resetScale2d"]] };
-  const charts = new Set();
-  const watch = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) {
-      const chart = Array.from(charts).find(({ plot }) => plot === target);
-      if (!chart) continue;
-      chart.inView = isIntersecting;
-      if (isIntersecting) draw(chart);
+// The section of the charts: cards, curves, histograms of rewards, times of a step, and their controls.
+
+// A chart in its card: drawn by plotly once it comes into view, and again when a control or the mode changes.
+
+const CONFIG = { displaylogo: false, responsive: true, showSendToCloud: false,
+  modeBarButtons: [["toImage", "resetScale2d"]] };
+const charts = new Set();
+const watch = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const chart = Array.from(charts).find(({ plot }) => plot === target);
+    if (!chart) continue;
+    chart.inView = isIntersecting;
+    if (isIntersecting) draw(chart);
+  }
+}, { rootMargin: "300px" });
+
+/** The layout that all charts have: the colors of the page, and no more than that of plotly's own. */
+function layout(more) {
+  const { front, faint, line, card, back, font } = theme();
+  const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: faint }, automargin: true,
+    exponentformat: "SI" };
+  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: front, family: font, size: 12 },
+    margin: { l: 8, r: 8, t: 12, b: 8 }, showlegend: false, hovermode: "x unified",
+    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" },
+    modebar: { bgcolor: card, color: faint, activecolor: front }, ...more,
+    xaxis: { ...axis, ...more.xaxis, title: { font: { color: faint }, standoff: 6, ...(more.xaxis || {}).title } },
+    yaxis: { ...axis, ...more.yaxis } };
+}
+
+/** Draw a chart that is in view and is not up to date. */
+function draw(chart) {
+  if (!chart.inView || !chart.stale) return;
+  chart.stale = false;
+  const made = chart.make();
+  chart.plot.setAttribute("aria-label", `${chart.title}. ${made.told}`);
+  Plotly.react(chart.plot, made.traces, layout(made.layout), CONFIG);
+  if (chart.details.open) fill(chart);
+}
+
+/** The figures of a chart for those who do not see it. */
+function fill(chart) {
+  chart.details.querySelector(".scroll").replaceChildren(table(...chart.make().table));
+}
+
+/**
+ * Put a chart into a place of the page.
+ * make() returns its traces, its layout, a sentence that tells its last values, and [titles, rows] of its table.
+ */
+function add(place, { title, note = "", wide = false, caption = () => [], make }) {
+  const plot = element("div", { class: "plot", role: "img", "aria-label": title });
+  const details = element("details", {}, element("summary", {}, "As a table"),
+    element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} as a table` }));
+  const chart = { title, plot, details, make, stale: true, inView: false };
+  const card = element("article", { class: wide ? "card wide" : "card" },
+    element("header", {}, element("h3", {}, title), note ? element("span", { class: "note" }, note) : null),
+    element("ul", { class: "keys" }, ...caption()), plot, details);
+  details.addEventListener("toggle", () => details.open && fill(chart));
+  place.append(card);
+  charts.add(chart);
+  watch.observe(plot);
+  return card;
+}
+
+/** Draw everything again: what is in view now, the rest when it comes into view. */
+function refresh() {
+  for (const chart of charts) {
+    chart.stale = true;
+    draw(chart);
+  }
+}
+
+/** A short piece of the line that a legend explains. */
+function key(name, { color, dash = "", dots = false }) {
+  const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [at, value] of Object.entries({ width: 26, height: 10, "aria-hidden": "true" })) picture.setAttribute(at, value);
+  const draw = (shape, attributes) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", shape);
+    for (const [at, value] of Object.entries(attributes)) made.setAttribute(at, value);
+    picture.append(made);
+  };
+  const stroke = color || "currentColor";
+  draw("line", { x1: 1, x2: 25, y1: 5, y2: 5, stroke, "stroke-width": 2, "stroke-dasharray": dash });
+  if (dots) draw("circle", { cx: 13, cy: 5, r: 4, fill: stroke });
+  return element("li", {}, picture, name);
+}
+
+onThemeChange(refresh);
+
+// The curves: what is drawn of a metric, over steps, tokens or time, raw and smoothed, with the warnings.
+
+const AXES = { step: "step", tokens: "tokens", seconds: "time in steps" };
+const PALETTE = ["#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d", "#1f9fb0", "#d1495b"];
+const DASHES = ["solid", "dash", "dot", "dashdot"];
+const STROKES = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3" }; // in a legend
+const TIMES = [[7200, 3600, "h"], [300, 60, "min"], [0, 1, "s"]]; // from so many seconds on: seconds of a unit, its name
+
+const isEvaluation = (metric) => metric.startsWith("eval/");
+
+/** The unit of the time axis, which all runs of the page share. */
+function timeUnit(runs) {
+  const longest = Math.max(0, ...runs.map((run) => run.axes.seconds[run.axes.seconds.length - 1] || 0));
+  return TIMES.find(([least]) => longest >= least);
+}
+
+/** Where the points of a curve lie on the chosen axis. */
+function along(run, at, state) {
+  const axis = run.axes[state.x];
+  if (!axis.length) return at.map(() => null);
+  const unit = state.x === "seconds" ? state.unit[1] : 1;
+  return at.map((place) => axis[place] / unit);
+}
+
+/** A place on the axis for a step that may have no line of its own: that of the last line before it. */
+function whereIs(run, step, state) {
+  if (state.x === "step") return step;
+  const after = run.axes.step.findIndex((other) => other > step);
+  return along(run, [Math.max(0, (after < 0 ? run.axes.step.length : after) - 1)], state)[0];
+}
+
+/**
+ * The moving average over the last lines. A point of a thinned curve stands for the mean of its stretch, the lines
+ * since the point before it. Of the oldest stretch only so many lines count as the average reaches back to.
+ */
+function smoothed({ value, mean, lines: stretches }, lines) {
+  const values = mean || value;
+  const linesAt = (place) => (stretches ? stretches[place] : 1);
+  let sum = 0, count = 0, first = 0;
+  return values.map((one, place) => {
+    sum += one * linesAt(place);
+    count += linesAt(place);
+    for (; count - linesAt(first) >= lines; first += 1) {
+      sum -= values[first] * linesAt(first);
+      count -= linesAt(first);
     }
-  }, { rootMargin: "300px" });
+    const over = Math.max(0, count - lines);
+    return (sum - over * values[first]) / (count - over);
+  });
+}
 
-  /** The layout that all charts have: the colors of the page, and no more than that of plotly's own. */
-  function layout(more) {
-    const { front, faint, line, card, back, font } = theme();
-    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: faint }, automargin: true,
-      exponentformat: "SI" };
-    return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: front, family: font, size: 12 },
-      margin: { l: 8, r: 8, t: 12, b: 8 }, showlegend: false, hovermode: "x unified",
-      hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" },
-      modebar: { bgcolor: card, color: faint, activecolor: front }, ...more,
-      xaxis: { ...axis, ...more.xaxis, title: { font: { color: faint }, standoff: 6, ...(more.xaxis || {}).title } },
-      yaxis: { ...axis, ...more.yaxis } };
+const faded = (color) => `${color}55`;
+
+/** How a metric is drawn: of one run each metric has a color, of several each run has, and a metric has its dashes. */
+function styleOf(state, run, order, dashed) {
+  const single = state.runs.length === 1;
+  const color = !single ? run.color : order ? PALETTE.filter((one) => one !== run.color)[(order - 1) % 7] : run.color;
+  return { color, dash: dashed ? "dash" : single ? "solid" : DASHES[order % DASHES.length] };
+}
+
+function evaluationTrace(run, metric, series, x, name, style) {
+  const { color, dash } = style;
+  const [low, high] = ["low", "high"].map((end) => run.series[`${metric}/ci95_${end}`]);
+  const bars = low && high && low.value.length === series.value.length ? { error_y: { type: "data", symmetric: false,
+    array: series.value.map((value, place) => high.value[place] - value), thickness: 1, width: 2, color: faded(color),
+    arrayminus: series.value.map((value, place) => value - low.value[place]) } } : {};
+  return { x, y: series.value, name, mode: "lines+markers", line: { color, width: 1.5, dash }, marker: { color, size: 6 },
+    ...bars };
+}
+
+/** The traces of one metric of one run. */
+function tracesOf(state, run, metric, label, window, style) {
+  const series = run.series[metric];
+  if (!series || !series.value.length) return [];
+  const x = along(run, series.at, state);
+  const name = state.runs.length === 1 ? label : `${run.name}: ${label}`;
+  const common = { type: "scatter", hovertemplate: "%{y:.4~g}" };
+  if (isEvaluation(metric)) return [{ ...common, ...evaluationTrace(run, metric, series, x, name, style) }];
+  const line = { color: style.color, width: 1.8, dash: style.dash };
+  if (state.smooth === 1 || window === 1) return [{ ...common, x, y: series.value, name, mode: "lines", line }];
+  return [
+    { ...common, x, y: series.value, name: `${name}, each`, mode: "lines", line: { color: faded(style.color), width: 1 } },
+    { ...common, x, y: smoothed(series, state.smooth), name, mode: "lines", line },
+  ];
+}
+
+/** A text of the run in a label of plotly, which reads some HTML: nothing in it may be a tag, and lines are short. */
+function label(text) {
+  const lines = text.slice(0, 300).match(/.{1,56}(\s|$)|.{1,56}/g) || [""];
+  return lines.map((line) => line.trim().replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;")).join("<br>");
+}
+
+/** The warnings: a triangle at the top that tells its text, and a thin line down from it. */
+function warningsOf(state) {
+  const { bad } = theme();
+  const marks = state.shown().flatMap((run) => run.warnings.map(({ step, text }) => ({
+    x: whereIs(run, step, state), text: label(state.runs.length === 1 ? text : `${run.name}: ${text}`) })));
+  if (!marks.length) return { traces: [], shapes: [] };
+  const trace = { type: "scatter", mode: "markers", x: marks.map(({ x }) => x), y: marks.map(() => 1), yaxis: "y2",
+    name: "warning", customdata: marks.map(({ text }) => text), hovertemplate: "%{customdata}",
+    marker: { symbol: "triangle-down", size: 10, color: bad }, cliponaxis: false };
+  const shapes = marks.slice(0, 50).map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
+    line: { color: bad, width: 1, dash: "dot" }, opacity: 0.6 }));
+  return { traces: [trace], shapes };
+}
+
+function xaxis(state) {
+  const unit = state.x === "seconds" ? ` (${state.unit[2]})` : "";
+  return { title: { text: AXES[state.x] + unit }, hoverformat: state.x === "step" ? "d" : ".4~s" };
+}
+
+/** The metrics of a panel with their labels, those to compare with last. */
+function entriesOf(panel) {
+  const labels = panel.labels.length ? panel.labels : panel.metrics;
+  return [
+    ...panel.metrics.map((metric, order) => ({ metric, label: labels[order], order, dashed: false })),
+    ...panel.dashed.map((metric, order) => ({ metric, label: metric, order, dashed: true })),
+  ];
+}
+
+/** What plotly draws of a panel, what is read aloud, and the table behind it. */
+function make(panel, state) {
+  const traces = [], rows = [], told = [];
+  let negative = false;
+  for (const run of state.shown()) for (const { metric, label: named, order, dashed } of entriesOf(panel)) {
+    const series = run.series[metric];
+    if (!series || !series.value.length) continue;
+    traces.push(...tracesOf(state, run, metric, named, panel.window, styleOf(state, run, order, dashed)));
+    const { value } = series;
+    const name = state.runs.length === 1 ? named : `${run.name}: ${named}`;
+    const least = value.reduce((one, other) => Math.min(one, other));
+    const most = value.reduce((one, other) => Math.max(one, other));
+    negative = negative || least < 0;
+    rows.push([name, ...[value[0], value[value.length - 1], least, most].map(figure)]);
+    told.push(`${name}: last ${figure(value[value.length - 1])}`);
   }
+  const { traces: marks, shapes } = warningsOf(state);
+  return { traces: [...traces, ...marks], told: told.join("; ") || "No run that is shown measured it.",
+    table: [["Curve", "First", "Last", "Smallest", "Largest"], rows],
+    layout: { xaxis: xaxis(state), shapes, yaxis: { rangemode: negative ? "normal" : "nonnegative" },
+      yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true } } };
+}
 
-  /** Draw a chart that is in view and is not up to date. */
-  function draw(chart) {
-    if (!chart.inView || !chart.stale) return;
-    chart.stale = false;
-    const made = chart.make();
-    chart.plot.setAttribute("aria-label", `${chart.title}. ${made.told}`);
-    Plotly.react(chart.plot, made.traces, layout(made.layout), CONFIG);
-    if (chart.details.open) fill(chart);
-  }
+/** The legend of a panel. One curve needs none. */
+function caption(panel, state) {
+  const measured = entriesOf(panel).filter(({ metric }) => state.runs.some((run) => run.series[metric]));
+  if (measured.length < 2) return [];
+  return measured.map(({ metric, label: named, order, dashed }) => {
+    const { color, dash } = styleOf(state, state.runs[0], order, dashed);
+    return key(named, { color: state.runs.length === 1 ? color : "", dash: STROKES[dash],
+      dots: isEvaluation(metric) });
+  });
+}
 
-  /** The figures of a chart for those who do not see it. */
-  function fill(chart) {
-    chart.details.querySelector(".scroll").replaceChildren(table(...chart.make().table));
-  }
+// The charts of a single run: its rewards as a histogram over time, and the parts of its steps, stacked.
 
-  /**
-   * Put a chart into a place of the page.
-   * make() returns its traces, its layout, a sentence that tells its last values, and [titles, rows] of its table.
-   */
-  function add(place, { title, note = "", wide = false, caption = () => [], make, remove = null }) {
-    const plot = element("div", { class: "plot", role: "img", "aria-label": title });
-    const details = element("details", {}, element("summary", {}, "As a table"),
-      element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} as a table` }));
-    const chart = { title, plot, details, make, stale: true, inView: false };
-    const heading = element("h3", {}, title);
-    const keys = element("ul", { class: "keys" }, ...caption());
-    const card = element("article", { class: wide ? "card wide" : "card" },
-      element("header", {}, heading, ...(note ? [element("span", { class: "note" }, note)] : [])), keys, plot, details);
-    if (remove) card.firstChild.append(element("button", { type: "button", "aria-label": `Remove the chart ${title}`,
-      onclick: () => { drop(chart); card.remove(); remove(); } }, "Remove"));
-    details.addEventListener("toggle", () => details.open && fill(chart));
-    place.append(card);
-    charts.add(chart);
-    watch.observe(plot);
-    return card;
-  }
+const share = (value) => `${(100 * value).toFixed(0)}%`;
 
-  function drop(chart) {
-    watch.unobserve(chart.plot);
-    charts.delete(chart);
-    Plotly.purge(chart.plot);
-  }
+/** The rewards of the logged completions: each column is a step, and its colors are shares of its completions. */
+function rewards(run, state) {
+  const { step, edges, counts } = run.rewards;
+  const totals = counts.map((column) => column.reduce((sum, one) => sum + one, 0));
+  const shares = edges.slice(1).map((_, bin) => counts.map((column, at) => column[bin] / totals[at]));
+  const x = step.map((one) => whereIs(run, one, state));
+  const centers = edges.slice(1).map((edge, bin) => (edge + edges[bin]) / 2);
+  const trace = { type: "heatmap", x, y: centers, z: shares, zmin: 0, zmax: 1, hoverongaps: false,
+    colorscale: [[0, theme().card], [0.02, `${run.color}30`], [1, run.color]],
+    colorbar: { thickness: 8, len: 1, tickformat: ".0%", outlinewidth: 0, tickfont: { color: theme().faint } },
+    hovertemplate: `%{x}<br>reward about %{y:.3~g}: %{z:.0%}<extra></extra>` };
+  const last = counts.length - 1;
+  const rows = edges.slice(1).map((edge, bin) => [`${figure(edges[bin])} to ${figure(edge)}`,
+    share(shares[bin][0]), share(shares[bin][last])]);
+  const told = rows.filter((row) => row[2] !== "0%").map((row) => `${row[0]}: ${row[2]}`).join("; ");
+  return { traces: [trace], told: `Shares at the last logged step: ${told}`,
+    table: [["Reward", `Step ${step[0]}`, `Step ${step[last]}`], rows],
+    layout: { xaxis: xaxis(state), hovermode: "closest", yaxis: { title: { text: "total reward" },
+      ...(centers.length <= 8 ? { tickvals: centers, ticktext: centers.map(figure) } : {}) } } };
+}
 
-  /** Draw everything again: what is in view now, the rest when it comes into view. */
-  function refresh() {
-    for (const chart of charts) {
-      chart.stale = true;
-      draw(chart);
-    }
-  }
+const stagesOf = (run) => Object.keys(run.series).filter((name) => name.startsWith("time/"));
 
-  /** A short piece of the line that a legend explains. */
-  function key(name, { color, dash = "", dots = false }) {
-    const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    for (const [at, value] of Object.entries({ width: 26, height: 10, "aria-hidden": "true" })) picture.setAttribute(at, value);
-    const draw = (shape, attributes) => {
-      const made = document.createElementNS("http://www.w3.org/2000/svg", shape);
-      for (const [at, value] of Object.entries(attributes)) made.setAttribute(at, value);
-      picture.append(made);
-    };
-    const stroke = color || "currentColor";
-    draw("line", { x1: 1, x2: 25, y1: 5, y2: 5, stroke, "stroke-width": 2, "stroke-dasharray": dash });
-    if (dots) draw("circle", { cx: 13, cy: 5, r: 4, fill: stroke });
-    return element("li", {}, picture, name);
-  }
+const stageColor = (order) => PALETTE[order % PALETTE.length];
 
-  page.onThemeChange(refresh);
-  window.fastgrpoCharts = { add, refresh, key, figure };
-})(window.fastgrpoPage);
+/** The seconds of a step by its stages, one upon the other, smoothed like the curves. */
+function stages(run, state) {
+  const names = stagesOf(run);
+  const traces = names.map((name, order) => ({ type: "scatter", mode: "lines", stackgroup: "stages",
+    name: name.slice(5), x: along(run, run.series[name].at, state), y: smoothed(run.series[name], state.smooth),
+    line: { width: 0.5, color: stageColor(order) }, fillcolor: `${stageColor(order)}b0`, hovertemplate: "%{y:.3~g} s" }));
+  const means = names.map((name) => {
+    const series = run.series[name];
+    return smoothed(series, Infinity)[series.value.length - 1];
+  });
+  const whole = means.reduce((sum, one) => sum + one, 0) || 1;
+  const rows = names.map((name, order) => [name.slice(5), figure(means[order]), share(means[order] / whole)]);
+  return { traces, told: rows.map((row) => `${row[0]}: ${row[2]} of the time`).join("; "),
+    table: [["Stage", "Mean seconds a step", "Share"], rows],
+    layout: { xaxis: xaxis(state), yaxis: { title: { text: "s a step" }, rangemode: "tozero" } } };
+}
+
+/** Add the charts of each run behind the curves. */
+function addAll(place, state) {
+  const single = state.runs.length === 1;
+  const cards = [];
+  const named = (title, run) => (single ? title : `${title}: ${run.name}`);
+  for (const run of state.runs.filter((one) => one.rewards)) cards.push([run, add(place, {
+    title: named("Rewards over time", run), note: run.rewards.note, wide: single, make: () => rewards(run, state) })]);
+  for (const run of state.runs.filter((one) => stagesOf(one).length)) cards.push([run, add(place, {
+    title: named("Where the time of a step goes", run), wide: single, make: () => stages(run, state),
+    caption: () => stagesOf(run).map((name, order) => key(name.slice(5), { color: stageColor(order) })) })]);
+  return () => { for (const [run, card] of cards) card.hidden = state.hidden.has(run.name); };
+}
+
+// The controls.
+
+const WINDOWS = [1, 2, 5, 10, 20, 50, 100, 200, 500]; // logged steps that the moving average is over
+
+/** Every metric that no chart shows yet and that is a curve of its own. */
+function further(runs, panels) {
+  const shown = new Set(panels.flatMap((panel) => panel.metrics));
+  const all = new Set(runs.flatMap((run) => Object.keys(run.series)));
+  return Array.from(all).filter((name) => !shown.has(name) && !/\/ci95_(low|high)$/.test(name)).sort();
+}
+
+function showCharts({ runs, panels, metrics }) {
+  const section = document.getElementById("charts");
+  const longest = Math.max(...runs.map((run) => (run.series.reward || run.series.loss || { at: [] }).at.length));
+  // A tenth of a short run is smoothed over, so that the curve ends near the last values.
+  const usual = Math.max(...WINDOWS.filter((one) => one <= Math.max(1, Math.min(10, longest / 10))));
+  const state = { x: "step", smooth: usual, hidden: new Set(), runs,
+    unit: timeUnit(runs), shown: () => runs.filter((run) => !state.hidden.has(run.name)) };
+  if (!runs.some((run) => Object.keys(run.series).length))
+    return section.append(element("p", { class: "note" }, "metrics.jsonl has no line yet."));
+  const measured = panels.filter((panel) => panel.metrics.some((metric) => runs.some((run) => run.series[metric])));
+  const grid = element("div", { class: "grid" });
+  const more = element("div", { class: "grid more" });
+  let hide = () => {};
+  const changed = () => { hide(); refresh(); };
+
+  const addCurve = (metric) => add(more, { title: metric, note: metrics[metric] || "",
+    make: () => make({ metrics: [metric], labels: [], dashed: [], window: 10 }, state) });
+
+  section.append(toolbar(state, changed), ...(runs.length > 1 ? [chooser(state, changed)] : []));
+  for (const panel of measured) add(grid, { title: panel.title, note: panel.unit,
+    caption: () => caption(panel, state), make: () => make(panel, state) });
+  hide = addAll(grid, state);
+  section.append(grid);
+  for (const { note } of runs) if (note) section.append(element("p", { class: "note after" }, note));
+  section.append(adder(further(runs, measured), addCurve), more);
+  hide();
+}
+
+function toolbar(state, changed) {
+  const over = element("select", { onchange: () => { state.x = over.value; changed(); } },
+    ...Object.entries(AXES).map(([value, name]) => element("option", { value }, name)));
+  over.value = state.x;
+  const told = element("output", {});
+  const say = () => {
+    const text = state.smooth === 1 ? "off" : `mean of ${state.smooth} logged steps`;
+    told.textContent = text;
+    slider.setAttribute("aria-valuetext", text);
+  };
+  const slider = element("input", { type: "range", min: 0, max: WINDOWS.length - 1, step: 1,
+    oninput: () => { state.smooth = WINDOWS[slider.value]; say(); changed(); } });
+  slider.value = WINDOWS.indexOf(state.smooth);
+  say();
+  return element("div", { class: "toolbar" }, element("label", {}, "Over", over),
+    element("label", {}, "Smoothing", slider, told));
+}
+
+/** The legend of the runs, in which each can be hidden. */
+function chooser(state, changed) {
+  return element("ul", { class: "runs", "aria-label": "Runs" }, ...state.runs.map((run) => {
+    const box = element("input", { type: "checkbox", onchange: () => {
+      if (box.checked) state.hidden.delete(run.name); else state.hidden.add(run.name);
+      changed();
+    } });
+    box.checked = !state.hidden.has(run.name);
+    return element("li", {}, element("label", {}, box, swatch(run.color), run.name));
+  }));
+}
+
+function adder(names, addCurve) {
+  const choice = element("select", { onchange: () => {
+    const [chosen] = choice.selectedOptions;
+    addCurve(chosen.value);
+    chosen.remove();
+    choice.value = "";
+  } }, element("option", { value: "" }, `choose one of ${names.length} more metrics`),
+    ...names.map((name) => element("option", { value: name }, name)));
+  return element("div", { class: "toolbar after" }, element("label", {}, "Add a chart", choice));
+}
