@@ -33,6 +33,7 @@ setup(
             "numpy>=1.26,<3",
             "psutil>=5.9,<8",
             "datasets>=4,<6",
+            "pydantic>=2.10,<3",
             "tyro>=1.0,<2",
             "pyyaml>=6,<7",
             "tqdm>=4.66,<5",

@@ -166,16 +166,6 @@ class Names(griffe.Extension):
             _add_kernels(pkg, loader)
             _add_lazy_names(pkg)
 
-    def on_attribute_instance(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
-        """Show a setting with its default alone: the page of settings has the rest of what its field says.
-
-        Args:
-            attr: An attribute of a module or class.
-            kwargs: Of no use here.
-        """
-        if isinstance(attr.value, griffe.ExprCall) and str(attr.value.function) == "setting":
-            attr.value = attr.value.arguments[0]
-
 
 def _add_kernels(package, loader):
     """Put the folder kernels/ into the package, as fastgrpo/__init__.py does where the package is imported."""

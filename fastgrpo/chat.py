@@ -7,14 +7,18 @@ terminal would obey them; --raw True writes them as they are.
 """
 
 import sys
-from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
-from fastgrpo.config.sections import TEMPERATURE, LoadingConfig, TokenFilterConfig
+from fastgrpo.config.fields import (
+    Count,
+    NotNegative,
+    Seed,
+    settings_class,
+)
+from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.config.streams import escape_controls
 from fastgrpo.data.prompts import shortened, to_prompt
@@ -25,28 +29,24 @@ from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rollout.sampling import SamplingParams
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class ChatConfig(TokenFilterConfig, LoadingConfig, Settings):
     """The settings of the command. Sampling settings have vLLM's names."""
 
-    model: str = setting(REQUIRED, "A folder, hub id or GGUF file of a causal LM.")
-    prompt: str | None = setting(
-        None, "Prompt to answer. The command ends after the answer. None reads prompts until the input ends."
-    )
-    system_prompt: str | None = setting(None, "System prompt that goes before the conversation.")
-    max_tokens: int = setting(
-        512, "Largest number of tokens of an answer. -n is short for this flag.", within=Interval(at_least=1)
-    )
-    temperature: float = setting(
-        1.0, "Temperature of the draws; 0 always takes the likeliest token.", within=TEMPERATURE
-    )
-    seed: int | None = setting(
-        None,
-        "Seed of the draws. None draws differently at every start.",
-        within=Interval(at_least=0),
-    )
-    raw: bool = setting(False, "Write control characters of an answer as they are, which the terminal may obey.")
+    model: str
+    """A folder, hub id or GGUF file of a causal LM."""
+    prompt: str | None = None
+    """Prompt to answer. The command ends after the answer. None reads prompts until the input ends."""
+    system_prompt: str | None = None
+    """System prompt that goes before the conversation."""
+    max_tokens: Count = 512
+    """Largest number of tokens of an answer. -n is short for this flag."""
+    temperature: NotNegative = 1.0
+    """Temperature of the draws; 0 always takes the likeliest token."""
+    seed: Seed | None = None
+    """Seed of the draws. None draws differently at every start."""
+    raw: bool = False
+    """Write control characters of an answer as they are, which the terminal may obey."""
 
 
 class _EscapingStreamer(TextStreamer):

@@ -10,14 +10,20 @@ The exit code is 0 where nothing is wrong, 1 where there are warnings, and 2 for
 
 import dataclasses
 import sys
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import Interval, documented, setting
+from fastgrpo.config.fields import (
+    Count,
+    NotNegative,
+    Positive,
+    Whole,
+    settings_class,
+)
 from fastgrpo.config.sections import (
-    TEMPERATURE,
     CompletionConfig,
     EngineConfig,
     JudgingConfig,
@@ -45,22 +51,23 @@ TRUNCATED = 0.1  # share of completions from which on the limit is called too lo
 TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "timeouts", "ms a completion")
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings):
     """The settings of the command. Settings that training has too mean the same there."""
 
-    task: str = setting("dataset", "Task whose rows and reward functions are used.")
-    model_name_or_path: str | None = setting(None, "Model that draws the completions. None takes those of the rows.")
-    reward_timeout: float | None = setting(
-        10.0,
-        "Seconds that a reward function may take for one completion. What takes longer is killed, counted and left out "
-        "of the other findings. None sets no limit, and runs the functions in this process alone.",
-        within=Interval(above=0),
-    )
-    num_generations: int = setting(8, "Completions that the model draws for each prompt.", within=Interval(at_least=2))
-    temperature: float = setting(1.0, "Temperature of the draws.", within=TEMPERATURE)
-    max_samples: int = setting(32, "Number of rows that are read.", within=Interval(at_least=1))
+    task: str = "dataset"
+    """Task whose rows and reward functions are used."""
+    model_name_or_path: str | None = None
+    """Model that draws the completions. None takes those of the rows."""
+    reward_timeout: Positive | None = 10.0
+    """Seconds that a reward function may take for one completion. What takes longer is killed, counted and left out of
+    the other findings. None sets no limit, and runs the functions in this process alone."""
+    num_generations: Annotated[Whole, Field(ge=2)] = 8
+    """Completions that the model draws for each prompt."""
+    temperature: NotNegative = 1.0
+    """Temperature of the draws."""
+    max_samples: Count = 32
+    """Number of rows that are read."""
 
 
 def check(argv: list[str]) -> int:

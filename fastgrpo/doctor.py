@@ -12,14 +12,15 @@ import platform
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from fastgrpo.config.command import COMPLETION, TRAIN, parse_flags, pip_line, quiet_libraries, run_command
-from fastgrpo.config.fields import setting
-from fastgrpo.config.recipe import take_flag, unchecked
+from fastgrpo.config.fields import (
+    settings_class,
+)
+from fastgrpo.config.recipe import take_flag
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.curves import table
@@ -30,6 +31,7 @@ NEEDED = (
     ("transformers", "models and tokenizers"),
     ("tokenizers", "tokenizers"),
     ("datasets", "data sets of the hub"),
+    ("pydantic", "settings"),
     ("tyro", "the command line"),
     ("pyyaml", "recipes and --config"),
     ("tqdm", "progress bars"),
@@ -53,12 +55,14 @@ OPTIONAL = (
 HEAD_WIDTH = 128  # of a typical attention head
 
 
-@dataclass(frozen=True)
+@settings_class
 class DoctorConfig(GRPOConfig):
     """The flags of the command, as tab completion needs them: those of training, and two of its own."""
 
-    model: str | None = setting(None, "Model of the run whose memory is shown.")
-    check: bool = setting(False, "Run every kernel in another process.")
+    model: str | None = None
+    """Model of the run whose memory is shown."""
+    check: bool = False
+    """Run every kernel in another process."""
 
 
 def installed(distribution: str) -> str | None:
@@ -182,7 +186,6 @@ def doctor(argv: list[str]) -> int:
             argv,
             prog="python -m fastgrpo.doctor",
             description=__doc__,
-            default=unchecked(DoctorConfig, {}),
         )
     device = take_flag(argv, "--device")[1] or "auto"
     ranks = join(device)

@@ -10,13 +10,15 @@ those of one process, and rank 0 alone writes them.
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass
 
 from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
-from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
+from fastgrpo.config.fields import (
+    Count,
+    Several,
+    settings_class,
+)
+from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.sections import (
-    EVAL_SAMPLES,
     CompletionConfig,
     EngineConfig,
     EvaluationConfig,
@@ -39,8 +41,7 @@ from fastgrpo.run.terminal import Terminal, print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class EvaluateConfig(
     OutputConfig,
     EvaluationConfig,
@@ -53,13 +54,12 @@ class EvaluateConfig(
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings that training has too mean the same there."""
 
-    models: tuple[str, ...] = setting(
-        REQUIRED, "Folders, hub ids or GGUF files of causal LMs, which are compared in one table."
-    )
-    max_eval_samples: int | None = setting(None, EVAL_SAMPLES, within=Interval(at_least=1))  # training takes 500
-    output: str | None = setting(
-        None, "New file to write every completion to, one JSON object per line. None writes no file."
-    )
+    models: Several[str]
+    """Folders, hub ids or GGUF files of causal LMs, which are compared in one table."""
+    max_eval_samples: Count | None = None
+    """Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."""
+    output: str | None = None
+    """New file to write every completion to, one JSON object per line. None writes no file."""
 
 
 def parse(argv: list[str]) -> EvaluateConfig:
@@ -70,7 +70,7 @@ def parse(argv: list[str]) -> EvaluateConfig:
     recipe = {name: value for name, value in task_defaults(task).items() if name in known}
     config = parse_flags(
         EvaluateConfig, argv, prog="python -m fastgrpo.evaluate", description=__doc__,
-        default=unchecked(EvaluateConfig, {**recipe, "task": task}),
+        defaults={**recipe, "task": task},
         aliases={"--top_p": "--eval_top_p", "--top_k": "--eval_top_k"},
     )  # fmt: skip
     if not config.models:

@@ -8,11 +8,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.fields import (
+    Several,
+    settings_class,
+)
 from fastgrpo.config.settings import Settings
 from fastgrpo.page.reading import find_runs, names_of, read_run
 from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, Panel, draw_curves
@@ -23,17 +25,14 @@ MADE_BY = b'<meta name="generator" content="fastgrpo.report">'  # stands in the 
 HEAD = 2000  # bytes of a file in which it is looked for
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class ReportConfig(Settings):
     """The settings of the command."""
 
-    runs: tuple[str, ...] = setting(
-        REQUIRED, "Folders of runs, each with its metrics.jsonl. The folder of a sweep shows all its runs."
-    )
-    output: str | None = setting(
-        None, "File of the page. None takes report.html: in the given folder if it is one, otherwise where you are."
-    )
+    runs: Several[str]
+    """Folders of runs, each with its metrics.jsonl. The folder of a sweep shows all its runs."""
+    output: str | None = None
+    """File of the page. None takes report.html: in the given folder if it is one, otherwise where you are."""
 
 
 def report(argv: list[str]) -> None:

@@ -9,25 +9,29 @@ traceback of a mistake as well.
 import contextlib
 import dataclasses
 import errno
+import functools
 import io
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from itertools import dropwhile, takewhile, zip_longest
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
 
-from fastgrpo.config.fields import did_you_mean
+from fastgrpo.config.fields import allowed, did_you_mean, hints
 from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
+from fastgrpo.config.validation import CONDITIONS
 
 PACKAGES = {"yaml": "pyyaml"}  # modules whose distribution has another name
 FLAGS = {"flash_attn": " --no-build-isolation"}  # of pip: its build imports torch
 LIBRARIES = (  # of fastgrpo[train]
-    "transformers", "tokenizers", "datasets", "tyro", "yaml", "tqdm", "rich", "matplotlib", "liger_kernel"
+    "transformers", "tokenizers", "datasets", "pydantic", "tyro", "yaml", "tqdm", "rich", "matplotlib", "liger_kernel"
 )  # fmt: skip
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")  # flags of tyro: a script for tab completion
 TRAIN = "pip install 'fastgrpo[train]'"
@@ -174,27 +178,30 @@ def parse_flags(
     *,
     prog: str,
     description: str,
-    default: Record | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     aliases: dict[str, str] | None = None,
 ) -> Record:
-    """Read arguments into a record of settings; settings that must be given are positional."""
+    """Read arguments into a record of settings; settings that must be given are positional.
+
+    tyro parses into a plain dataclass of the same fields, and the record is made, and checked, from what it has read.
+    """
     import tyro
 
     argv = _spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
     if {*COMPLETION} & {*argv}:
         prog = prog.replace("python -m fastgrpo.", "fastgrpo-")  # a shell completes the arguments of one word
-    told = io.StringIO()
-    known = {} if default is None else {"default": default}
+    box = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
-            return tyro.cli(
-                record, args=argv, use_underscores=True, prog=prog, description=description,
-                config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs), **known,
+        with contextlib.redirect_stderr(box):
+            given = tyro.cli(
+                _plain(record, defaults), args=argv, use_underscores=True, prog=prog, description=description,
+                config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs),
             )  # fmt: skip
+        return record(**vars(given))
     except SystemExit as stop:
         if not stop.code:
             raise
-    message = _message(told.getvalue())
+    message = _message(box.getvalue())
     near = ""
     if message.startswith("Unrecognized options: "):
         near = _meant(
@@ -202,6 +209,31 @@ def parse_flags(
         )
     message = re.sub(r"^Missing from .*: \S+ (.*) \(required\)$", r"an argument is missing: \1", message)
     raise ValueError(message + (near or f"; see {prog} --help"))
+
+
+def _plain(record, defaults):
+    """Make a dataclass of the settings with the types and help that tyro knows, and these defaults."""
+    import tyro
+
+    fields, types = [], get_type_hints(record)
+    for field in dataclasses.fields(record):
+        default = defaults.get(field.name, field.default)
+        if isinstance(default, tuple):
+            default = list(default)
+        made = {} if default is dataclasses.MISSING else {"default_factory": functools.partial(copy, default)}
+        kind = Annotated[types[field.name], tyro.conf.arg(help=full_help(record, field))]
+        fields.append((field.name, kind, dataclasses.field(**made, kw_only=True)))
+    return dataclasses.make_dataclass(record.__name__, fields)
+
+
+def full_help(record: type, field: dataclasses.Field) -> str:
+    """Return the help of a setting with the values allowed and the condition."""
+    parts, limits = [field.metadata["help"]], allowed(hints(record)[field.name])
+    if limits:
+        parts.append(f"It must be {limits}.")
+    if field.name in CONDITIONS:
+        parts.append(f"It has an effect only where {CONDITIONS[field.name][0]}.")
+    return " ".join(parts)
 
 
 def _meant(unknown, names):
@@ -214,7 +246,7 @@ def _meant(unknown, names):
 
 def _spelled_out(argv, record):
     """Put True behind the flag of a boolean that has no value: --quiet is --quiet True."""
-    flags, spelled = {f"--{field.name}" for field in dataclasses.fields(record) if field.type is bool}, []
+    flags, spelled = {f"--{name}" for name, kind in hints(record).items() if kind is bool}, []
     for argument, after in zip_longest(argv, argv[1:], fillvalue="--"):
         spelled += [argument, "True"] if argument in flags and after.startswith("--") else [argument]
     return spelled
@@ -250,7 +282,7 @@ def new_file(path: str | None) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def whole_file(path: str | None) -> Iterator[TextIO]:
-    """Open a new file that stays only if it is whole: what was written is deleted where an exception ends the writing."""
+    """Open a new file, which is deleted if an exception ends the writing."""
     with new_file(path) as file:
         try:
             yield file

@@ -1,10 +1,12 @@
 """The settings of distillation: which completions are drawn, and which of them are kept."""
 
-from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from fastgrpo.config.command import parse_flags
-from fastgrpo.config.fields import REQUIRED, Interval, documented, setting
-from fastgrpo.config.recipe import take_flag, task_defaults, unchecked
+from fastgrpo.config.fields import Count, Temperature, settings_class
+from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.sections import (
     CompletionConfig,
     EngineConfig,
@@ -16,43 +18,34 @@ from fastgrpo.config.sections import (
 )
 from fastgrpo.config.settings import Settings
 from fastgrpo.config.training import CurriculumConfig, TrainingDataConfig
-from fastgrpo.loss.interval import TEMPERATURE
 
-COUNT = Interval(at_least=1)
 DISTILLATION = """Complete the task's training prompts, and keep what is worth learning from.
 
 Kept are completions that are right, well-formed, ended by themselves, not repetitive and no duplicates, at most
 --max_per_prompt of each prompt. `python -m fastgrpo.sft --train_file FILE` learns from the file."""
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class SelectionConfig:
     """Which completions of a model are drawn, and which of them are kept for supervised training."""
 
-    num_generations: int = setting(8, "Number of completions that are drawn for each prompt.", within=COUNT)
-    temperature: float = setting(
-        1.0,
-        "Temperature of the draws.",
-        within=replace(TEMPERATURE, why="greedy completions of a prompt are all the same"),
-    )
-    max_prompts: int | None = setting(
-        None, "Largest number of prompts, which are chosen at random. None takes all of them.", within=COUNT
-    )
-    max_per_prompt: int = setting(4, "Largest number of completions of a prompt that are kept.", within=COUNT)
-    repetition_n_grams: int = setting(
-        8, "Length, in tokens, of the runs of tokens that count as repeated where they occur again.", within=COUNT
-    )
-    max_repetition: float = setting(
-        0.2,
-        "Largest share of repeated runs of tokens that a kept completion may have.",
-        within=Interval(at_least=0, at_most=1),
-    )
-    output: str = setting("distilled.jsonl", "New file to write the kept completions to, one JSON object per line.")
+    num_generations: Count = 8
+    """Number of completions that are drawn for each prompt."""
+    temperature: Temperature = 1.0
+    """Temperature of the draws."""
+    max_prompts: Count | None = None
+    """Largest number of prompts, which are chosen at random. None takes all of them."""
+    max_per_prompt: Count = 4
+    """Largest number of completions of a prompt that are kept."""
+    repetition_n_grams: Count = 8
+    """Length, in tokens, of the runs of tokens that count as repeated where they occur again."""
+    max_repetition: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Largest share of repeated runs of tokens that a kept completion may have."""
+    output: str = "distilled.jsonl"
+    """New file to write the kept completions to, one JSON object per line."""
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class DistillConfig(
     OutputConfig,
     SelectionConfig,
@@ -68,7 +61,8 @@ class DistillConfig(
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings that training has too mean the same there."""
 
-    model: str = setting(REQUIRED, "Folder or hub id of the causal LM that completes the prompts.")
+    model: str
+    """Folder or hub id of the causal LM that completes the prompts."""
 
 
 def parse(argv: list[str]) -> DistillConfig:
@@ -76,7 +70,10 @@ def parse(argv: list[str]) -> DistillConfig:
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}
-    default = unchecked(DistillConfig, {**recipe, "task": task})
     return parse_flags(
-        DistillConfig, argv, prog="python -m fastgrpo.distill", description=DISTILLATION, default=default
+        DistillConfig,
+        argv,
+        prog="python -m fastgrpo.distill",
+        description=DISTILLATION,
+        defaults={**recipe, "task": task},
     )

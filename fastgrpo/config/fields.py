@@ -1,161 +1,41 @@
-"""The field of a setting, which holds its default, help, range and condition, and what a resumed run may change.
+"""The form of settings: a pydantic dataclass with one docstring under each field, and the types that fields share.
 
-`setting` makes such a field of a frozen dataclass. Validation, the rules for resumed runs, `--help` and
-docs/settings.md are all derived from these fields, so a new setting is declared in one place.
+    max_prompts: Annotated[int, Field(ge=1)] | None = None
+    \"\"\"Largest number of prompts. None takes all of them.\"\"\"
+
+The records stay dataclasses: `dataclasses.fields`, `replace` and `asdict` work on them, and so do tyro and
+transformers' HfArgumentParser, which read a field's type without its `Annotated` and its help from the metadata.
 """
 
 import dataclasses
 import difflib
-import inspect
+import enum
+import functools
 import json
-import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from fastgrpo.loss.interval import Interval
+import pydantic
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
-# The type of a setting that holds keyword arguments, as the JSON text of a dictionary.
-Keywords = Annotated[str, "JSON"]
-REQUIRED = dataclasses.MISSING  # the default of a setting that must be given
-# What a resumed run may do with a setting, and how docs/settings.md says it.
-RESUME = {
-    "same": "must stay the same",
-    "free": "may change",
-    "inexact": "may change, with a warning, because the run then does not continue bit for bit",
-}
+Item = TypeVar("Item")
+Record = TypeVar("Record", bound=type)
 
 
-@dataclass(frozen=True)
-class When:
-    """A condition on other settings, without which a setting would do nothing.
-
-    Attributes:
-        text: The condition in words that can follow "has an effect only where".
-        holds: Takes the record of all settings, and returns whether the condition holds.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """All that is known of a setting beyond its name, type and default.
-
-    Attributes:
-        help: One or more sentences that a person understands without reading another setting's help.
-        choices: The values allowed, or None where they are not enumerated. A tuple may hold only these.
-        within: The interval of a number, or of each number of a tuple; None where the setting is not a number.
-        active: The condition under which the setting has an effect; None where it always has one.
-        resume: What a resumed run may do with it: a key of `RESUME`.
-        compared: The condition under which a resumed run looks at it, where stating it is no mistake anywhere. None is
-            that of `active`.
-    """
-
-    help: str
-    choices: tuple | None = None
-    within: Interval | None = None
-    active: When | None = None
-    resume: str = "same"
-    compared: When | None = None
-
-    def __post_init__(self):
-        assert self.resume in RESUME, self.resume
-
-    @property
-    def allowed(self) -> str:
-        """The choices or the interval in words; empty where there are neither."""
-        if self.choices is not None:
-            return "one of " + ", ".join(map(str, self.choices))
-        return "" if self.within is None else self.within.text
-
-    @property
-    def full_help(self) -> str:
-        """The help with the values allowed and the condition, as `--help` shows it."""
-        parts = [self.help]
-        if self.allowed:
-            parts.append(f"It must be {self.allowed}.")
-        if self.active is not None:
-            parts.append(f"It has an effect only where {self.active.text}.")
-        return " ".join(parts)
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value that is none of the choices, or a number outside of the interval. None is not a number."""
-        for item in value if isinstance(value, tuple) else (value,):
-            if self.choices is not None and item not in self.choices:
-                raise ValueError(f"{name} must be {self.allowed}, got {item!r}")
-            if self.within is not None and item is not None:
-                self.within.check(name, item)
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    choices: Iterable | None = None,
-    within: Interval | None = None,
-    active: When | None = None,
-    resume: str = "same",
-    compared: When | None = None,
-) -> Any:
-    """Make the field of a setting."""
-    known = Setting(help, None if choices is None else tuple(choices), within, active, resume, compared)
-    return dataclasses.field(
-        default=default, kw_only=default is REQUIRED, metadata={"help": known.full_help, "setting": known}
-    )
-
-
-def setting_of(field: dataclasses.Field) -> Setting:
-    """Return the `Setting` that a field records."""
-    return field.metadata["setting"]
-
-
-def documented(section: type) -> type:
-    """Decorate a dataclass of settings: its docstring lists every setting with its help, for `help(GRPOConfig)`."""
-    lines = [f"    {field.name}: {setting_of(field).full_help}" for field in dataclasses.fields(section)]
-    section.__doc__ = "\n".join([inspect.cleandoc(section.__doc__), "", "Attributes:", *lines])
-    return section
-
-
-def typed(where: str, value: Any, kind: Any) -> Any:
-    """Convert a value from a YAML file or from Python to the type of its setting."""
-    if get_origin(kind) in (UnionType, Union):  # with None, or with text that stands for a choice to be made later
-        kinds = get_args(kind)
-        if value is None and type(None) in kinds:
-            return None
-        return typed(where, value, str if str in kinds and isinstance(value, str) else kinds[0])
-    if kind == Keywords:
-        return json.dumps(keywords(where, value))
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if get_origin(kind) is tuple:
-        value = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        items = value if isinstance(value, (list, tuple)) else [value]
-        return tuple(typed(where, item, get_args(kind)[0]) for item in items)
-    if kind in (int, float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:  # a whole number that no float can hold
-            number = math.inf if value > 0 else -math.inf
-        except (TypeError, ValueError):
-            raise ValueError(f"{where} must be a number, got {value!r}") from None
-        if kind is float:
-            return number
-        if abs(number) >= 2**63:
-            raise ValueError(f"{where} must be a whole number below 2^63, got {number:g}")
-        if not number.is_integer():
-            raise ValueError(f"{where} must be a whole number, got {value!r}")
-        return value if isinstance(value, int) else int(number)
-    value = os.fspath(value) if kind is str and isinstance(value, os.PathLike) else value
-    if not isinstance(value, kind):
-        what = {bool: "true or false", str: "text (in quotes)"}.get(kind, "a number")
-        raise ValueError(f"{where} must be {what}, got {value!r}")
-    if kind is str and "\0" in value:
-        raise ValueError(f"{where} must not have a NUL character in it, got {value!r}")
-    return value
+def plain(value: Any) -> Any:
+    """Turn numbers of NumPy and torch, paths, enums and sets into what Python and YAML have for them."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def keywords(name: str, value: Any) -> dict[str, Any]:
@@ -169,25 +49,162 @@ def keywords(name: str, value: Any) -> dict[str, Any]:
     return value or {}
 
 
-def check_fields(record: Any) -> None:
-    """Refuse a record with a value that its field does not allow."""
-    for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
-        if value is None and type(None) not in get_args(field.type):
-            raise ValueError(f"{field.name} must be given, got None")
-        setting_of(field).check(field.name, value)
+def _listed(value):
+    """Take a single value for a list of one."""
+    value = plain(value)
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else [value]
 
 
-def check_conditions(record: Any) -> None:
-    """Refuse a record with a setting that was changed but has no effect, because ignoring it silently would mislead."""
+def _whole(value):
+    """Read a whole number that is spelt as 1e3, as which PyYAML gives text."""
+    value = float(value) if isinstance(value, str) and re.fullmatch(r"\s*[\d.]+e\+?\d+\s*", value, re.I) else value
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) >= 2**63):
+        raise ValueError(f"must be a whole number below 2^63, got {str(value)[:40]}")
+    return value
+
+
+Several = Annotated[list[Item], BeforeValidator(_listed), AfterValidator(tuple)]  # a tuple; also given as one value
+Keywords = Annotated[str, BeforeValidator(lambda value: json.dumps(keywords("", value)))]  # JSON text of a dictionary
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Whole, Field(ge=1)]
+Size = Annotated[Whole, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Seed = Annotated[Whole, Field(ge=0, le=2**32 - 1)]  # NumPy takes no other
+Temperature = Annotated[float, Field(ge=1e-30)]  # logits are divided by it; fp32 holds the quotients
+
+
+def each_of(*choices: str) -> Any:
+    """Make the type of a setting that is several of these texts. HfArgumentParser takes no list of Literal."""
+
+    def check(item):
+        if item not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, got {item!r}")
+        return item
+
+    return Several[Annotated[str, AfterValidator(check), Literal[choices]]]
+
+
+CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def settings_class(record: Record) -> Record:
+    """Decorate a class whose fields are settings: a frozen pydantic dataclass that raises one plain error.
+
+    An unknown name is a TypeError that suggests the nearest one. Wrong values are a ValueError with a line for each.
+    """
+    record = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=CONFIG)(record)
     for field in dataclasses.fields(record):
-        active = setting_of(field).active
-        if active is not None and getattr(record, field.name) != field.default and not active.holds(record):
-            default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-            raise ValueError(
-                f"{field.name} has an effect only where {active.text}; leave it out or, where a recipe sets it, "
-                f"pass --{field.name} {default}"
-            )
+        if not field.metadata:
+            help = record.__pydantic_fields__[field.name].description or ""
+            field.metadata = MappingProxyType({"help": " ".join(help.split())})
+    checked = record.__init__
+
+    @functools.wraps(checked)
+    def __init__(self, *args, **stated):
+        kinds = hints(type(self))
+        for name in stated:
+            check_name(name, type(self), type(self).__name__, TypeError, getattr(self, "other_names", ()))
+        try:
+            given = {
+                name: plain(value) for name, value in stated.items() if value is not None or not _is_list(kinds[name])
+            }
+            checked(self, *args, **given)
+        except ValidationError as error:
+            raise ValueError(told(error, kinds)) from None
+
+    record.__init__ = __init__
+    return record
+
+
+def _is_list(kind):
+    """Tell whether a setting is a list. None stands for its default, as HfArgumentParser gives it."""
+    return get_origin(bare(kind)) is list
+
+
+# How the types of pydantic's errors begin -> what the value must be.
+_WANTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text (in quotes)",
+    "finite": "finite",
+}
+
+
+def told(error: ValidationError, kinds: Mapping[str, Any], where: str = "") -> str:
+    """Put each mistake into a line that names the setting, what it must be, and what it was."""
+    lines = []
+    for mistake in error.errors(include_url=False):
+        type_, name = mistake["type"], str(next(iter(mistake["loc"]), ""))
+        if type_ == "value_error":  # of a validator of ours; one of several settings has no place
+            lines.append(f"{where}{name} {str(mistake['ctx']['error']).strip()}".strip())
+        elif type_ == "missing":
+            lines.append(f"{where}{name} must be given")
+        else:
+            words = _WANTED.get(type_.partition("_")[0]) or allowed(kinds[name]) or mistake["msg"]
+            lines.append(f"{where}{name} must be {words}, got {repr(mistake['input'])[:80]}")
+    return "\n".join(lines)
+
+
+@functools.cache
+def hints(record: type) -> dict[str, Any]:
+    """Return the type of each setting with all that its field says of it."""
+    kinds = get_type_hints(record, include_extras=True)
+    return {field.name: kinds[field.name] for field in dataclasses.fields(record)}
+
+
+def convert(name: str, value: Any, kind: Any, where: str = "") -> Any:
+    """Convert the value of a setting to its type. `where` stands before the name in an error."""
+    held = pydantic.create_model("Held", __config__=ConfigDict(allow_inf_nan=False), **{name: (kind, ...)})
+    try:
+        return getattr(held.model_validate({name: plain(value)}), name)
+    except ValidationError as error:
+        raise ValueError(told(error, {name: kind}, where)) from None
+
+
+def bare(kind: Any) -> Any:
+    """Return a type without None and without what `Annotated` adds."""
+    while get_origin(kind) in (Annotated, Union, UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    return kind
+
+
+def allowed(kind: Any) -> str:
+    """Say in words which values a type takes, beside None; empty where any of its kind."""
+    choices, bounds = None, {}
+    waiting = [kind]
+    while waiting:
+        part = waiting.pop()
+        if get_origin(part) is Literal:
+            choices = get_args(part)
+        elif isinstance(part, FieldInfo):
+            waiting += part.metadata
+        elif isinstance(part, (Ge, Gt, Le, Lt)):
+            bounds[type(part)] = getattr(part, type(part).__name__.lower())
+        elif get_origin(part) is not None:
+            waiting += get_args(part)
+    if choices is not None:
+        choices = (None, *choices) if type(None) in get_args(kind) else choices
+        return "one of " + ", ".join(map(str, choices))
+    low = next((f"{sign}{bounds[kind]}" for kind, sign in ((Ge, "["), (Gt, "(")) if kind in bounds), None)
+    high = next((f"{bounds[kind]}{sign}" for kind, sign in ((Le, "]"), (Lt, ")")) if kind in bounds), None)
+    if low and high:
+        return f"in {low}, {high}"
+    if low:
+        return "positive" if low == "(0" else f"above {low[1:]}" if low[0] == "(" else f"at least {low[1:]}"
+    return "" if not high else f"below {high[:-1]}" if high[-1] == ")" else f"at most {high[:-1]}"
+
+
+def check_name(name: Any, record: type, where: str, error: type[Exception], others: Iterable[str] = ()) -> None:
+    """Refuse a name that is not a setting of a record."""
+    if not isinstance(name, str):
+        raise error(f"{where}: the name of a setting must be text, got {name!r}")
+    names = [field.name for field in dataclasses.fields(record)]
+    if name not in names:
+        raise error(f"{where}: unknown setting {name!r}{did_you_mean(name, [*names, *others])}")
 
 
 def did_you_mean(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:

@@ -5,9 +5,10 @@ import inspect
 import re
 
 from fastgrpo.config.distillation import SelectionConfig
-from fastgrpo.config.fields import RESUME, setting_of
+from fastgrpo.config.fields import allowed, hints
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.validation import CONDITIONS, on_resume
 
 INTRODUCTION = """# Settings
 
@@ -24,6 +25,11 @@ command takes.
 A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
 checkpoint may change the setting:
 """
+RESUME = {
+    "same": "must stay the same",
+    "free": "may change",
+    "inexact": "may change, with a warning, because the run then does not continue bit for bit",
+}
 HEADER = (
     "| flag | default | meaning | allowed | has an effect only where | on resume |\n"
     "|------|---------|---------|---------|-------------------------|-----------|"
@@ -53,14 +59,14 @@ def _table(section):
     words = (
         TITLES.get(section) or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
     )
-    rows = "\n".join(_row(field) for field in _own(section))
+    rows = "\n".join(_row(section, field) for field in _own(section))
     return f"## {words}\n\n{section.__doc__.splitlines()[0]}\n\n{HEADER}\n{rows}"
 
 
-def _row(field):
-    known = setting_of(field)
-    condition = "" if known.active is None else known.active.text
-    cells = (f"`--{field.name}`", _value(field.default), known.help, known.allowed, condition, known.resume)
+def _row(section, field):
+    meaning, limits = field.metadata["help"], allowed(hints(section)[field.name])
+    condition, _ = CONDITIONS.get(field.name, ("", None))
+    cells = (f"`--{field.name}`", _value(field.default), meaning, limits, condition, on_resume(field.name))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

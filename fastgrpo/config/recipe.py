@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastgrpo.config.command import parse_flags
-from fastgrpo.config.fields import typed
-from fastgrpo.config.settings import GRPOConfig, Settings, TrainingConfig, check_name
+from fastgrpo.config.fields import check_name, convert, hints
+from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.config.supervised import SFTConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -21,7 +21,6 @@ SWEEPS = """
 --sweep NAME=VALUE,VALUE makes a run for each value of a setting, and may be given several times: then there is a run
 for each combination. --sweep_seeds SEED,SEED makes each of them with each seed, and --sweep_jobs N makes N runs at a
 time."""
-Record = TypeVar("Record", bound=Settings)
 Config = TypeVar("Config", bound=TrainingConfig)
 
 
@@ -45,16 +44,19 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 def load_yaml(path: str | Path, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
     """Read a file of settings."""
     settings = read_settings(path)
-    types = {field.name: field.type for field in dataclasses.fields(record)}
     command = _command_of(settings)
-    if not settings.keys() <= types.keys() and command not in (None, record.command):
+    if not settings.keys() <= {field.name for field in dataclasses.fields(record)} and command not in (
+        None,
+        record.command,
+    ):
         raise ValueError(
             f"{path} holds settings for python -m fastgrpo.{command}, not for python -m fastgrpo.{record.command}; "
             "give it to that command"
         )
+    kinds = hints(record)
     for name in settings:
         check_name(name, record, str(path), ValueError)
-    return {name: typed(f"{path}: {name}", value, types[name]) for name, value in settings.items()}
+    return {name: convert(name, value, kinds[name], f"{path}: ") for name, value in settings.items()}
 
 
 def _command_of(settings: Mapping[str, Any]) -> str | None:
@@ -73,17 +75,6 @@ def recipe_file(name: str) -> Path:
     return shipped if shipped.is_file() and not Path(name).is_file() else Path(name)
 
 
-def unchecked(record: type[Record], settings: dict[str, Any]) -> Record:
-    """Make a record of settings without checking them. It is checked once flags have completed it."""
-    import tyro
-
-    config = object.__new__(record)
-    for field in dataclasses.fields(record):
-        default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
-        object.__setattr__(config, field.name, settings.get(field.name, default))
-    return config
-
-
 def task_defaults(task: str, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
     """Return the settings that a task recommends."""
     path = RECIPES / (f"{task}.yaml" if record is GRPOConfig else f"{task}-{record.command}.yaml")
@@ -96,13 +87,12 @@ def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
     from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
     argv, task = take_flag(argv, "--task")
     task = from_file.get("task", "arithmetic") if task is None else task
-    defaults = unchecked(record, {**task_defaults(task, record), **from_file, "task": task})
     return parse_flags(
         record,
         argv,
         prog=f"python -m fastgrpo.{record.command}",
         description=KINDS[record.command] + FILES + (SWEEPS if record is GRPOConfig else ""),
-        default=defaults,
+        defaults={**task_defaults(task, record), **from_file, "task": task},
     )
 
 

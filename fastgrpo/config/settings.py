@@ -9,10 +9,9 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-from fastgrpo.config.fields import did_you_mean, documented, typed
+from fastgrpo.config.fields import settings_class
 from fastgrpo.config.from_trl import takes_trl
 from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
 from fastgrpo.config.parallel import ParallelConfig
@@ -41,7 +40,7 @@ from fastgrpo.config.validation import validate
 from fastgrpo.loss.objective import Objective
 
 
-@dataclass(frozen=True)
+@settings_class
 class Settings:
     """A record of settings that checks itself; a command inherits it together with the sections it needs.
 
@@ -51,17 +50,7 @@ class Settings:
     # Names that the constructor takes and that are no settings.
     other_names: ClassVar[Collection[str]] = ()
 
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
-        for name in settings:
-            if name not in cls.other_names:
-                check_name(name, cls, cls.__name__, TypeError, cls.other_names)
-        return super().__new__(cls)
-
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                object.__setattr__(self, field.name, typed(field.name, value, field.type))
         validate(self)
 
 
@@ -99,9 +88,8 @@ class TrainingConfig(Settings):
         return self.task
 
 
-@documented
 @takes_trl
-@dataclass(frozen=True)
+@settings_class
 class GRPOConfig(
     OutputConfig,
     RunConfig,
@@ -177,14 +165,3 @@ class GRPOConfig(
         if self.kl == "full":  # the sum over the vocabulary has no bias, and the loss refuses to correct it
             knobs["use_bias_correction_kl"] = False
         return Objective(**knobs)
-
-
-def check_name(
-    name: Any, record: type[Settings], where: str, error: type[Exception], others: Collection[str] = ()
-) -> None:
-    """Refuse a name that is not a setting of a record."""
-    if not isinstance(name, str):
-        raise error(f"{where}: the name of a setting must be text, got {name!r}")
-    names = [field.name for field in dataclasses.fields(record)]
-    if name not in names:
-        raise error(f"{where}: unknown setting {name!r}{did_you_mean(name, [*names, *others])}")

@@ -1,8 +1,6 @@
 """The settings of supervised training: those that every training has, and what is particular to it."""
 
-from dataclasses import dataclass
-
-from fastgrpo.config.fields import Interval, documented, setting
+from fastgrpo.config.fields import Count, Positive, settings_class
 from fastgrpo.config.parallel import ParallelConfig
 from fastgrpo.config.sections import (
     CompletionConfig,
@@ -17,8 +15,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.config.training import ModelConfig, OptimizerConfig, RunConfig, TrainingDataConfig
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class SFTConfig(
     OutputConfig,
     RunConfig,
@@ -43,18 +40,14 @@ class SFTConfig(
 
     command = "sft"
 
-    learning_rate: float = setting(2e-5, "Learning rate of AdamW after the warmup.", within=Interval(above=0))
-    batch_size: int = setting(
-        8,
-        "Number of rows that one update learns from. A row of messages gives an example for each of its answers.",
-        within=Interval(at_least=1),
-    )
+    learning_rate: Positive = 2e-05
+    """Learning rate of AdamW after the warmup."""
+    batch_size: Count = 8
+    """Number of rows that one update learns from. A row of messages gives an example for each of its answers."""
 
-    train_file: str | None = setting(
-        None,
-        "A .jsonl file of rows to learn from, with `prompt` and `completion` or with `messages`. None takes the task's "
-        "own rows. Evaluations use the task's in any case.",
-    )
+    train_file: str | None = None
+    """A .jsonl file of rows to learn from, with `prompt` and `completion` or with `messages`. None takes the task's own
+    rows. Evaluations use the task's in any case."""
 
     @property
     def rows_per_step(self) -> int:

@@ -6,15 +6,15 @@ is a run for each of the six combinations and each of the three seeds: 18 runs. 
 has no field in `GRPOConfig` and no line in a YAML file.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import re
 from dataclasses import dataclass
 from typing import Any, get_origin
 
+from fastgrpo.config.fields import bare, check_name, hints
 from fastgrpo.config.recipe import parse, take_flag, take_flags
-from fastgrpo.config.settings import GRPOConfig, check_name
+from fastgrpo.config.settings import GRPOConfig
 
 FLAGS = ("--sweep", "--sweep_seeds", "--sweep_jobs")
 LONGEST_NAME = 120  # characters of what was swept in the name of a folder
@@ -106,11 +106,11 @@ def _values(flag, text):
 
 def runs_of(argv: list[str], sweep: Sweep) -> list[SweepRun]:
     """Make the runs of a sweep: every combination of the settings, with every seed. All are parsed and checked here."""
-    types = {field.name: field.type for field in dataclasses.fields(GRPOConfig)}
     runs, (shared, _) = [], take_flag(argv, "--output_dir")
+    kinds = hints(GRPOConfig)
     for values in itertools.product(*sweep.grid.values()):
         chosen = dict(zip(sweep.grid, values, strict=True))
-        varied = [word for name, value in chosen.items() for word in (f"--{name}", *_words(value, types[name]))]
+        varied = [word for name, value in chosen.items() for word in (f"--{name}", *_words(value, kinds[name]))]
         setting = ",".join(f"{name}={value}" for name, value in chosen.items())
         for seed in sweep.seeds or [None]:
             own = (*varied, *(() if seed is None else ("--seed", seed)))
@@ -135,4 +135,4 @@ def runs_of(argv: list[str], sweep: Sweep) -> list[SweepRun]:
 
 def _words(value: str, kind: Any) -> list[str]:
     """Return the arguments that a value becomes: several for a setting that is a list."""
-    return value.split() if get_origin(kind) is tuple else [value]
+    return value.split() if get_origin(bare(kind)) is list else [value]

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastgrpo.config.fields import keywords, typed
+from fastgrpo.config.fields import Whole, convert, keywords
 from fastgrpo.config.generation_kwargs import generation
 from fastgrpo.config.trl_names import OTHER_DEFAULTS, THEIRS
 
@@ -31,12 +31,12 @@ _LOADING = {
 def batch(stated: Stated) -> dict[str, Any]:
     """Translate the sizes of batches: a rollout is one generation batch of TRL, over all processes."""
     sizes = {name: stated.get(name, THEIRS[name][0]) for name in BATCH}
-    sizes = {name: value if value is None else typed(name, value, int) for name, value in sizes.items()}
+    sizes = {name: value if value is None else convert(name, value, Whole) for name, value in sizes.items()}
     for name, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     device, accumulated, steps, whole = sizes.values()
-    group = typed("num_generations", stated.get("num_generations", 8), int)
+    group = convert("num_generations", stated.get("num_generations", 8), Whole)
     at_once = device * world_size()
     given = f"per_device_train_batch_size={device} x WORLD_SIZE={world_size()}"
     if steps is not None and whole is not None:
@@ -83,7 +83,7 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
     stated, counts, counted = settings, defaults | settings, {}
     for name in (*ROUNDED, *EXACT):
         count = counts.get(name)
-        if count is None or (count := typed(name, count, float)) < 1:  # -1 steps, or a share of the run
+        if count is None or (count := convert(name, count, float)) < 1:  # -1 steps, or a share of the run
             continue
         if name in EXACT and name in stated and count % updates:
             raise ValueError(
@@ -178,7 +178,6 @@ TRANSLATIONS: dict[tuple[str, ...], Callable[[Stated], dict[str, Any]]] = {
 # Values of settings of the same name that TRL writes otherwise.
 VALUES: dict[str, Callable[[Any], Any]] = {
     "scale_rewards": lambda value: {True: "group", False: "none"}[value] if isinstance(value, bool) else value,
-    "reward_weights": lambda value: () if value is None else value,
-    "report_to": lambda value: ("none",) if value is None or value == [] else value,
+    "report_to": lambda value: None if value == [] else value,
     "disable_tqdm": lambda value: False if value is None else value,
 }

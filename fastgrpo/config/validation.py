@@ -1,23 +1,94 @@
-"""Rules about combinations of settings. The field of a setting says which values it may have by itself.
+"""Rules about several settings, the settings that have an effect only with others, and what a resumed run may change.
 
-A rule is a function whose parameters are named like the settings that it checks, and `RULES` lists every rule. It
-applies to each record that has all of its settings, so evaluate and chat are checked by the same rules as `GRPOConfig`.
+A rule is a function whose parameters are named like the settings that it checks. It applies to each record that has
+all of them, so evaluate and chat are checked by the same rules as `GRPOConfig`.
 """
 
+import dataclasses
 import inspect
 from typing import Any
 
-from fastgrpo.config.fields import check_conditions, check_fields
+# The condition, in words that follow "has an effect only where" -> when it holds, and the settings that need it.
+ONLY_WHERE = {
+    "rollout_backend is fast": (
+        lambda s: s.rollout_backend == "fast",
+        "rollout_attention rollout_memory_utilization rollout_enforce_eager",
+    ),
+    "eval_num_generations is above 0": (
+        lambda s: s.eval_num_generations > 0,
+        "eval_temperature eval_top_p eval_top_k",
+    ),
+    "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
+    "task is gsm8k": (lambda s: s.task == "gsm8k", "curriculum_iters"),
+    "dynamic_sampling is True": (lambda s: s.dynamic_sampling, "max_num_gen_batches"),
+    "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)": (
+        lambda s: s.max_steps == -1,
+        "num_train_epochs",
+    ),
+    "lr_scheduler_type is not constant (constant_with_warmup is the one with a warmup)": (
+        lambda s: s.lr_scheduler_type != "constant",
+        "warmup_steps",
+    ),
+    "log_completions is True": (lambda s: s.log_completions, "num_completions_to_print"),
+    "metric_for_best_model is set": (lambda s: s.metric_for_best_model is not None, "greater_is_better"),
+    "resume_from_checkpoint is set": (lambda s: s.resume_from_checkpoint is not None, "resume_ignore"),
+    "report_to has wandb or trackio": (lambda s: {"wandb", "trackio"} & {*s.report_to}, "project"),
+    "importance_sampling_mode is set": (
+        lambda s: s.importance_sampling_mode is not None,
+        "importance_sampling_clip_max importance_sampling_clip_min",
+    ),
+    "use_adaptive_entropy is True": (
+        lambda s: s.use_adaptive_entropy,
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+    ),
+    "loss_type is sapo": (lambda s: s.loss_type == "sapo", "sapo_temperature_pos sapo_temperature_neg"),
+    "loss_type is vespo": (
+        lambda s: s.loss_type == "vespo",
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
+    ),
+    "mask_truncated_completions is True": (lambda s: s.mask_truncated_completions, "masked_completions_in_group"),
+    "beta is above 0": (lambda s: s.beta != 0, "kl ref_device ref_quantization sync_ref_model"),
+    "sync_ref_model is True": (lambda s: s.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
+    "parallel is fsdp2": (lambda s: s.parallel == "fsdp2", "fsdp_reshard_after_forward fsdp_cpu_offload"),
+}
+# The setting -> its condition, in words and as a function of all settings.
+CONDITIONS = {name: (text, holds) for text, (holds, names) in ONLY_WHERE.items() for name in names.split()}
+# What a resumed run may change; it then continues bit for bit.
+RESUME_MAY_CHANGE = """
+reward_timeout reward_errors reward_workers max_eval_samples eval_num_generations eval_temperature eval_top_p
+eval_top_k quiet logging_samples log_completions num_completions_to_print output_dir overwrite_output_dir
+logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
+metric_for_best_model greater_is_better resume_from_checkpoint resume_ignore profile report_to run_name project
+push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
+"""
+# What it may change with a warning, because it then does not continue bit for bit.
+RESUME_INEXACT = """
+dtype device max_num_seqs rollout_attention rollout_memory_utilization rollout_enforce_eager reward_device
+use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch share_prompt
+ref_device fsdp_reshard_after_forward fsdp_cpu_offload
+"""
+RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
+
+
+def on_resume(name: str) -> str:
+    """Say what a resumed run may do with a setting: "free", "inexact" or "same"."""
+    return "free" if name in RESUME_MAY_CHANGE else "inexact" if name in RESUME_INEXACT else "same"
 
 
 def validate(record: Any) -> None:
-    """Refuse a record whose settings are not allowed, do not go together, or have no effect."""
-    check_fields(record)
+    """Refuse a record whose settings do not go together, or have no effect."""
     for rule in RULES:
         names = inspect.signature(rule).parameters
         if all(hasattr(record, name) for name in names):
             rule(**{name: getattr(record, name) for name in names})
-    check_conditions(record)
+    for field in dataclasses.fields(record):
+        value, (text, holds) = getattr(record, field.name), CONDITIONS.get(field.name, ("", None))
+        if holds is not None and value != field.default and not holds(record):
+            default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            raise ValueError(
+                f"{field.name} has an effect only where {text}; leave it out or, where a recipe sets it, "
+                f"pass --{field.name} {default}"
+            )
 
 
 def _groups_fit(max_num_seqs, num_generations):

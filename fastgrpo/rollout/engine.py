@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.config.sections import MEMORY_UTILIZATION
 from fastgrpo.data.records import Rollout
+from fastgrpo.loss.interval import Interval
 from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.rollout.attention import DecodeAttention, PrefillAttention, choose_provider, make_provider
@@ -62,7 +62,7 @@ class RolloutEngine(RolloutBackend):
         reserved: Callable[[], int] | None = None,
     ):
         super().__init__(model, max_num_seqs)
-        MEMORY_UTILIZATION.check("memory_utilization", memory_utilization)
+        Interval(above=0, at_most=1).check("memory_utilization", memory_utilization)
         self.attention, self.memory_utilization, self.reserved = attention, memory_utilization, reserved
         self.on_gpu = self.policy.device.type == "cuda"
         if attention != "auto":  # what cannot work is refused before anything is drawn

@@ -5,23 +5,21 @@ Shapes: S completions of which the next token is drawn, V vocabulary.
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fastgrpo.config.fields import Interval
-from fastgrpo.config.sections import MIN_P, REPETITION_PENALTY, TEMPERATURE, TOP_K, TOP_P
+from fastgrpo.loss.interval import TEMPERATURE, Interval
 
-# The settings of the same names have the same bounds.
 BOUNDS = {
-    "temperature": TEMPERATURE,
-    "top_p": TOP_P,
-    "top_k": TOP_K,
-    "min_p": MIN_P,
-    "repetition_penalty": REPETITION_PENALTY,
+    "temperature": replace(TEMPERATURE, or_zero=True),  # 0 is greedy
+    "top_p": Interval(above=0, at_most=1),
+    "top_k": Interval(at_least=0),
+    "min_p": Interval(at_least=0, at_most=1),
+    "repetition_penalty": Interval(above=0),
     "max_tokens": Interval(at_least=1),
 }
 # What the check of the kernels of a draw computes: lanes, and how far a random number may lie outside of its token's

@@ -14,9 +14,9 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from fastgrpo._version import __version__
-from fastgrpo.config.fields import setting_of
 from fastgrpo.config.sections import HUB_DATA
 from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.config.validation import on_resume
 from fastgrpo.data.records import TrainerState
 from fastgrpo.run.curves import markdown_table
 
@@ -129,7 +129,7 @@ def _settings(args):
     changed = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(args)
-        if field.name not in PLACES and setting_of(field).resume != "free"
+        if field.name not in PLACES and on_resume(field.name) != "free"
     }
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     lines = [(f"`{name}`", _shown(value)) for name, value in changed.items() if value != defaults[name]]

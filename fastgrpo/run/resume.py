@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from fastgrpo.config.fields import setting_of
 from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.config.validation import CONDITIONS, on_resume
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
 from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
@@ -131,8 +131,7 @@ def set_aside(folder: RunFolder, step: int, say: Callable[[str], None]) -> None:
 def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str], None]) -> None:
     """Compare the settings with those of a checkpoint. A change is allowed, gives a warning, or is refused.
 
-    The field of each setting says which of these applies (`Setting.resume`). A setting that had no effect and has
-    none now may differ.
+    `on_resume` says which of these applies to a setting. A setting that had no effect and has none now may differ.
     """
     state = read_state(checkpoint)
     if state["command"] != config.command:
@@ -145,10 +144,10 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
     for field in fields(config):
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
-        rule, effect = setting_of(field).resume, setting_of(field).compared or setting_of(field).active
+        rule, (_, holds) = on_resume(field.name), CONDITIONS.get(field.name, (None, None))
         if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
             continue
-        if effect is not None and not (effect.holds(earlier) or effect.holds(config)):
+        if holds is not None and not (holds(earlier) or holds(config)):
             continue
         if rule == "same":
             anew = (

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from fastgrpo.config.fields import setting_of
 from fastgrpo.config.sweep import Sweep, SweepRun
+from fastgrpo.config.validation import on_resume
 from fastgrpo.run.folder import LOCK, SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.sweep_report import draw_sweep, figures_of, table_of, write_table
@@ -92,7 +92,7 @@ def is_done(run: SweepRun, path: Path) -> bool:
         return False
     now, same = json.loads(json.dumps(asdict(run.config))), True  # through JSON, where tuples are lists
     for field in fields(run.config):
-        old, new, rule = before.get(field.name, field.default), now[field.name], setting_of(field).resume
+        old, new, rule = before.get(field.name, field.default), now[field.name], on_resume(field.name)
         if rule == "same" and old != new:
             raise ValueError(
                 f"{path} holds a run with {field.name}={old!r}, now it is {new!r}; choose another output_dir"

@@ -1,45 +1,47 @@
-"""What a setting's field records, and what is refused from it."""
+"""The form of settings: what is converted, what is refused and how this is told."""
 
 import dataclasses
-from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
 from fastgrpo.config.fields import (
-    REQUIRED,
-    Interval,
+    Count,
     Keywords,
-    Setting,
-    When,
-    check_conditions,
-    check_fields,
+    Positive,
+    Several,
+    Whole,
+    allowed,
+    convert,
     did_you_mean,
-    documented,
+    each_of,
     keywords,
-    setting,
-    setting_of,
-    typed,
+    settings_class,
 )
 
-LOUD = When("loud is True", lambda settings: settings.loud)
 
-
-@documented
-@dataclass(frozen=True)
+@settings_class
 class Radio:
     """A radio."""
 
-    volume: int = setting(3, "How loud it is.", within=Interval(at_least=0, at_most=11, why="it has no twelve"))
-    band: str | None = setting(None, "Band of the waves.", choices=(None, "fm", "am"), resume="free")
-    stations: tuple[float, ...] = setting((), "Frequencies in MHz.", within=Interval(above=0))
-    loud: bool = setting(False, "Play to the neighbours.")
-    echo: float = setting(0.0, "Seconds of echo.", active=LOUD)
+    name: str
+    """Its name."""
+    volume: Annotated[Whole, Field(ge=0, le=11)] = 3
+    """How loud
+    it is."""
+    band: Literal["fm", "am"] | None = None
+    """Band of the waves."""
+    stations: Several[Positive] = (98.5,)
+    """Frequencies in MHz."""
+    outputs: each_of("speaker", "line") = ()
+    """Where the sound goes."""
 
 
 def test_keyword_arguments_become_their_json_text():
     for value in ({"a": 1, "b": [True, None]}, '{"a": 1, "b": [true, null]}'):
-        assert typed("extra", value, Keywords | None) == '{"a": 1, "b": [true, null]}'
-    assert typed("extra", None, Keywords | None) is None
+        assert convert("extra", value, Keywords | None) == '{"a": 1, "b": [true, null]}'
+    assert convert("extra", None, Keywords | None) is None
     assert keywords("extra", '{"a": 1}') == {"a": 1} and keywords("extra", None) == {}
     for value, told in (
         ("{'a': 1}", "extra must be a dictionary of what JSON can hold, or its text: Expecting"),
@@ -48,52 +50,56 @@ def test_keyword_arguments_become_their_json_text():
         (7, "extra must be a dictionary or its JSON text, got 7"),
     ):
         with pytest.raises(ValueError, match=told):
-            typed("extra", value, Keywords | None)
-
-
-def test_the_reason_of_an_interval_is_told():
-    with pytest.raises(ValueError, match=r"^volume must be in \[0, 11\], got 12: it has no twelve$"):
-        check_fields(Radio(volume=12))
+            convert("extra", value, Keywords | None)
 
 
 @pytest.mark.parametrize(
-    "settings, match",
+    "stated, told",
     [
+        ({"volume": 12}, r"volume must be in \[0, 11\], got 12"),
+        ({"volume": 2.5}, "volume must be a whole number, got 2.5"),
+        ({"volume": True}, "volume must be a whole number below 2.63, got True"),
+        ({"volume": 2**63}, "volume must be a whole number below 2.63, got 9223372036854775808"),
         ({"band": "lw"}, "band must be one of None, fm, am, got 'lw'"),
         ({"stations": (98.5, -1)}, "stations must be positive, got -1"),
-        ({"volume": None}, "volume must be given, got None"),
+        ({"outputs": "phones"}, "outputs must be one of speaker, line, got 'phones'"),
+        ({"name": None}, r"name must be text \(in quotes\), got None"),
+        ({"volume": -1, "band": 3}, "volume must be in .*, got -1\nband must be one of None, fm, am, got 3"),
     ],
 )
-def test_what_a_field_does_not_allow(settings, match):
-    with pytest.raises(ValueError, match=match):
-        check_fields(Radio(**settings))
+def test_each_mistake_is_told_in_a_line(stated, told):
+    with pytest.raises(ValueError, match=f"^{told}$"):
+        Radio(**{"name": "x", **stated})
 
 
-def test_a_setting_without_effect_is_refused():
-    check_conditions(Radio(loud=True, echo=0.5))
-    remedy = "leave it out or, where a recipe sets it, pass --echo 0.0"
-    with pytest.raises(ValueError, match=rf"^echo has an effect only where loud is True; {remedy}$"):
-        check_conditions(Radio(echo=0.5))
+def test_an_unknown_or_missing_setting_is_named():
+    with pytest.raises(TypeError, match="Radio: unknown setting 'volum'; did you mean 'volume'"):
+        Radio(name="x", volum=1)
+    with pytest.raises(ValueError, match=r"^name must be given$"):
+        Radio()
 
 
-def test_help_and_docstring_hold_everything():
-    fields = {field.name: field for field in dataclasses.fields(Radio)}
-    assert fields["volume"].metadata["help"] == "How loud it is. It must be in [0, 11]."
-    assert fields["echo"].metadata["help"] == "Seconds of echo. It has an effect only where loud is True."
-    assert setting_of(fields["band"]) == Setting("Band of the waves.", (None, "fm", "am"), resume="free")
-    assert Radio.__doc__.splitlines()[:3] == ["A radio.", "", "Attributes:"]
-    assert "    band: Band of the waves. It must be one of None, fm, am." in Radio.__doc__
+def test_the_record_is_a_dataclass_with_help():
+    radio = Radio(name="x", volume="1e1", stations=101)
+    assert (radio.volume, radio.stations, radio.outputs) == (10, (101.0,), ())
+    assert dataclasses.replace(radio, volume=2) == Radio(name="x", volume=2, stations=[101])
+    assert Radio(name="x", stations=None).stations == (98.5,)
+    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Radio)}
+    assert helps["volume"] == "How loud it is." and helps["band"] == "Band of the waves."
 
 
-def test_a_setting_may_have_to_be_given():
-    @dataclass(frozen=True)
-    class Named:
-        size: int = setting(1, "Its size.")
-        name: str = setting(REQUIRED, "Its name.")
-
-    assert Named(name="x").name == "x"
-    with pytest.raises(TypeError, match="name"):
-        Named()
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (int, ""), (Count | None, "at least 1"), (Positive, "positive"),
+        (Annotated[float, Field(ge=0, lt=1)], "in [0, 1)"),
+        (Annotated[float, Field(gt=2)], "above 2"), (Annotated[float, Field(lt=2)], "below 2"),
+        (Annotated[float, Field(le=2)], "at most 2"), (Literal["a", True], "one of a, True"),
+        (each_of("a", "b"), "one of a, b"),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_is_said_in_words(kind, words):
+    assert allowed(kind) == words
 
 
 def test_the_nearest_name_is_suggested():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults, unchecked
+from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.tasks import find_task
@@ -132,11 +132,6 @@ def test_flags_go_before_the_file_before_the_tasks_recipe(tmp_path):
     gsm8k = parse(["--task", "gsm8k", "--reward_weights", "1", "0.5", "0.1", "--gradient_checkpointing", "False"])
     assert gsm8k.task == "gsm8k" and gsm8k.prompts_per_step == 8
     assert gsm8k.reward_weights == (1.0, 0.5, 0.1) and gsm8k.gradient_checkpointing is False
-
-
-def test_what_nobody_has_checked_keeps_its_defaults():
-    config = unchecked(GRPOConfig, {"num_generations": 1})
-    assert config.num_generations == 1 and config.beta == 0.0  # GRPOConfig(num_generations=1) would be refused
 
 
 def test_a_task_may_ship_no_recipe():

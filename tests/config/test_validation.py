@@ -1,11 +1,11 @@
 """Settings that do not go together: each refusal names them and the remedy, in every record that has them."""
 
 import inspect
-from dataclasses import dataclass
 
 import pytest
 
 from fastgrpo.config import validation
+from fastgrpo.config.fields import settings_class
 from fastgrpo.config.sections import EngineConfig, EvaluationConfig
 from fastgrpo.config.settings import GRPOConfig, Settings
 from fastgrpo.config.supervised import SFTConfig
@@ -67,7 +67,7 @@ def test_settings_that_do_not_go_together(rule):
     settings, match = CASES[rule]
     with pytest.raises(ValueError, match=match) as error:
         RECORDS.get(rule, GRPOConfig)(**settings)
-    assert error.traceback[-1].name == rule
+    assert "\n" not in str(error.value)
 
 
 def test_every_rule_is_tried_and_looks_at_settings_that_exist():
@@ -115,7 +115,7 @@ def test_what_goes_together():
 
 
 def test_rules_hold_for_every_record_that_has_their_settings():
-    @dataclass(frozen=True)
+    @settings_class
     class Measuring(EvaluationConfig, EngineConfig, Settings):
         pass
 

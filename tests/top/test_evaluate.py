@@ -10,7 +10,7 @@ import tiny
 import torch
 from ranks import start
 
-from fastgrpo.config.fields import setting_of
+from fastgrpo.config.fields import hints
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Rollout, TrainerState
 from fastgrpo.evaluate import EvaluateConfig, main, parse
@@ -294,9 +294,9 @@ def test_the_settings_are_those_of_training():
     training = {field.name: field for field in dataclasses.fields(GRPOConfig)}
     for field in dataclasses.fields(EvaluateConfig):
         if field.name not in ("models", "output", "max_eval_samples"):
-            assert (
-                setting_of(field) is setting_of(training[field.name]) and field.default == training[field.name].default
-            )
+            other = training[field.name]
+            assert (field.default, field.metadata) == (other.default, other.metadata)
+            assert hints(EvaluateConfig)[field.name] == hints(GRPOConfig)[field.name]
     # A person waits for the evaluations of a run, and asks this command for all rows.
     assert config.max_eval_samples is None and GRPOConfig().max_eval_samples == 500
     assert not {"learning_rate", "num_generations", "dataset_train_split"} & {*dir(config)}
