@@ -95,7 +95,7 @@ class EngineConfig:
     rollout_backend: Literal["fast", "hf"] = "fast"
     """Backend that draws completions: fast is this package's engine, hf is transformers' generate, which is slower and
     takes models that the engine refuses."""
-    rollout_attention: Literal["auto", "triton", "flash_attn", "varlen", "sdpa", "products"] = "auto"
+    rollout_attention: Literal["auto", "triton", "flash_attn", "sdpa", "products"] = "auto"
     """Implementation of attention in decode steps; auto chooses one that works on this machine."""
     rollout_memory_utilization: Share = 0.7
     """Share that the keys and values of rollouts may take of the device's memory that is left after everything else
