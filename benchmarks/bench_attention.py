@@ -23,9 +23,8 @@ from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, at_most, finish, name
 from benchmarks.models import QWEN, Size, random_model
 from fastgrpo import linear_grpo_loss
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.batch import Batch, micro_batches
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.microbatches import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 

@@ -30,8 +30,8 @@ from fastgrpo.kernel_checks.clock import copy_limit
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.slots import kv_token_bytes
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.slots import kv_token_bytes
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LARGE = CUDA and not SMALL

@@ -36,9 +36,9 @@ from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import complete
 from fastgrpo.evaluation.reward_check import Finding, check_reward
+from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
-from fastgrpo.policy.placement import choose_device
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards

@@ -143,7 +143,7 @@ def packages() -> Iterator[tuple[str, str]]:
 def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     """Plan the memory of a run."""
     from fastgrpo.config.recipe import parse
-    from fastgrpo.policy.placement import choose_device, choose_dtype
+    from fastgrpo.policy.device import choose_device, choose_dtype
     from fastgrpo.rollout.slots import memory_left
     from fastgrpo.trainer.memory import gib, judges_to_come, outline, plan, unplannable
 

@@ -31,8 +31,8 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import comparison, evaluate
+from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
-from fastgrpo.policy.placement import choose_device
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rollout import make_backend

@@ -1,8 +1,8 @@
 """Attention over packed tokens, by one function that is registered with transformers and serves every model.
 
 transformers hands the queries, keys and values of each layer to the function that the model's config names, and passes
-unknown keyword arguments through. Our function forwards them to the `context` of the call, which is a
-`PackedAttention` in training and one of the two contexts of `rollout/attention.py` in generation. No model is rewritten.
+unknown keyword arguments through. Our function forwards them to the `context` of the call: a `PackedAttention` in
+training, and one of the two contexts of `rollout/attention.py` in generation. No model is rewritten.
 
 Shapes: N packed tokens, H query heads, K key heads, d head width.
 """
@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from fastgrpo.policy.segments import Segments
-from fastgrpo.policy.varlen import VarlenAttention
+from fastgrpo.policy.varlen import Segments, VarlenAttention
 
 NAME = "fastgrpo"
 

@@ -5,7 +5,7 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.policy.packages import package_obstacle
+from fastgrpo.policy.device import package_obstacle
 
 logger = logging.getLogger(__name__)
 

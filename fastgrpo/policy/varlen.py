@@ -12,20 +12,341 @@ The backward pass over either set needs only the merged output and log-sum-exp, 
 This is why every `AttentionKernel` returns its log-sum-exp, and why its backward pass takes the output and the
 log-sum-exp of the whole softmax.
 
-Shapes: N packed query tokens, M packed key tokens, H query heads, K key heads (H is a multiple of K), d head width.
+flash-attn and PyTorch read packed tokens. Elsewhere sequences of similar length share a bucket, padded to the longest
+of it (`PaddedAttention`): many short sequences are one bucket, and a long sequence stands nearly alone. A bucket is
+computed by PyTorch's FlashAttention for CPUs, or by plain matrix products, some queries at a time.
+
+Shapes: N packed query tokens, M packed key tokens, S sequences, H query heads, K key heads (H is a multiple of K),
+d head width. In a bucket, S counts only its sequences, with T padded queries and U padded keys each. A "place" is one
+of the S * T (or S * U) padded tokens of a bucket.
 """
 
 import logging
-from functools import cache
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 
 from fastgrpo.kernels.objectives import first_order
-from fastgrpo.policy.packages import package_obstacle
-from fastgrpo.policy.padded import PaddedAttention
-from fastgrpo.policy.segments import AttentionKernel, Segments
+from fastgrpo.loss.staging import to_device
+from fastgrpo.policy.device import package_obstacle
 
 logger = logging.getLogger(__name__)
+
+WASTE = 1.25  # the scores that a bucket computes may be this many times those that count,
+SPARE = 2**17  # plus this many, because one more bucket costs about as much as so many scores
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, padded to the longest of them.
+
+    Attributes:
+        size: S, the number of sequences.
+        queries: [S * T] int64. Index of the packed query at each place; a padded place repeats the sequence's last one.
+        keys: [S * U] int64. Index of the packed key at each place; a padded place repeats the sequence's last one.
+        unused: int64 places of the queries that are padding, or None if there are none.
+        bias: [S, 1, 1, U] fp32, -inf at keys that are padding and 0 elsewhere, or None if no query would see padding.
+    """
+
+    size: int
+    queries: torch.Tensor
+    keys: torch.Tensor
+    unused: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def bias_in(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Cast the bias to the dtype of the queries.
+
+        Returns:
+            [S, 1, 1, U], or None where the bucket has no bias.
+        """
+        return None if self.bias is None else self.bias.to(dtype)
+
+
+class Buckets:
+    """The layout of packed sequences in buckets of similar length.
+
+    `place_q` [N] and `place_k` [M] tell at which place of all buckets, one after another, each packed query and key
+    stands.
+    """
+
+    def __init__(self, queries: list[int], keys: list[int], device: torch.device | str, causal: bool) -> None:
+        queries, keys = torch.tensor(queries), torch.tensor(keys)
+        self.place_q = torch.empty(int(queries.sum()), dtype=torch.int64)
+        self.place_k = torch.empty(int(keys.sum()), dtype=torch.int64)
+        starts_q, starts_k = queries.cumsum(0) - queries, keys.cumsum(0) - keys
+        self.buckets, base_q, base_k = [], 0, 0
+        for chosen in self._similar(queries.tolist(), keys.tolist()):
+            rows_q, used_q = self._grid(starts_q[chosen], queries[chosen])
+            rows_k, used_k = self._grid(starts_k[chosen], keys[chosen])
+            self.place_q[rows_q[used_q]] = used_q.flatten().nonzero()[:, 0] + base_q
+            self.place_k[rows_k[used_k]] = used_k.flatten().nonzero()[:, 0] + base_k
+            base_q, base_k = base_q + rows_q.numel(), base_k + rows_k.numel()
+            unused = None if used_q.all() else to_device((~used_q).flatten().nonzero()[:, 0], device)
+            bias = None
+            if not causal and not used_k.all():
+                bias = torch.zeros(used_k.shape).masked_fill_(~used_k, -torch.inf)[:, None, None]
+                bias = to_device(bias, device)
+            places = (to_device(rows.flatten(), device) for rows in (rows_q, rows_k))
+            self.buckets.append(Bucket(len(chosen), *places, unused, bias))
+        self.place_q, self.place_k = to_device(self.place_q, device), to_device(self.place_k, device)
+
+    @staticmethod
+    def _similar(queries, keys):
+        """Sort the sequences into buckets; returns the numbers of each bucket's sequences."""
+        buckets, width, height, scores = [], 0, 0, 0
+        for i in sorted(range(len(queries)), key=lambda i: (keys[i], queries[i])):
+            width, height, scores = max(width, queries[i]), max(height, keys[i]), scores + queries[i] * keys[i]
+            if not buckets or (len(buckets[-1]) + 1) * width * height > WASTE * scores + SPARE:
+                buckets.append([])
+                width, height, scores = queries[i], keys[i], queries[i] * keys[i]
+            buckets[-1].append(i)
+        return [torch.tensor(sorted(bucket)) for bucket in buckets]
+
+    @staticmethod
+    def _grid(starts, lengths):
+        """Return the index of the packed token at every place and whether the place is used, both [S, longest]."""
+        offsets = torch.arange(int(lengths.max()))
+        return starts[:, None] + torch.minimum(offsets, lengths[:, None] - 1), offsets < lengths[:, None]
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self.buckets)
+
+
+class Segments:
+    """S sequences of packed queries, and the packed keys that each sequence attends to."""
+
+    def __init__(
+        self,
+        queries: list[int],
+        keys: list[int],
+        device: torch.device | str,
+        *,
+        causal: bool,
+        query_span: slice = slice(None),
+        key_span: slice = slice(None),
+    ) -> None:
+        assert len(queries) == len(keys) and min(queries) > 0 and min(keys) > 0
+        assert not causal or queries == keys
+        self.queries, self.keys, self.device, self.causal = queries, keys, device, causal
+        self.query_span, self.key_span = query_span, key_span
+        self.max_q, self.max_k = max(queries), max(keys)
+
+    def _bounds(self, lengths):
+        return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), self.device)
+
+    @cached_property
+    def cu_seqlens_q(self) -> torch.Tensor:
+        """Where each sequence's queries begin and the last ones end: [S+1] int32 on the device."""
+        return self._bounds(self.queries)
+
+    @cached_property
+    def cu_seqlens_k(self) -> torch.Tensor:
+        """Where each sequence's keys begin and the last ones end: [S+1] int32 on the device."""
+        return self.cu_seqlens_q if self.causal else self._bounds(self.keys)
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The layout by sequence for kernels that cannot read packed tokens."""
+        return Buckets(self.queries, self.keys, self.device, self.causal)
+
+
+class AttentionKernel(ABC):
+    """What computes attention over packed sequences.
+
+    Attributes:
+        name: What the log calls it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend within the sequences.
+
+        Args:
+            query: [N, H, d].
+            key: [M, K, d].
+            value: [M, K, d].
+            segments: The sequences, which cover all N queries and M keys.
+            scale: Factor on the scores before the softmax.
+
+        Returns:
+            The output [N, H, d] in the dtype of the query, and the log-sum-exp of the scores [H, N] in fp32 (fp64 for
+            fp64 queries).
+        """
+
+    @abstractmethod
+    def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 out: torch.Tensor, lse: torch.Tensor, segments: Segments,
+                 scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Compute the gradients that pass through these keys, by the formulas of varlen.py.
+
+        Args:
+            grad: [N, H, d] gradient of the output.
+            query: [N, H, d].
+            key: [M, K, d].
+            value: [M, K, d].
+            out: [N, H, d] output of the whole softmax, over these keys and all others.
+            lse: [H, N] contiguous log-sum-exp of the whole softmax.
+            segments: The sequences, which cover all N queries and M keys.
+            scale: Factor on the scores before the softmax.
+        """
+
+
+SCORES_AT_ONCE = 2**26  # scores that plain matrix products hold at once: 256 MiB in fp32
+
+
+def lay_out(
+    tensor: torch.Tensor, tokens: torch.Tensor, size: int, heads: int, zero: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy packed tokens to their places in a bucket, and repeat each key head for the query heads that share it.
+
+    Args:
+        tensor: [N, K, d] packed queries, keys or values.
+        tokens: [S * T] int64. Index of the packed token at each place.
+        size: S, the sequences of the bucket.
+        heads: H, a multiple of K.
+        zero: int64 places that are set to 0, or None.
+
+    Returns:
+        [S, H, T, d].
+    """
+    out = tensor.index_select(0, tokens)
+    if zero is not None:
+        out.index_fill_(0, zero, 0)
+    out = out.unflatten(0, (size, -1)).transpose(1, 2)
+    return out if tensor.shape[1] == heads else out.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+def collect(parts: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
+    """Copy the results of all buckets back to the order of the packed tokens.
+
+    Args:
+        parts: The result of each bucket, [S, H, T, d].
+        places: [N] int64. Place of each packed token among those of all buckets, one after another.
+
+    Returns:
+        [N, H, d].
+    """
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, places)
+
+
+def _wide(*tensors):
+    """Cast 16-bit tensors to fp32; fp32 and fp64 stay."""
+    return tuple(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors)
+
+
+class PaddedAttention(AttentionKernel):
+    """Lays the sequences out in buckets and calls a kernel of padded sequences on each bucket.
+
+    16-bit tensors are computed in fp32. PyTorch's FlashAttention for CPUs takes two to three times as long for bf16
+    where the CPU has no AMX, and plain products would round the scores.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._forward, self._backward = KERNELS[name]
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype, (query, key, value) = query.dtype, _wide(query, key, value)
+        heads, outs, lses = query.shape[1], [], []
+        for bucket in segments.buckets:
+            q = lay_out(query, bucket.queries, bucket.size, heads)
+            k, v = (lay_out(tensor, bucket.keys, bucket.size, heads) for tensor in (key, value))
+            out, lse = self._forward(q, k, v, bucket.bias_in(q.dtype), segments.causal, scale)
+            outs.append(out)
+            lses.append(lse[..., None])
+        places = segments.buckets.place_q
+        return collect(outs, places).to(dtype), collect(lses, places)[..., 0].T.contiguous()
+
+    def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 out: torch.Tensor, lse: torch.Tensor, segments: Segments,
+                 scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        dtype, (grad, query, key, value, out) = query.dtype, _wide(grad, query, key, value, out)
+        heads, gradients = query.shape[1], ([], [], [])
+        for bucket in segments.buckets:
+            dout = lay_out(grad, bucket.queries, bucket.size, heads, zero=bucket.unused)
+            q, o = (lay_out(tensor, bucket.queries, bucket.size, heads) for tensor in (query, out))
+            k, v = (lay_out(tensor, bucket.keys, bucket.size, heads) for tensor in (key, value))
+            log_sum = lay_out(lse.T[..., None], bucket.queries, bucket.size, heads)[..., 0]
+            dq, dk, dv = self._backward(dout, q, k, v, o, log_sum, bucket.bias_in(q.dtype), segments.causal, scale)
+            gradients[0].append(dq)
+            for tensor, of_heads in ((gradients[1], dk), (gradients[2], dv)):
+                tensor.append(of_heads.unflatten(1, (key.shape[1], -1)).sum(2) if heads > key.shape[1] else of_heads)
+        places = segments.buckets
+        packed = map(collect, gradients, (places.place_q, places.place_k, places.place_k))
+        return tuple(gradient.to(dtype) for gradient in packed)
+
+
+# The kernels of a bucket, in fp32 or fp64. Shapes: q, out and dout [S, H, T, d], k and v [S, H, U, d], lse [S, H, T],
+# bias [S, 1, 1, U] or None. The backward passes take out and lse of the whole softmax and return the gradients of q, k
+# and v.
+
+
+def _cpu_forward(q, k, v, bias, causal, scale):
+    """Return out and lse, by PyTorch's FlashAttention for CPUs."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def _cpu_backward(dout, q, k, v, out, lse, bias, causal, scale):
+    """Return the gradients, by PyTorch's FlashAttention for CPUs."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+
+
+def _blocks(q, k):
+    """Split the queries into slices whose scores are few enough to be held at once."""
+    step = max(1, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return [slice(start, start + step) for start in range(0, q.shape[2], step)]
+
+
+def _scores(q, k, block, bias, causal, scale):
+    """Return the scores of a block of the queries to all U keys, -inf where a key is hidden from a query."""
+    scores = q[:, :, block].mul(scale) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores += bias
+    if causal:
+        index = torch.arange(k.shape[2], device=k.device)
+        scores.masked_fill_(index > index[block, None], -torch.inf)
+    return scores
+
+
+def _math_forward(q, k, v, bias, causal, scale):
+    """Return out and lse, by matrix products."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    for block in _blocks(q, k):
+        scores = _scores(q, k, block, bias, causal, scale)
+        lse[:, :, block] = scores.logsumexp(-1)
+        out[:, :, block] = scores.softmax(-1) @ v
+    return out, lse
+
+
+def _math_backward(dout, q, k, v, out, lse, bias, causal, scale):
+    """Return the gradients by the formulas of varlen.py, as matrix products."""
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    mean = (dout * out).sum(-1, keepdim=True)  # D
+    for block in _blocks(q, k):
+        probs = (_scores(q, k, block, bias, causal, scale) - lse[:, :, block, None]).exp_()
+        dv += probs.transpose(-1, -2) @ dout[:, :, block]
+        dscores = probs.mul_(dout[:, :, block] @ v.transpose(-1, -2) - mean[:, :, block])
+        dq[:, :, block] = dscores @ k * scale
+        dk += dscores.transpose(-1, -2) @ q[:, :, block] * scale
+    return dq, dk, dv
+
+
+KERNELS = {"cpu": (_cpu_forward, _cpu_backward), "math": (_math_forward, _math_backward)}
+
 
 FLASH_ATTN = "flash_attn.flash_attn_interface"  # the module of flash-attn that we call
 HALF = (torch.float16, torch.bfloat16)

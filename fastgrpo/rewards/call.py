@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.config.sections import REWARD_ERRORS
 from fastgrpo.data.prompts import copied, shortened
 from fastgrpo.data.records import Completion, TrainerState
-from fastgrpo.policy.placement import choose_device
+from fastgrpo.policy.device import choose_device
 from fastgrpo.rewards.checks import check_function, names_of
 from fastgrpo.rewards.guard import Failure, attempt, awaited, slowness_told
 from fastgrpo.rewards.model import Judge

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.policy.files import loading
-from fastgrpo.policy.placement import choose_dtype
+from fastgrpo.policy.device import choose_dtype
+from fastgrpo.policy.load import loading
 
 BATCH_TOKENS = 16384  # tokens of one forward pass, padding included; a longer text has a pass of its own
 

@@ -30,7 +30,7 @@ from transformers import (
 
 from fastgrpo.config.sections import PRM_AGGREGATIONS
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.policy.files import loading
+from fastgrpo.policy.load import loading
 from fastgrpo.rewards.model import Judge
 from fastgrpo.rewards.steps import split_steps
 

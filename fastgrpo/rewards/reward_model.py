@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.policy.files import loading
+from fastgrpo.policy.load import loading
 from fastgrpo.rewards.model import Judge
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.attention import PackedAttention
-from fastgrpo.policy.packages import package_obstacle
+from fastgrpo.policy.device import package_obstacle
 from fastgrpo.policy.varlen import FLASH_ATTN
 from fastgrpo.rollout.slots import Cache, Slots
 

@@ -24,8 +24,8 @@ from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import Source
 from fastgrpo.data.examples import to_examples
+from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.load import load_policy, load_tokenizer
-from fastgrpo.policy.placement import choose_device
 from fastgrpo.rewards.finding import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.policy.peft_given import is_wrapper, lora_settings, unwrapped
+from fastgrpo.policy.lora import is_wrapper, lora_settings, unwrapped
 
 NOT_YET = {
     "tools": "let the model answer in one turn",

@@ -72,20 +72,20 @@ from fastgrpo.config.sections import RewardConfig
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.head_torch import chunk_rows
 from fastgrpo.loss.checks import HAS_TRITON
+from fastgrpo.policy.device import choose_device, choose_dtype
 from fastgrpo.policy.dry_run import without_weights
-from fastgrpo.policy.files import loading, read_config, read_json
 from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.liger_layers import would_apply
+from fastgrpo.policy.load import loading, read_config, read_json
 from fastgrpo.policy.lora import ADAPTER, add_lora
 from fastgrpo.policy.model import head_dim
-from fastgrpo.policy.placement import choose_device, choose_dtype
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import PRM, names_model
 from fastgrpo.rewards.model import same_device
 from fastgrpo.rewards.process_model import auto_class
-from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left
 from fastgrpo.rollout.attention import choose_provider
+from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left
 
 PROMPT_TOKENS = 256  # the length of a typical prompt
 # The times of a step at which most memory is held. What comes and goes is there at some of them.

@@ -22,7 +22,7 @@ from fastgrpo.config.supervised import SFTConfig
 from fastgrpo.data.examples import Example, is_example, to_examples
 from fastgrpo.data.records import Sample, Step
 from fastgrpo.data.sources import Curriculum, Source
-from fastgrpo.policy.dealing import Dealer
+from fastgrpo.policy.batch import Dealer
 from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.model import Policy

@@ -36,8 +36,7 @@ import torch
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Sample
 from fastgrpo.loss import GRPOLossOutput, Objective, linear_grpo_loss
-from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.dealing import Dealer
+from fastgrpo.policy.batch import Batch, Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Reference, Scoring, score
 from fastgrpo.ranks import ALONE, Ranks

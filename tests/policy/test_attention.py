@@ -6,9 +6,9 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from fastgrpo.policy.attention import NAME, PackedAttention
+from fastgrpo.policy.device import cast, choose_device
 from fastgrpo.policy.load import load_policy, prepare
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.placement import cast, choose_device
 
 
 def packed(sequences):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.dealing import Dealer
+from fastgrpo.policy.batch import Dealer
 from fastgrpo.ranks import Ranks
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import tiny
 
-from fastgrpo.policy.files import check_end_ids, check_tokenizer_files, loading, read_config, read_json, refuse_code
+from fastgrpo.policy.load import check_end_ids, check_tokenizer_files, loading, read_config, read_json, refuse_code
 
 
 @pytest.fixture

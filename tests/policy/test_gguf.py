@@ -8,9 +8,8 @@ import tiny_gguf
 import torch
 
 from fastgrpo import chat, doctor
-from fastgrpo.policy.files import read_config
 from fastgrpo.policy.gguf import find_gguf
-from fastgrpo.policy.load import load_model, load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import load_model, load_policy, load_tokenizer, read_config, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.train import main
 

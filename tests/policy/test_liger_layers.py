@@ -10,7 +10,7 @@ import torch
 from launches import meta_gpu
 
 from fastgrpo.policy import liger_layers as liger
-from fastgrpo.policy import packages
+from fastgrpo.policy import device
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.liger_layers import apply_liger
@@ -20,9 +20,9 @@ from fastgrpo.policy.reference import frozen_copy
 
 @pytest.fixture(autouse=True)
 def asked_anew():
-    packages.package_obstacle.cache_clear()
+    device.package_obstacle.cache_clear()
     yield
-    packages.package_obstacle.cache_clear()
+    device.package_obstacle.cache_clear()
 
 
 def test_on_a_cpu_it_is_off_unless_asked_for():
@@ -38,7 +38,7 @@ def on_a_gpu(model_type):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
     assert not apply_liger(on_a_gpu("qwen2"))
     with pytest.raises(ValueError, match=r"pip install 'fastgrpo\[train\]'"):
         apply_liger(on_a_gpu("qwen2"), True)

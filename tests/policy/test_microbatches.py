@@ -6,8 +6,7 @@ import random
 import pytest
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.microbatches import micro_batches
+from fastgrpo.policy.batch import Batch, micro_batches
 
 
 def inputs(samples, indices, share_prompt=True):

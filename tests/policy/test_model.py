@@ -8,9 +8,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from fastgrpo import linear_logprob
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.device import cast
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.placement import cast
 
 CAP = 2.0
 IDS = torch.tensor([5, 9, 20, 7, 11])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastgrpo.policy.packages import package_obstacle
+from fastgrpo.policy.device import package_obstacle
 
 
 @pytest.fixture

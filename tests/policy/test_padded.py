@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from fastgrpo.policy import segments
-from fastgrpo.policy.padded import PaddedAttention, collect, lay_out
-from fastgrpo.policy.segments import Buckets, Segments
+from fastgrpo.policy import varlen
+from fastgrpo.policy.varlen import Buckets, PaddedAttention, Segments, collect, lay_out
 
 
 def test_rows_come_back_from_their_places(monkeypatch):
-    monkeypatch.setattr(segments, "SPARE", 0)
+    monkeypatch.setattr(varlen, "SPARE", 0)
     lengths = [3, 30, 2, 3, 1, 28]
     buckets = Buckets(lengths, lengths, "cpu", causal=True)
     assert sum(bucket.size for bucket in buckets) == 6 and len(buckets.buckets) > 1

@@ -6,8 +6,7 @@ import torch
 
 peft = pytest.importorskip("peft")
 
-from fastgrpo.policy.lora import base_weights, taken_over  # noqa: E402
-from fastgrpo.policy.peft_given import is_wrapper, lora_settings, unwrapped  # noqa: E402
+from fastgrpo.policy.lora import base_weights, is_wrapper, lora_settings, taken_over, unwrapped  # noqa: E402  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.policy.placement import cast, choose_device, choose_dtype
+from fastgrpo.policy.device import cast, choose_device, choose_dtype
 
 
 @pytest.fixture

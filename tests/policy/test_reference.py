@@ -10,7 +10,6 @@ from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.quantize import quantize
 from fastgrpo.policy.reference import (
     AdaptersOff,
     FrozenCopy,
@@ -18,6 +17,7 @@ from fastgrpo.policy.reference import (
     Scoring,
     StreamedCopy,
     make_reference,
+    quantize,
     score,
 )
 

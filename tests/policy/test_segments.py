@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from fastgrpo.policy import segments
-from fastgrpo.policy.segments import Buckets, Segments
+from fastgrpo.policy import varlen
+from fastgrpo.policy.varlen import Buckets, Segments
 
 
 def test_where_sequences_begin_and_end():
@@ -37,7 +37,7 @@ def test_padding_is_bounded_for_a_long_tail():
     places = sum(len(bucket.queries) for bucket in buckets)
     scores = sum(len(bucket.queries) ** 2 // bucket.size for bucket in buckets)
     count = len(buckets.buckets)
-    assert scores <= segments.WASTE * sum(n * n for n in lengths) + segments.SPARE * count
+    assert scores <= varlen.WASTE * sum(n * n for n in lengths) + varlen.SPARE * count
     assert places < 1.5 * sum(lengths) < 0.2 * len(lengths) * max(lengths)
     assert count < 20
 

@@ -12,10 +12,10 @@ from fastgrpo.loss import linear_logprob
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy import varlen
 from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.device import cast
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.padded import PaddedAttention
-from fastgrpo.policy.placement import cast
 from fastgrpo.policy.reference import Scoring, make_reference, score
+from fastgrpo.policy.varlen import PaddedAttention
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Updater
 

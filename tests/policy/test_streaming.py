@@ -11,8 +11,7 @@ import torch
 from runs import samples_of
 
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import FrozenCopy, Scoring, StreamedCopy, frozen_copy, score
-from fastgrpo.policy.streaming import LayerStream, PackedWeights
+from fastgrpo.policy.reference import FrozenCopy, LayerStream, HostWeights, Scoring, StreamedCopy, frozen_copy, score
 
 NAMES = ["qwen2", "qwen3", "llama", "smollm3-like"]
 
@@ -75,7 +74,7 @@ def test_layers_out_of_order_are_an_error():
 def test_packing_keeps_every_dtype():
     values = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(2, 2).double()]
     parameters = [torch.nn.Parameter(value.clone(), requires_grad=False) for value in values]
-    packed = PackedWeights(parameters, pin=False)
+    packed = HostWeights(parameters, pin=False)
     buffer = packed.host.clone()
     packed.attach(buffer)
     for parameter, value in zip(parameters, values, strict=True):

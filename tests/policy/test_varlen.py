@@ -8,10 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from fastgrpo.policy import padded, segments, varlen
-from fastgrpo.policy.padded import PaddedAttention
-from fastgrpo.policy.segments import Segments
-from fastgrpo.policy.varlen import FlashAttn, TorchFlash, VarlenAttention, kernel_for
+from fastgrpo.policy import varlen
+from fastgrpo.policy.varlen import FlashAttn, PaddedAttention, Segments, TorchFlash, VarlenAttention, kernel_for
 
 SCALE = 0.3
 CPU_KERNELS = [PaddedAttention("cpu"), PaddedAttention("math")]
@@ -49,7 +47,7 @@ def rectangles(queries, keys):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("spare", [0, 2**17])
 def test_a_part_against_softmax(kernel, heads, kv_heads, causal, spare, monkeypatch):
-    monkeypatch.setattr(segments, "SPARE", spare)
+    monkeypatch.setattr(varlen, "SPARE", spare)
     queries, keys = (RAGGED, RAGGED) if causal else (RAGGED, [2, 9, 4, 4, 1, 6])
     query, key, value = inputs(sum(queries), heads, kv_heads, keys=sum(keys))
     visible = causal_mask(queries) if causal else rectangles(queries, keys)
@@ -131,7 +129,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_plain_products_by_blocks_of_queries(monkeypatch):
-    monkeypatch.setattr(padded, "SCORES_AT_ONCE", 2 * 4 * 12 * 5)
+    monkeypatch.setattr(varlen, "SCORES_AT_ONCE", 2 * 4 * 12 * 5)
     segments = Segments([12, 11], [12, 11], "cpu", causal=True)
     query, key, value = (tensor.detach() for tensor in inputs(23))
     whole, blocks = CPU_KERNELS

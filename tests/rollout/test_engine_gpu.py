@@ -8,8 +8,8 @@ import torch
 
 from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.data.records import Sample
+from fastgrpo.policy.device import cast
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.placement import cast
 from fastgrpo.policy.reference import Scoring, score
 from fastgrpo.rollout.attention import _obstacle
 from fastgrpo.rollout.engine import RolloutEngine

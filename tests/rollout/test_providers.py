@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastgrpo.policy import packages
+from fastgrpo.policy import device as placed
 from fastgrpo.rollout import attention
 from fastgrpo.rollout.attention import (
     DecodeAttention,
@@ -121,8 +121,8 @@ def test_the_order_on_a_gpu(monkeypatch):
 )
 def test_refused(monkeypatch, name, device, dtype, head_dim, match):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    packages.package_obstacle.cache_clear()
+    monkeypatch.setattr(placed, "find_spec", lambda name: None)
+    placed.package_obstacle.cache_clear()
     with pytest.raises(ValueError, match=match):
         make_provider(name, torch.device(device), dtype, head_dim, 10)
 
@@ -134,7 +134,7 @@ def test_a_flash_attn_that_does_not_load_is_refused_or_passed_over(monkeypatch, 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "find_spec", lambda name: None)  # no triton
-    packages.package_obstacle.cache_clear()
+    placed.package_obstacle.cache_clear()
     case = torch.device("cuda"), torch.bfloat16, 64, 10
     with pytest.raises(ValueError, match=r"'flash_attn' needs .* does not load \(ImportError: undefined symbol"):
         choose_provider("flash_attn", *case)
@@ -142,7 +142,7 @@ def test_a_flash_attn_that_does_not_load_is_refused_or_passed_over(monkeypatch, 
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         "flash_attn is installed but does not load"
     ]
-    packages.package_obstacle.cache_clear()
+    placed.package_obstacle.cache_clear()
 
 
 def test_flash_attn_is_called_as_its_signature_says(monkeypatch):

@@ -27,7 +27,7 @@ from fastgrpo.kernels import launch
 from fastgrpo.policy import liger_layers
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.placement import cast
+from fastgrpo.policy.device import cast
 from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, DecodeAttention, GroupDecode
 from fastgrpo.rollout.slots import Geometry, Slots
 

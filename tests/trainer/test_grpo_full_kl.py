@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.microbatches import micro_batches
+from fastgrpo.policy.batch import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule

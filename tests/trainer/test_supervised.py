@@ -16,7 +16,7 @@ from fastgrpo.data.examples import to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.dealing import Dealer
+from fastgrpo.policy.batch import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.trainer.supervised import learn, mean_loss

@@ -1,7 +1,16 @@
-"""Where a model is and in which precision: the device and the dtype that settings name."""
+"""Where a model computes: its device, its dtype, and the optional packages that work there."""
+
+import logging
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from transformers import PreTrainedModel
+
+from fastgrpo.config.command import pip_line
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
@@ -35,3 +44,23 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Cast the parameters of a model but not its buffers: rotary frequencies in bf16 would be wrong by radians."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+@cache
+def package_obstacle(module: str) -> str | None:
+    """Say why a package cannot be used, as a predicate of what needs it. A package that is there is imported.
+
+    A compiled package that was built for another version of torch is installed, but fails when it is imported. That is
+    also logged, once, for whoever goes on without the package.
+    """
+    root = module.partition(".")[0]
+    if find_spec(root) is None:
+        return f"needs the package: {pip_line(root)}"
+    try:
+        import_module(module)
+    except (ImportError, OSError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        obstacle = f"{root} is installed but does not load ({reason}); remove it, then {pip_line(root)}"
+        logger.warning("%s", obstacle)
+        return f"needs a package that loads: {obstacle}"
+    return None
