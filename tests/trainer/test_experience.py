@@ -339,6 +339,8 @@ def test_all_of_it_at_once(folder, tmp_path):
     truncated = [rollout for rollout in rollouts(experience) if rollout.truncated]
     assert 0 < len(masked) <= len(truncated) == len(experience.completions) * values["completions/clipped_ratio"]
     assert all(not sample.weights.any() for sample in masked)
+    weight = sum(sample.weights.sum().item() for sample in updated[0].samples)
+    assert weight == pytest.approx(2)  # 1 for each update: masked tokens do not count in DAPO's normalizer
     assert len(experience.trained) == 4 and values["grad_norm"] > 0
     assert sum(values[f"time/{stage}"] for stage in STAGES) == pytest.approx(values["step_time"], rel=0.03)
 
