@@ -19,8 +19,7 @@ from fastgrpo.evaluation.selection import REASONS, select
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import join
-from fastgrpo.rewards.call import Rewards, rewards_settings
-from fastgrpo.rewards.together import judge_together
+from fastgrpo.rewards.call import Rewards, judge_together, rewards_settings
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.terminal import Terminal

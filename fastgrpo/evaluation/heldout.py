@@ -20,8 +20,7 @@ from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.answers import completion_text, final_answer
-from fastgrpo.rewards.call import Judged, Rewards, reward_matrix
-from fastgrpo.rewards.together import judge_together
+from fastgrpo.rewards.call import Judged, Rewards, judge_together, reward_matrix
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams
 

@@ -1,28 +1,33 @@
 """Reward functions: calling them as TRL does, and checking what they return."""
 
 import dataclasses
+import hashlib
+import inspect
+import itertools
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.config.sections import REWARD_ERRORS
-from fastgrpo.data.prompts import copied, shortened
-from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.config.sections import POOL_WORKERS, REWARD_ERRORS
+from fastgrpo.data.prompts import copied, shortened, to_completion
+from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
 from fastgrpo.policy.device import choose_device
-from fastgrpo.rewards.checks import check_function, names_of
-from fastgrpo.rewards.guard import Failure, attempt, awaited, slowness_told
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, slowness_told
 from fastgrpo.rewards.model import Judge
-from fastgrpo.rewards.notes import LOGS, Notes
-from fastgrpo.rewards.pool import TIMED_OUT
-from fastgrpo.rewards.pooled import Call, Pooled, arguments, pooled, workers_of
-from fastgrpo.rewards.values import read_verdicts
+from fastgrpo.rewards.pool import TIMED_OUT, Given, Pool
+from fastgrpo.rewards.values import LOGS, NUMBER, Logs, number, read_verdicts, shown
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +153,7 @@ class Rewards:
         trainer_state: TrainerState | None = None,
         columns: Iterable[str] = (),
         key: int = 0,
-    ) -> dict[str, list[Call]]:
+    ) -> dict[str, list[tuple[int, Future]]]:
         """Begin to judge completions in other processes, where there are any."""
         return {} if self.pooled is None else self.pooled.begin(key, completions, trainer_state, columns)
 
@@ -158,11 +163,11 @@ class Rewards:
         trainer_state: TrainerState | None = None,
         allow_none: bool = False,
         columns: Iterable[str] = (),
-        begun: dict[str, list[Call]] | None = None,
+        begun: dict[str, list[tuple[int, Future]]] | None = None,
     ) -> Judged:
         """Judge completions."""
         count = len(completions)
-        notes = [Notes(count) for _ in self.functions]
+        notes = [Logs(count) for _ in self.functions]
         begun = self.begin(completions, trainer_state, columns) if begun is None else begun
         calls = [
             partial(_call, function, completions, trainer_state, own, columns)
@@ -307,3 +312,284 @@ def _call(function, completions, trainer_state, notes, columns):
     given = {name: [copied(item) for item in items] for name, items in arguments(completions, columns).items()}
     logs = {name: getattr(notes, name) for name in LOGS}
     return function(**given | logs | {"trainer_state": copied(trainer_state)})
+
+
+def check_function(function: Any) -> None:
+    """Refuse what cannot be called as a reward function."""
+    if inspect.isclass(function):
+        raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
+    if isinstance(function, PreTrainedModel):
+        raise ValueError(
+            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; "
+            "fastgrpo.rewards.reward_model.RewardModel makes a function of it and its tokenizer"
+        )
+    if not callable(function):
+        raise ValueError(
+            f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
+            "f(prompts, completions, **columns) or a list of them"
+            + ("; fastgrpo.rewards.find_reward finds module:function" if isinstance(function, str) else "")
+        )
+    _check_signature(function)
+    mark = getattr(function, "full_mark", 1.0)
+    if number(mark) is None:
+        raise ValueError(
+            f"reward function {getattr(function, '__name__', type(function).__name__)!r}: its attribute full_mark must "
+            f"be {NUMBER}, got {shown(mark)}"
+        )
+
+
+def _check_signature(function):
+    """Refuse a function that does not take all that it would be called with, before any completion is drawn for it."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables of C do not tell
+        return
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        name = getattr(function, "__name__", type(function).__name__)
+        taken = ", ".join(map(str, parameters))
+        raise ValueError(
+            f"reward function {name!r} takes ({taken}), and is called with prompts, completions, completion_ids, every "
+            f"column of the rows and more, all by name; write {name}(completions, **columns), with the columns that it "
+            "reads named before **columns"
+        )
+
+
+def names_of(functions: Sequence[Callable]) -> list[str]:
+    """Name each function; those that share a name are told apart by a number."""
+    names = []
+    for function in functions:
+        while isinstance(function, partial):
+            function = function.func
+        name = getattr(function, "__name__", type(function).__name__)
+        free = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
+        names.append(next(candidate for candidate in free if candidate not in names))
+    return names
+
+
+class Pooled:
+    """Has functions judge completions in a pool of processes.
+
+    A plain function gets one completion at a time, so that the limit is that of a completion. One with the attribute
+    `group_wise = True` gets all completions that are begun together, with as many times the limit. An async one gets
+    one completion in each call, and the calls of what is begun together run at the same time.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable], timeout: float | None, workers: int, seed: int):
+        self.functions, self.timeout, self.seed = dict(functions), timeout, seed
+        self.pool = Pool(self.functions, workers)
+        self.told = None  # the state of the run that the processes have
+
+    def begin(
+        self, key: int, completions: Sequence[Completion], state: TrainerState | None, columns: Iterable[str] = ()
+    ) -> dict[str, list[tuple[int, Future]]]:
+        """Begin to judge completions. Each call comes with how many it judges."""
+        now = plain_state(state)  # an evaluation changes the state between two steps, too
+        if self.told != now:
+            self.pool.tell(now)
+            self.told = now
+        step = None if state is None else state.global_step
+        columns, calls = tuple(columns), {}
+        for name, function in self.functions.items():
+            together = _is_async(function)
+            size = len(completions) if getattr(function, "group_wise", False) else 1
+            parts = [completions[i : i + size] for i in range(0, len(completions), size)]
+            given = [Given(arguments(part, columns), LOGS, len(part)) for part in parts]
+            limit = None if self.timeout is None else self.timeout * size
+            seeds = [self._seed(step, key, i, name) for i in range(len(given))]
+            if together:
+                results = self.pool.submit(name, given, seeds[0], limit, together=True)
+            else:
+                results = [
+                    self.pool.submit(name, [one], seed, limit)[0] for one, seed in zip(given, seeds, strict=True)
+                ]
+            calls[name] = [(one.count, result) for one, result in zip(given, results, strict=True)]
+        return calls
+
+    def _seed(self, *where):
+        """Return a seed that depends on the place of a call in the run, and not on the process that makes it."""
+        return int.from_bytes(hashlib.sha256(repr((self.seed, *where)).encode()).digest()[:8])
+
+    def collect(self, calls: Sequence[tuple[int, Future]], notes: Logs) -> list[Any]:
+        """Wait for calls of one function."""
+        verdicts = []
+        for count, result in calls:
+            own, outcome = Logs(count), result.result()
+            if outcome is not TIMED_OUT and not isinstance(outcome, Failure):
+                outcome = attempt(partial(_read, outcome, own, count))
+            notes.take(own, len(verdicts))
+            verdicts += outcome if isinstance(outcome, list) else [outcome] * count
+        return verdicts
+
+    def close(self) -> None:
+        """End the processes. They start again where more is begun."""
+        self.pool.close()
+
+
+def pooled(function: Callable) -> bool:
+    """Tell whether a pool may run a function; one that brings a model or processes of its own says that it may not."""
+    return getattr(function, "pooled", True)
+
+
+def workers_of(timeout: float | None, workers: int | None) -> int:
+    """Choose the number of processes."""
+    if workers is not None:
+        return workers
+    return 0 if timeout is None else min(cores(), POOL_WORKERS)
+
+
+def arguments(completions: Sequence[Completion], columns: Iterable[str]) -> dict[str, list]:
+    """Make the arguments of a call that have one item a completion."""
+    names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.prompt.columns)])
+    given = {name: [completion.prompt.columns.get(name) for completion in completions] for name in names}
+    return given | {
+        "prompts": [completion.prompt.prompt for completion in completions],
+        "completions": [completion.content for completion in completions],
+        "completion_ids": [list(completion.rollout.ids) for completion in completions],
+    }
+
+
+def _is_async(function):
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _read(outcome, notes, count):
+    """Read what a call returned and logged. Raises ValueError where it logged what cannot be logged."""
+    for name, args, named in outcome.logged:
+        getattr(notes, name)(*args, **named)
+    return read_verdicts(outcome.result, count)
+
+
+def plain_state(state: Any) -> SimpleNamespace | None:
+    """Make an object with the attributes of the trainer's state, which needs no module of the project to be read."""
+    if state is None:
+        return None
+    values = {name: list(value) if name == "log_history" else deepcopy(value) for name, value in vars(state).items()}
+    return SimpleNamespace(**values)
+
+
+class Judging:
+    """Judges groups of completions as they come, where other processes can, and gathers what all ranks drew.
+
+    A reward function that runs in this process sees the completions of its own rank in one call.
+    """
+
+    def __init__(
+        self,
+        rewards: Rewards,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        trainer_state: TrainerState | None = None,
+        ranks: Ranks = ALONE,
+    ):
+        self.rewards, self.prompts, self.tokenizer, self.state, self.ranks = (
+            rewards, prompts, tokenizer, trainer_state, ranks,
+        )  # fmt: skip
+        self.columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of all ranks
+        self.groups, self.begun = {}, {}
+
+    def add(self, i: int, rollouts: Sequence[Rollout]) -> None:
+        """Take what this rank drew for a prompt, and begin to judge it."""
+        self.groups[i] = group = [to_completion(self.prompts[i], rollout, self.tokenizer) for rollout in rollouts]
+        self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
+
+    def result(self, allow_none: bool = False) -> Judged:
+        """Wait for the verdicts, and gather those of all ranks."""
+        mine = sorted(self.groups)
+        completions, begun = [completion for i in mine for completion in self.groups[i]], defaultdict(list)
+        for i in mine:
+            for name, calls in self.begun[i].items():
+                begun[name] += calls
+        judged = Judged([], Counter(), {})
+        if completions:
+            judged = self.rewards(completions, self.state, allow_none or self.ranks.size > 1, self.columns, begun)
+        if self.ranks.size == 1:
+            return judged
+        packed = _pack(judged, {i: len(self.groups[i]) for i in mine})
+        groups, errors, timeouts, logged = {}, Counter(), Counter(), defaultdict(list)
+        for other in self.ranks.gather(packed, "the completions that the ranks drew"):
+            groups |= _unpacked(other, self.prompts)
+            errors += other.errors
+            timeouts += other.timeouts
+            for name, values in other.logged.items():
+                logged[name] += values
+        completions = list(chain.from_iterable(group for _, group in sorted(groups.items())))
+        if not allow_none and not timeouts:
+            self.rewards.refuse_none(completions)
+        return Judged(completions, errors, dict(logged), timeouts)
+
+
+def judge_together(
+    rewards: Rewards,
+    drawn: Mapping[int, Sequence[Rollout]],
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    trainer_state: TrainerState | None = None,
+    *,
+    ranks: Ranks = ALONE,
+    allow_none: bool = False,
+) -> Judged:
+    """Judge what this rank drew, and gather what all ranks drew."""
+    judging = Judging(rewards, prompts, tokenizer, trainer_state, ranks)
+    for i, rollouts in drawn.items():
+        judging.add(i, rollouts)
+    return judging.result(allow_none)
+
+
+class _Packed(NamedTuple):
+    """The judged completions of a rank, with their tokens in one tensor.
+
+    Attributes:
+        groups: How many completions of each prompt there are, by the index of the prompt.
+        lengths: Tokens of each completion.
+        ids: [N] int32 tokens of all completions.
+        logps: [N] fp32.
+        kept: [N] fp32, or None where no filter was on.
+        rest: What else is known of each completion: finish reason, content, rewards, extras, steps.
+        errors: As in `Judged`.
+        logged: As in `Judged`.
+        timeouts: As in `Judged`.
+    """
+
+    groups: dict[int, int]
+    lengths: list[int]
+    ids: torch.Tensor
+    logps: torch.Tensor
+    kept: torch.Tensor | None
+    rest: list[tuple]
+    errors: Counter
+    logged: dict[str, list[float]]
+    timeouts: Counter
+
+
+def _pack(judged, groups):
+    rollouts = [completion.rollout for completion in judged.completions]
+    joined = {
+        name: torch.cat([getattr(rollout, name) for rollout in rollouts])
+        for name in ("logps", "kept")
+        if rollouts and getattr(rollouts[0], name) is not None
+    }
+    return _Packed(
+        groups,
+        [len(rollout.ids) for rollout in rollouts],
+        torch.tensor(list(chain.from_iterable(rollout.ids for rollout in rollouts)), dtype=torch.int32),
+        joined.get("logps"),
+        joined.get("kept"),
+        [(c.rollout.finish_reason, c.content, c.rewards, c.extras, c.steps) for c in judged.completions],
+        judged.errors,
+        judged.logged,
+        judged.timeouts,
+    )
+
+
+def _unpacked(packed, prompts) -> dict[int, list[Completion]]:
+    """Return the completions of a rank by the index of their prompt."""
+    ids, spans = packed.ids.tolist(), pairwise(accumulate(packed.lengths, initial=0))
+    which = chain.from_iterable([i] * count for i, count in packed.groups.items())
+    groups = {i: [] for i in packed.groups}
+    for i, (start, end), (reason, content, *verdicts) in zip(which, spans, packed.rest, strict=True):
+        kept = None if packed.kept is None else packed.kept[start:end]
+        rollout = Rollout(ids[start:end], packed.logps[start:end], reason, kept)
+        groups[i].append(Completion(prompts[i], rollout, content, *verdicts))
+    return groups

@@ -19,10 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from fastgrpo.rewards.pool_worker import told
-
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 logger = logging.getLogger(__name__)
 SLOW = 60.0  # seconds after which a call of reward functions is told of
 _TOLD = set()  # the functions that were told of
@@ -32,19 +29,28 @@ os.register_at_fork(after_in_child=lambda: vars(_OWN).clear())  # two processes 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a reward function raised.
-
-    Attributes:
-        error: The exception; None where it was raised in another process.
-        told: What is said of it in place of what `error` says.
-    """
+    """What a reward function raised: the exception (None from another process), and its description on one line."""
 
     error: BaseException | None
     told: str = ""
 
     def __str__(self) -> str:
-        """Describe the exception, and where it was raised, on one line."""
-        return self.told or told(self.error).told
+        return self.told or described(self.error).told
+
+
+def described(error: BaseException) -> Failure:
+    """Describe an exception and where it was raised, so that it can be sent."""
+    frames = traceback.extract_tb(error.__traceback__)
+    while isinstance(error, BaseExceptionGroup):  # as asyncio.TaskGroup raises them
+        error = error.exceptions[0]
+    try:
+        text = " ".join(str(error).split())[:200]
+    except Exception:  # the class of the exception may be the user's own, too
+        text = "(without a text)"
+    frames = traceback.extract_tb(error.__traceback__) or frames
+    theirs = [frame for frame in frames if not frame.filename.startswith((_PACKAGE, "<frozen"))] or frames
+    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return Failure(None, type(error).__name__ + (f": {text}" if text else "") + place)
 
 
 def attempt(call: Callable[[], Any]) -> Any:
@@ -78,22 +84,24 @@ def _end(error):
     os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
 
 
-def _set_device(device):
-    # A default device slows every operation down, and the CPU is the default without one.
-    torch.set_default_device(None if device == torch.device("cpu") else device)
+def _modes():
+    """Return how each mode is read and written; `modes_kept` handles three others."""
+    import torch  # here, because the processes of a pool do not need it
 
+    def set_device(device):
+        # A default device slows every operation down, and the CPU is the default without one.
+        torch.set_default_device(None if device == torch.device("cpu") else device)
 
-# How each mode that a function might leave changed is read and written. `modes_kept` handles three others by itself.
-_MODES = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, _set_device),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    *[
-        (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
-        for kind in ("cpu", "cuda")
-    ],
-)
+    return (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_default_device, set_device),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        *[
+            (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
+            for kind in ("cpu", "cuda")
+        ],
+    )
 
 
 @contextlib.contextmanager
@@ -103,7 +111,10 @@ def modes_kept() -> Iterator[None]:
     The modes are the working directory and, of torch, gradients, inference mode, autocast, default dtype, default
     device, number of threads and deterministic algorithms. The random generators are not among them.
     """
-    before = [read() for read, _ in _MODES]
+    import torch
+
+    modes = _modes()
+    before = [read() for read, _ in modes]
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     # Through its descriptor, a folder is found again even where it was renamed or deleted.
     folder = os.open(".", os.O_RDONLY | getattr(os, "O_PATH", 0))
@@ -115,7 +126,7 @@ def modes_kept() -> Iterator[None]:
     finally:
         os.fchdir(folder)
         os.close(folder)
-        for (read, write), value in zip(_MODES, before, strict=True):
+        for (read, write), value in zip(modes, before, strict=True):
             if read() != value:
                 write(value)
 
@@ -205,3 +216,9 @@ def _beside_loops(call):
         return call()
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(call).result()
+
+
+def cores() -> int:
+    """Count the cores that this rank may keep busy."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
+    return max(1, len(os.sched_getaffinity(0)) // ranks)

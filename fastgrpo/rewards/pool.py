@@ -1,350 +1,399 @@
-"""A pool of processes that judges completions, so that no reward function can hang or end the run.
+"""A pool of processes that call functions, so that no reward function can hang or end the run.
 
-A call that takes longer than its limit is killed with everything that it started, and a new process takes its place.
-Each worker has a pipe of its own: there is no lock that a killed one could hold. One thread of the trainer's process
-watches all of them, so jobs go on while the trainer draws other completions.
+A worker is a thread with a process of its own: it sends a job, and waits for the answers, the limit or the end of the
+process. Invariants:
+
+- A process that exceeds its limit or dies is killed with everything that it started.
+- A death costs one call. Calls of the same job are made again, each alone; the second death of a call is its failure.
+- Each call has its own seed, so results depend neither on the number of workers nor on the order of finishing.
+- No process outlives the trainer, even after SIGKILL: a shell per worker reads a pipe to its end, then kills the group.
+
+The process imports the standard library only, so that a new one is there in a tenth of a second.
 """
 
+import asyncio
 import contextlib
+import inspect
+import itertools
 import json
 import os
 import pickle
+import queue
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import CancelledError, Future
+from copy import copy
+from dataclasses import dataclass, replace
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
-import psutil
+from fastgrpo.rewards.guard import Failure, described
 
-from fastgrpo.rewards.pool_worker import Given, Raised
-from fastgrpo.rewards.portable import start_of
-
-_RUN_WORKER = """
-import json, sys
+_RUN_WORKER = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop())
-from multiprocessing.connection import Connection
-from fastgrpo.rewards.pool_worker import run
-run(Connection(int(sys.argv.pop())))
-"""
-# Ends the groups of processes that it was told of when the trainer's process is gone, even by SIGKILL.
-_RUN_GUARD = """
-import os, signal, sys
-groups = set()
-for line in sys.stdin:
-    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-for group in groups:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-"""
+from fastgrpo.rewards import pool
+pool._serve(int(sys.argv.pop()))"""
+_RUN_GUARD = 'read _; kill -s KILL -- "-$1"'
 START_LIMIT = 600.0  # seconds that a worker may take to import the functions
 GRACE = 5.0  # seconds in which the event loop of a worker may cancel what is over its limit, before it is killed
-LOOK = 0.1  # seconds after which the watching thread looks for dead processes whose pipe another process keeps open
 DIED = "the process that ran it died"
-TRIES = 2  # how many workers may die over one job
-STARTS = 5  # how many workers in a row may die while they import the functions
+TRIES = 2  # how many processes may die over one call
+TIMED_OUT = object()  # the result of a call that exceeded its limit
+STARTS = 5  # how many processes in a row may die while they import the functions
+_REMEDY = "leave --reward_workers and --reward_timeout out to run them in this one"
 
 
-class TimedOut:
-    """What stands for the result of a call that took longer than its limit."""
+class Given(NamedTuple):
+    """One call: its arguments by name, the names of the functions that log, and how many completions it judges."""
+
+    arguments: dict[str, Any]
+    logs: tuple[str, ...]
+    count: int
 
 
-TIMED_OUT = TimedOut()
+class Returned(NamedTuple):
+    """What a function returned (a list for what can be iterated over), and its calls of the functions that log."""
+
+    result: Any
+    logged: list[tuple[str, tuple, dict]]
 
 
-@dataclass(eq=False)
+@dataclass
 class _Job:
-    """Some calls that one worker makes. `results` has one future a call."""
+    """Some calls that one process makes, with a future each. Several calls are those of an async function."""
 
-    number: int
-    message: tuple
+    function: int
+    together: bool
+    calls: list[Given]
+    seed: int
     limit: float | None
     results: list[Future]
-    deaths: int = 0
-    done: set[int] = field(default_factory=set)  # the calls whose results are known
 
-    def only(self, call: int) -> "_Job":
-        """Make a job of one of the calls."""
-        which, together, calls, *rest = self.message
-        message = which, together, [calls[call]], *rest
-        return _Job(self.number, message, self.limit, [self.results[call]], self.deaths)
+    def left(self):
+        """Return a job for each call without a result."""
+        pairs = [(c, r) for c, r in zip(self.calls, self.results, strict=True) if not r.done()]
+        return [replace(self, calls=[call], results=[result]) for call, result in pairs]
+
+    def settle(self, value):
+        for result in self.results:
+            if not result.done():
+                result.set_exception(value) if isinstance(value, Exception) else result.set_result(value)
 
 
-@dataclass(eq=False)
-class _Worker:
-    """One process of the pool."""
+class _Late(Exception):
+    """The process did not answer within its limit."""
 
-    process: subprocess.Popen
-    connection: Connection
-    deadline: float
-    ready: bool = False
-    state: int = 0  # the version of the run's state that it has
-    job: _Job | None = None
+
+class _Died(Exception):
+    """The process ended."""
 
 
 class Pool:
-    """Runs functions in processes.
-
-    Processes are started with the first job, and stay until `close`.
-    """
+    """Calls functions in processes, which start with the first job and stay until `close`."""
 
     def __init__(self, functions: dict[str, Callable], workers: int):
-        self.size, self.names = workers, list(functions)
-        self.start = start_of(functions)
-        self.lock = threading.Lock()
-        self.queue, self.workers, self.thread, self.guard = deque(), [], None, None
-        self.state, self.version, self.number = None, 0, 0
-        self.broken, self.deaths = None, 0
-        self.closing = False
+        self.size, self.names, self.start = workers, list(functions), _start_of(functions)
+        self.lock, self.workers, self.broken = threading.Lock(), [], None
+        self.state = (None,)  # a new tuple where it changed
 
     def tell(self, state: Any) -> None:
         """Give the functions another state of the run."""
-        with self.lock:
-            self.state, self.version = state, self.version + 1
+        self.state = (state,)
 
     def submit(
         self, name: str, calls: Sequence[Given], seed: int, limit: float | None, together: bool = False
     ) -> list[Future]:
-        """Have a function called."""
-        message = self.names.index(name), together, list(calls), seed, limit
+        """Have a function called; `together` runs the calls of an async function at the same time."""
+        job = _Job(self.names.index(name), together, list(calls), seed, limit, [Future() for _ in calls])
         with self.lock:
-            self.number += 1
-            job = _Job(self.number, message, limit, [Future() for _ in calls])
-            self.queue.append(job)
-            self._open()
-        self._wake()
+            if not self.workers:
+                self.jobs, self.broken = queue.SimpleQueue(), None
+                self.ear, self.bell = os.pipe()
+            self.jobs.put(job)
+            if len(self.workers) < self.size:
+                self.workers.append(_Worker(self))
+                self.workers[-1].start()
         return job.results
 
     def close(self) -> None:
-        """End all processes. What was submitted and is not done is given up. A later `submit` starts new ones."""
+        """End all processes, and cancel what is not done. A later `submit` starts new ones."""
         with self.lock:
-            thread, self.closing = self.thread, True
-        if thread is not None:
-            self._wake()
-            thread.join()
+            workers, self.workers = self.workers, []
+            if workers:
+                os.close(self.bell)  # wakes those that wait
+                [self.jobs.put(None) for _ in workers]
+                [worker.join() for worker in workers]
+                os.close(self.ear)
 
-    def _open(self):
-        """Start the thread and the guard, unless they are there."""
-        if self.thread is None:
-            self.closing, self.broken, self.deaths = False, None, 0
-            self.bell, self.ear = socket.socketpair()
-            self.ear.setblocking(False)
-            self.guard = _start_guard()
-            self.thread = threading.Thread(target=self._watch, name="rewards", daemon=True)
-            self.thread.start()
 
-    def _wake(self):
-        self.bell.send(b".")
+class _Worker(threading.Thread):
+    """A thread that owns a process."""
 
-    def _watch(self):
-        """Hand out jobs and take results until the pool is closed. Runs in a thread of its own."""
-        try:
-            while not self.closing:
-                self._hand_out()
-                heard = wait([self.ear, *(worker.connection for worker in self.workers)], self._patience())
-                if self.ear in heard:
-                    self.ear.recv(4096)
-                for worker in list(self.workers):
-                    gone = worker.process.poll() is not None  # asked first: what it sent before is still to be read
-                    if gone:  # a child that it forked would keep the pipe open
-                        self._kill_group(worker)
-                    # What looks late may have answered while this thread waited for its turn.
-                    if worker.connection in heard or gone or self._is_late(worker):
-                        self._hear(worker)
-                    if worker in self.workers and (gone or self._is_late(worker)):
-                        self._lose(worker, late=not gone)
-        except Exception as error:  # such as that no process can be started
-            self.broken = RuntimeError(f"the processes that judge completions failed: {type(error).__name__}: {error}")
-            self.broken.__cause__ = error
-        finally:
-            self._end()
+    def __init__(self, pool):
+        super().__init__(name="rewards", daemon=True)
+        self.pool, self.process = pool, None
 
-    def _end(self):
-        for worker in list(self.workers):
-            self._kill(worker)
-        with contextlib.suppress(OSError):  # it was killed
-            self.guard.stdin.close()
-        self.guard.wait()
-        with self.lock:
-            left = [*self.queue, *(worker.job for worker in self.workers if worker.job)]
-            self.queue.clear()
-            self.workers, self.thread = [], None
-            self.bell.close()
-            self.ear.close()
-        for result in (result for job in left for result in job.results if not result.done()):
-            if self.broken is None:
-                result.cancel()
-            else:
-                result.set_exception(self.broken)
-
-    def _patience(self):
-        """Return how many seconds nothing has to be looked at, unless a pipe is heard; None for ever."""
-        busy = [worker.deadline for worker in self.workers if worker.job or not worker.ready]
-        return min([LOOK, *(max(deadline - time.monotonic(), 0.0) for deadline in busy)]) if busy else None
-
-    def _is_late(self, worker):
-        return (worker.job is not None or not worker.ready) and time.monotonic() > worker.deadline
-
-    def _hand_out(self):
-        """Give jobs to idle workers, and start as many workers as there are jobs for."""
-        if self.broken is not None:
-            for job in self._taken(len(self.queue)):
+    def run(self):
+        while (job := self.pool.jobs.get()) is not None:
+            try:
+                if self.pool.broken is not None:
+                    raise self.pool.broken
+                self.make(job, TRIES)
+            except CancelledError:
                 for result in job.results:
-                    result.set_exception(self.broken)
-        starting = sum(not worker.ready for worker in self.workers)
-        for _ in range(min(self.size - len(self.workers), len(self.queue) - starting)):
-            self._start_worker()
-        idle = [worker for worker in self.workers if worker.ready and worker.job is None]
-        for worker, job in zip(idle, self._taken(len(idle)), strict=False):  # there may be fewer jobs
-            self._send(worker, job)
+                    result.cancel()
+            except Exception as error:  # such as that no process can be started
+                if self.pool.broken is None:
+                    text = f"the processes that judge completions failed: {type(error).__name__}: {error}"
+                    self.pool.broken = error if isinstance(error, ValueError) else RuntimeError(text)
+                job.settle(self.pool.broken)
+        self.kill()
 
-    def _taken(self, count):
-        """Take at most so many jobs out of the queue."""
-        with self.lock:
-            return [self.queue.popleft() for _ in range(min(count, len(self.queue)))]
-
-    def _send(self, worker, job):
-        """Send a worker its job. Its time begins when it says so."""
-        worker.job, worker.deadline = job, time.monotonic() + START_LIMIT
-        with self.lock:
-            version, state = self.version, self.state
+    def make(self, job, tries):
+        """Make a job; where its process is late or dies, make what is left again."""
         try:
-            if worker.state != version:
-                worker.connection.send(("state", state))
-                worker.state = version
-            worker.connection.send(("job", job.number, *job.message))
-        except OSError:  # it died, which the loop sees
-            pass
-        except Exception as error:  # whatever pickling the columns of a row raises
-            self._settle(worker, [Raised(f"{type(error).__name__}: a row cannot be sent to a process: {error}", "")])
+            self.attempt(job)
+        except (_Late, _Died) as end:
+            code, late, left = self.kill(), isinstance(end, _Late), job.left()
+            if len(left) > 1 or (not late and tries > 1):  # of several calls, one is to blame
+                for one in left:
+                    self.make(one, TRIES if len(left) > 1 else tries - 1)
+            else:
+                job.settle(TIMED_OUT if late else Failure(None, f"{DIED} {code}"))
 
-    def _start_worker(self):
+    def attempt(self, job):
+        """Send a job to the process, and set its results."""
+        if self.process is None or self.process.poll() is not None:
+            self.open()
+        state = self.pool.state
+        new = None if state is self.state else state
+        try:
+            self.connection.send((new, job.function, job.together, job.calls, job.seed, job.limit))
+        except OSError:
+            raise _Died from None
+        except Exception as error:  # whatever pickling the columns of a row raises
+            job.settle(Failure(None, f"{type(error).__name__}: a row cannot be sent to a process: {error}"))
+            return
+        self.state, ends = state, time.monotonic() + START_LIMIT
+        while True:
+            kind, call, value = self.receive(ends)
+            if kind == "began":
+                ends = None if job.limit is None else time.monotonic() + job.limit + GRACE * job.together
+            elif kind == "done":
+                try:
+                    value = pickle.loads(value)
+                except Exception as error:  # a class of the user's own that this process does not have
+                    what = "its result cannot be read in the trainer's process"
+                    value = Failure(None, f"{type(error).__name__}: {what}: {error}")
+                job.results[call].set_result(TIMED_OUT if value is None else value)
+            else:
+                return
+
+    def receive(self, ends):
+        """Wait for a message."""
+        seconds = None if ends is None else max(ends - time.monotonic(), 0.0)
+        # The process may be dead while a child that it forked keeps the pipe open.
+        ready = wait([self.connection, self.end, self.pool.ear], seconds)
+        if self.pool.ear in ready:
+            raise CancelledError
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except (EOFError, OSError):
+            raise _Died from None
+        raise _Died if ready else _Late
+
+    def open(self):
+        """Start a process, and wait until it has imported the functions."""
+        for _ in range(STARTS):
+            self.kill()
+            self.spawn()
+            try:
+                self.connection.send(self.pool.start)
+                kind, _, value = self.receive(time.monotonic() + START_LIMIT)
+            except (OSError, _Died, _Late):
+                code = self.kill()
+                continue
+            if kind == "broken":
+                raise ValueError(f"a process of the pool cannot import the reward functions: {value.told}; {_REMEDY}")
+            return
+        raise ValueError(
+            f"a process of the pool died {code} while it imported the functions, or took too long; {_REMEDY}"
+        )
+
+    def spawn(self):
         here, there = socket.socketpair()
         with there:
-            descriptor = there.fileno()
-            process = subprocess.Popen(
-                [sys.executable, "-c", _RUN_WORKER, str(descriptor), json.dumps(sys.path)],
-                pass_fds=[descriptor],
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _RUN_WORKER, str(there.fileno()), json.dumps(sys.path)],
+                pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a group of its own, which is killed with all that a function starts
                 env=os.environ | {"OMP_NUM_THREADS": "1"},  # the workers share the cores
             )
-        self._tell_guard("+", process)
-        worker = _Worker(process, Connection(here.detach()), time.monotonic() + START_LIMIT)
-        self.workers.append(worker)
-        with contextlib.suppress(OSError):  # it died, which the loop sees
-            worker.connection.send(self.start)
+        self.connection, self.state = Connection(here.detach()), None
+        self.end = os.pidfd_open(self.process.pid)
+        guard = ["sh", "-c", _RUN_GUARD, "sh", str(self.process.pid)]
+        self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
 
-    def _tell_guard(self, sign, process):
-        try:
-            self.guard.stdin.write(f"{sign}{process.pid}\n")
-            self.guard.stdin.flush()
-        except OSError:  # it was killed
-            self.guard.wait()
-            self.guard = _start_guard()
-            living = [worker.process.pid for worker in self.workers] + [process.pid] * (sign == "+")
-            self.guard.stdin.writelines(f"+{pid}\n" for pid in living)
-            self.guard.stdin.flush()
+    def kill(self):
+        """End the process and all that it started, also in a session of its own. Return how it ended."""
+        if self.process is None:
+            return None
+        import psutil
 
-    def _hear(self, worker):
-        """Read what a worker has sent."""
-        try:
-            while worker in self.workers and worker.connection.poll():
-                kind, number, call, value = worker.connection.recv()
-                if kind == "ready":
-                    worker.ready, worker.deadline, self.deaths = True, 0.0, 0
-                elif kind == "broken":
-                    self._break(f"a process of the pool cannot import the reward functions: {value.told}")
-                elif worker.job is None or number != worker.job.number:
-                    continue
-                elif kind == "began":
-                    limit, together = worker.job.limit, worker.job.message[1]
-                    spare = GRACE if together else 0.0
-                    worker.deadline = float("inf") if limit is None else time.monotonic() + limit + spare
-                elif kind == "done":
-                    worker.job.done.add(call)
-                    worker.job.results[call].set_result(_result(value))
-                elif kind == "end":
-                    worker.job, worker.deadline = None, 0.0
-        except (EOFError, OSError):
-            self._lose(worker, late=False)
-
-    def _lose(self, worker, late):
-        """End a worker that is late or dead, and settle its job or put it back."""
-        self._kill(worker)
-        self.workers.remove(worker)
-        job, code = worker.job, worker.process.returncode
-        if job is None:
-            if not worker.ready:
-                self.deaths += 1
-                if late:
-                    self._break(f"a process of the pool took more than {START_LIMIT:g} s to import the functions")
-                elif self.deaths >= STARTS:
-                    self._break(f"a process of the pool died {_how(code)} while it imported the functions")
-            return
-        left = [i for i in range(len(job.results)) if i not in job.done]
-        if len(left) > 1:  # calls of an async function, of which one is to blame: each is made apart
-            with self.lock:
-                self.queue.extendleft(job.only(i) for i in reversed(left))
-            return
-        if late:
-            self._settle(worker, [TIMED_OUT] * len(job.results))
-            return
-        job.deaths += 1
-        if job.deaths < TRIES and left:
-            with self.lock:
-                self.queue.appendleft(job.only(left[0]))
-            return
-        self._settle(worker, [Raised(f"{DIED} {_how(code)}", "")] * len(job.results))
-
-    def _settle(self, worker, values):
-        """Give the calls of a worker's job that are not done their results."""
-        for i, result in enumerate(worker.job.results):
-            if i not in worker.job.done:
-                result.set_result(values[min(i, len(values) - 1)])
-        worker.job, worker.deadline = None, 0.0
-
-    def _break(self, reason):
-        self.broken = ValueError(f"{reason}; leave --reward_workers and --reward_timeout out to run them in this one")
-
-    def _kill(self, worker):
-        """End a process and all that it started, also what it started in a session of its own."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(worker.process.pid).children(recursive=True):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        self._kill_group(worker)
-        worker.process.wait()
-        worker.connection.close()
-        self._tell_guard("-", worker.process)
-
-    def _kill_group(self, worker):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(worker.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.guard.kill()  # before `wait` frees the number of the group
+        self.guard.wait()
+        self.guard.stdin.close()
+        code = self.process.wait()
+        self.connection.close()
+        os.close(self.end)
+        self.process = None
+        return f"(signal {-code})" if code < 0 else f"(exit code {code})"
 
 
-def _start_guard():
-    command = [sys.executable, "-S", "-E", "-c", _RUN_GUARD]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+def _start_of(functions: Mapping[str, Callable]) -> tuple:
+    """Make the first message to a process: the command line, the main module if functions lie there, the functions."""
+    if _starting:
+        raise RuntimeError(
+            "this process judges completions, and it runs the script again to find the reward function in it; put "
+            'what makes and starts the trainer under `if __name__ == "__main__":`'
+        )
+    for name, function in functions.items():
+        try:
+            pickle.dumps(function)
+        except Exception as error:  # PicklingError, AttributeError, TypeError, or what the user's own class raises
+            raise ValueError(
+                f"reward function {name!r} cannot be sent to another process ({error}); define it by a def at the top "
+                "of a module, or leave --reward_workers and --reward_timeout out to run it in the trainer's process"
+            ) from error
+    pickled, main = pickle.dumps(list(functions.values())), sys.modules["__main__"]
+    module, script = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
+    needed = {"init_main_from_name": module} if module else {"init_main_from_path": script and os.path.abspath(script)}
+    return list(sys.argv), needed if b"__main__" in pickled and any(needed.values()) else {}, pickled
 
 
-def _result(sent):
-    """Read what a call gave."""
+_starting = False  # whether this process is a worker that imports its functions
+
+
+def _serve(descriptor):
+    """Make jobs until the trainer's process closes the pipe. A message back is (kind, call, value)."""
+    connection = Connection(descriptor)
     try:
-        value = pickle.loads(sent)
-    except Exception as error:  # a class of the user's own that this process does not have
-        return Raised(f"{type(error).__name__}: its result cannot be read in the trainer's process: {error}", "")
-    return TIMED_OUT if value is None else value
+        functions = _load(*connection.recv())
+    except BaseException as error:  # whatever a module does while it is imported
+        connection.send(("broken", 0, described(error)))
+        return
+    connection.send(("ready", 0, None))
+    folder, state = os.getcwd(), None
+
+    def answer(call, value):
+        try:
+            sent = pickle.dumps(value)
+        except Exception as error:  # PicklingError, TypeError, or what the user's own class raises
+            sent = pickle.dumps(Failure(None, f"{type(error).__name__}: its result cannot leave its process: {error}"))
+        connection.send(("done", call, sent))
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as loop, contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            new, which, together, calls, seed, limit = connection.recv()
+            state = state if new is None else new[0]
+            connection.send(("began", 0, None))
+            _seed(seed)
+            if together:
+                loop.run(_call_all(functions[which], calls, state, limit, answer))
+            else:
+                answer(0, _call(functions[which], calls[0], state, loop))
+            connection.send(("end", 0, None))
+            os.chdir(folder)
 
 
-def _how(code):
-    return f"(signal {-code})" if code < 0 else f"(exit code {code})"
+def _load(arguments, main, functions):
+    """Import what the trainer's process did: the same command line, the main module if needed, the functions."""
+    global _starting
+    sys.argv[:], _starting = arguments, True
+    spawn.prepare(main)
+    loaded, _starting = pickle.loads(functions), False
+    return loaded
+
+
+def _arguments(given, state):
+    """Add to the arguments of a call the functions that log, and the state of the run."""
+    logged = []
+
+    def logging_by(name):
+        return lambda *args, **named: logged.append((name, *pickle.loads(pickle.dumps((args, named)))))
+
+    if state is not None:
+        state = SimpleNamespace(**{name: copy(value) for name, value in vars(state).items()})
+    return given.arguments | {name: logging_by(name) for name in given.logs} | {"trainer_state": state}, logged
+
+
+def _call(function, given, state, loop):
+    """Call a plain function, or await what it gives."""
+    process, (arguments, logged) = os.getpid(), _arguments(given, state)
+    try:
+        result = function(**arguments)
+        if os.getpid() == process:
+            result = loop.run(_awaited(result)) if inspect.isawaitable(result) else result
+            return Returned(_listed(result, given.count), logged)
+    except BaseException as error:
+        if os.getpid() == process:
+            return described(error)
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # two processes must not answer on one pipe
+
+
+async def _awaited(result):
+    return await result
+
+
+async def _call_all(function, calls, state, limit, answer):
+    """Run the calls of an async function at the same time, each within the limit."""
+
+    async def one(i):
+        arguments, logged = _arguments(calls[i], state)
+        scope = asyncio.timeout(limit)
+        try:
+            async with scope:
+                result = await function(**arguments)
+            answer(i, Returned(_listed(result, calls[i].count), logged))
+        except BaseException as error:
+            answer(i, None if scope.expired() and isinstance(error, TimeoutError) else described(error))
+
+    await asyncio.gather(*map(one, range(len(calls))))
+
+
+def _seed(seed):
+    """Seed the global random generators of what is imported."""
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed % 2**63)
+
+
+def _listed(result, count):
+    """Make a list of what a function returned where it gives items, so that it can be sent."""
+    if hasattr(result, "tolist") and not hasattr(result, "columns"):
+        return result.tolist()
+    no_list = isinstance(result, (str, bytes, bytearray, Mapping, Set)) or hasattr(result, "columns")
+    if no_list or not hasattr(result, "__iter__"):
+        return result
+    return [item.item() if hasattr(item, "item") else item for item in itertools.islice(result, count + 1)]

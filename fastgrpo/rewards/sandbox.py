@@ -13,8 +13,8 @@ from typing import Any
 
 from fastgrpo.data.prompts import shortened
 from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rewards.guard import cores
 from fastgrpo.rewards.jail import Limits, Violation
-from fastgrpo.rewards.pooled import cores
 from fastgrpo.rewards.prison import Prison
 from fastgrpo.rewards.sandbox_tests import Assertion, program_of, read_tests
 

@@ -1,13 +1,16 @@
-"""Reads what reward functions return and log: lists with one item a completion, numbers, and what JSON can hold."""
+"""What reward functions return and log: one item a completion, numbers, and what JSON can hold."""
 
 import itertools
 import json
 import math
-import numbers
+import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
+from numbers import Integral, Real
 from typing import Any
 
 from fastgrpo.config.objective import LARGEST_REWARD
+from fastgrpo.run.metrics import is_known
 
 NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words
 
@@ -42,7 +45,7 @@ def number(value: Any) -> float | None:
     """Read a number within the range of rewards. fp64 holds the squares of such numbers, so no deviation overflows."""
     value = plain(value)
     # The comparison is exact for integers of any size, and False for NaN.
-    return float(value) if isinstance(value, numbers.Real) and abs(value) <= LARGEST_REWARD else None
+    return float(value) if isinstance(value, Real) and abs(value) <= LARGEST_REWARD else None
 
 
 def read_verdicts(result: Any, count: int) -> list[float | str | None] | str:
@@ -90,3 +93,107 @@ def shown(value: Any) -> str:
         return " ".join(repr(value).split())[:60]
     except Exception:  # such as that of an integer of more than 4,300 digits
         return f"a value of type {type(value).__name__}"
+
+
+# The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.
+SAMPLE_COLUMNS = (
+    "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
+    "token_ends", "logps", "ratios", "clipped_tokens",
+)  # fmt: skip
+
+# The functions that a reward function gets to log by.
+LOGS = ("log_metric", "log_extra", "log_steps")
+
+
+class Logs:
+    """What one reward function logs during one call.
+
+    Its attributes are `metrics`, the values by metric; `columns`, the S values of each column by its name; and `steps`,
+    a tuple of (end, reward) pairs for each of the S completions, or None where no step rewards were logged. What a
+    function logs after the call, as from a thread of its own, is lost.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self.metrics, self.columns, self.steps = defaultdict(list), {}, None
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it."""
+        _check_name("log_metric", name)
+        if is_known(name):
+            raise ValueError(f"log_metric({name!r}, ...): a run logs a metric of this name itself; choose another name")
+        if not isinstance(plain(value), Real):
+            raise ValueError(f"log_metric({name!r}, ...) takes a number, got {shown(value)}")
+        read = number(value)
+        self.metrics[name].append(math.nan if read is None else read)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a column of samples.jsonl. Logged once more in the same call, it has the later values."""
+        _check_name("log_extra", column)
+        if column in SAMPLE_COLUMNS:
+            raise ValueError(f"log_extra({column!r}, ...): every sample has such a column; choose another name")
+        items = listed(values, self.count)
+        if items is None:
+            raise ValueError(f"log_extra({column!r}, ...) takes a list, got {shown(values)}")
+        if len(items) != self.count:
+            got = length(values, items, self.count)
+            raise ValueError(f"log_extra({column!r}, ...) takes one value a completion: {self.count}, got {got}")
+        try:
+            self.columns[column] = json_values(items)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"log_extra({column!r}, ...) takes what JSON can hold: {error}") from None
+
+    def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
+        """Log the rewards of the steps of each completion, which --process_rewards token learns from."""
+        both = [_lists(values, self.count, name) for values, name in ((ends, "ends"), (rewards, "rewards"))]
+        self.steps = [_steps(i, *of_one) for i, of_one in enumerate(zip(*both, strict=True))]
+
+    def take(self, other: "Logs", start: int) -> None:
+        """Take over what was logged for some of the completions."""
+        for name, values in other.metrics.items():
+            self.metrics[name] += values
+        for column, values in other.columns.items():
+            self.columns.setdefault(column, [None] * self.count)[start : start + other.count] = values
+        if other.steps is not None:
+            self.steps = [None] * self.count if self.steps is None else self.steps
+            self.steps[start : start + other.count] = other.steps
+
+
+def _lists(values, count, name):
+    """Return the list that log_steps got for each completion."""
+    items = listed(values, count)
+    if items is None or len(items) != count:
+        got = shown(values) if items is None else length(values, items, count)
+        raise ValueError(f"log_steps takes a list of {count} lists of {name}, one a completion; got {got}")
+    return items
+
+
+def _steps(index, ends, rewards):
+    """Return the (end, reward) pairs of one completion."""
+    lists = [() if values is None else listed(values, sys.maxsize - 1) for values in (ends, rewards)]
+    if None in lists or len(lists[0]) != len(lists[1]):
+        raise ValueError(
+            f"log_steps takes as many rewards as ends for each completion; completion {index} has ends {shown(ends)} "
+            f"and rewards {shown(rewards)}"
+        )
+    read, before = [], 0
+    for end, reward in zip(map(plain, lists[0]), lists[1], strict=True):
+        if not isinstance(end, Integral) or isinstance(end, bool) or end <= before:
+            raise ValueError(
+                f"log_steps takes ends that rise from 1 (tokens up to the end of a step); completion {index} has "
+                f"{shown(end)} after {before}"
+            )
+        if number(reward) is None:
+            raise ValueError(f"log_steps takes rewards that are {NUMBER}; completion {index} has {shown(reward)}")
+        before = int(end)
+        read.append((before, number(reward)))
+    return tuple(read)
+
+
+def _check_name(function, name):
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{function}({shown(name)}, ...): a name is a text that is not empty")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{function}({name!r}, ...): the name cannot be written as UTF-8: {error.reason}") from None

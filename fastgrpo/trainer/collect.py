@@ -43,9 +43,8 @@ from fastgrpo.data.token_text import TokenText
 from fastgrpo.loss.advantage import decoupled_advantages, group_advantages, process_advantages
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.call import Rewards, reward_matrix
-from fastgrpo.rewards.notes import SAMPLE_COLUMNS
-from fastgrpo.rewards.together import Judging
+from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
+from fastgrpo.rewards.values import SAMPLE_COLUMNS
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.digest import digest_of_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgrpo.rewards.guard import Failure, attempt, awaited, modes_kept
-from fastgrpo.rewards.notes import Notes
+from fastgrpo.rewards.values import Logs
 
 
 def modes():
@@ -150,7 +150,7 @@ def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
     assert str(attempt(lambda: raising(Mute()))) == f"Mute: (without a text) ({__file__}:{line})"
     several = ExceptionGroup("2 requests", [ExceptionGroup("1 request", [ValueError("down")]), KeyError("other")])
     assert str(attempt(lambda: raising(several))) == f"ValueError: down ({__file__}:{line})"
-    told = str(attempt(lambda: Notes(1).log_extra("step", [1])))  # not the place in this package
+    told = str(attempt(lambda: Logs(1).log_extra("step", [1])))  # not the place in this package
     assert told.startswith("ValueError: log_extra('step', ...)") and f"({__file__}:" in told
 
 

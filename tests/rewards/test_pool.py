@@ -15,10 +15,9 @@ import torch
 from paths import ROOT
 
 from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
-from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.pool import Pool
-from fastgrpo.rewards.pool_worker import Given, Raised
-from fastgrpo.rewards.together import Judging
+from fastgrpo.rewards.call import Judging, Rewards
+from fastgrpo.rewards.guard import Failure
+from fastgrpo.rewards.pool import Given, Pool, _Worker
 
 NEVER = 600.0  # seconds: a limit that no function here reaches
 
@@ -125,8 +124,8 @@ def test_workers_may_be_killed_at_any_moment():
     outcomes = [result.result() for result in results]
     pool.close()
     # A job survives the death of one worker, and few can have met two.
-    assert sum(isinstance(outcome, Raised) for outcome in outcomes) <= 40
-    assert sum(not isinstance(outcome, Raised) for outcome in outcomes) >= 260
+    assert sum(isinstance(outcome, Failure) for outcome in outcomes) <= 40
+    assert sum(not isinstance(outcome, Failure) for outcome in outcomes) >= 260
 
 
 def test_async_calls_run_together_and_each_has_its_limit():
@@ -154,7 +153,7 @@ def test_what_a_function_starts_in_another_session_ends_with_it(tmp_path):
 
 def test_a_pool_that_cannot_start_a_process_says_so(monkeypatch):
     with Rewards(pool_rewards.process, workers=1) as rewards:
-        monkeypatch.setattr(Pool, "_start_worker", lambda self: os.open("/nowhere", os.O_RDONLY))
+        monkeypatch.setattr(_Worker, "spawn", lambda self: os.open("/nowhere", os.O_RDONLY))
         with pytest.raises(RuntimeError, match="the processes that judge completions failed: FileNotFoundError"):
             rewards(completions("a"))
 
@@ -293,11 +292,11 @@ def test_a_killed_guard_is_replaced():
     pool = Pool({"process": pool_rewards.process}, 1)
     given = [Given({"completions": ["x"]}, (), 1)]
     first = pool.submit("process", given, 0, None)[0].result().result[0]
-    guard = pool.guard.pid
+    (worker,) = pool.workers
+    guard = worker.guard.pid
     os.kill(guard, signal.SIGKILL)
-    os.waitid(os.P_PID, guard, os.WEXITED | os.WNOWAIT)  # its pipe is closed now
     os.kill(int(first), signal.SIGKILL)
     second = pool.submit("process", given, 0, None)[0].result().result[0]
-    assert second != first and pool.guard.pid != guard
+    assert second != first and worker.guard.pid != guard
     pool.close()
     assert is_gone(int(second)) and is_gone(guard)

@@ -7,8 +7,7 @@ import torch
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.records import Rollout
 from fastgrpo.ranks import Ranks
-from fastgrpo.rewards.call import Rewards, reward_matrix
-from fastgrpo.rewards.together import judge_together
+from fastgrpo.rewards.call import Rewards, judge_together, reward_matrix
 
 ROWS = [{"prompt": text, "answer": text.upper()} for text in ("ab", "c", "hello")]
 ROWS[2]["hint"] = "greet"  # a column of one row alone

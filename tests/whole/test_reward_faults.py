@@ -57,7 +57,7 @@ def workers(pid):
     found = []
     for process in descendants(pid):
         try:
-            found += [process] * ("pool_worker" in " ".join(process.cmdline()))
+            found += [process] * ("pool._serve" in " ".join(process.cmdline()))
         except psutil.NoSuchProcess:
             continue
     return found

@@ -23,8 +23,6 @@ ALLOWED = {
     "fastgrpo/run/shards.py": ["import pickle"],
     # What the trainer and the processes that it starts send each other, over pipes that nobody else can open.
     "fastgrpo/rewards/pool.py": ["import pickle"],
-    "fastgrpo/rewards/pool_worker.py": ["import pickle"],
-    "fastgrpo/rewards/portable.py": ["import pickle"],
     # This is what a jail runs. The attacks of tests/rewards/test_sandbox_attacks.py show what it cannot reach.
     "fastgrpo/rewards/jailed.py": [
         "exec(compile(program, 'program.py', 'exec'), module.__dict__)",

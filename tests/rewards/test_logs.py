@@ -9,12 +9,12 @@ import torch
 
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.rewards.notes import SAMPLE_COLUMNS, Notes
+from fastgrpo.rewards.values import SAMPLE_COLUMNS, Logs
 from fastgrpo.trainer.collect import sample_rows
 
 
 def test_numbers_and_columns_are_kept():
-    notes = Notes(2)
+    notes = Logs(2)
     for value in (1, 0.5, torch.tensor(2.0), True):
         notes.log_metric("a", value)
     notes.log_extra("b", [1, 2])
@@ -26,7 +26,7 @@ def test_numbers_and_columns_are_kept():
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 10**400, 1e300, torch.tensor(math.inf)])
 def test_a_number_that_has_no_place_in_a_mean_is_noted_as_nan(value):
-    notes = Notes(2)
+    notes = Logs(2)
     notes.log_metric("a", value)
     assert math.isnan(notes.metrics["a"][0])
     notes.log_extra("b", [{"deep": [math.nan]}, -math.inf])
@@ -47,7 +47,7 @@ def test_a_number_that_has_no_place_in_a_mean_is_noted_as_nan(value):
     ],
 )
 def test_metrics_that_are_refused(name, value, match):
-    notes = Notes(2)
+    notes = Logs(2)
     with pytest.raises(ValueError, match=match):
         notes.log_metric(name, value)
     assert not notes.metrics
@@ -68,14 +68,14 @@ def test_metrics_that_are_refused(name, value, match):
     ],
 )
 def test_columns_that_are_refused(column, values, match):
-    notes = Notes(2)
+    notes = Logs(2)
     with pytest.raises(ValueError, match=match):
         notes.log_extra(column, values)
     assert not notes.columns
 
 
 def test_steps_are_kept_for_each_completion():
-    notes = Notes(3)
+    notes = Logs(3)
     assert notes.steps is None
     notes.log_steps([[1, 3], None, torch.tensor([2])], [(0.5, True), [], torch.tensor([0.25])])
     assert notes.steps == [((1, 0.5), (3, 1.0)), (), ((2, 0.25),)]
@@ -102,7 +102,7 @@ def test_steps_are_kept_for_each_completion():
     ],
 )
 def test_steps_that_are_refused(ends, rewards, match):
-    notes = Notes(2)
+    notes = Logs(2)
     with pytest.raises(ValueError, match=match):
         notes.log_steps(ends, rewards)
     assert notes.steps is None
@@ -111,7 +111,7 @@ def test_steps_that_are_refused(ends, rewards, match):
 @pytest.mark.parametrize("column", SAMPLE_COLUMNS)
 def test_no_column_of_a_sample_can_be_overwritten(column):
     with pytest.raises(ValueError, match=rf"log_extra\('{column}', ...\): every sample has such a column; choose"):
-        Notes(1).log_extra(column, [1])
+        Logs(1).log_extra(column, [1])
 
 
 def test_the_columns_of_a_sample_are_those_of_samples_jsonl():
