@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.sweep import SweepRun, runs_of, take_sweep
+from fastgrpo.run.sweep import SweepRun, run_sweep, take_sweep
 
 if TYPE_CHECKING:
     from fastgrpo.trainer import GRPOTrainer
@@ -92,16 +92,14 @@ def _make_policy(task_module, config, log):
 
 def train(argv: list[str]) -> None:
     """Train as the command line says: one run, or with --sweep or --sweep_seeds several."""
-    argv, sweep = take_sweep(argv)
-    if sweep is not None:
+    runs = take_sweep(argv)
+    if runs:
         from fastgrpo.ranks import refuse_ranks
-        from fastgrpo.run.sweep import run_sweep
 
         refuse_ranks("a sweep (--sweep, --sweep_seeds)")
-        runs = runs_of(argv, sweep)
         quiet_libraries()
         check_runs(runs)  # a mistake should not wait for the run's turn
-        return run_sweep(sweep, runs)
+        return run_sweep(runs)
     config = parse(argv)
     quiet_libraries()
     make_trainer(config).train()

@@ -19,8 +19,7 @@ the recipe that the task ships. --config NAME takes a recipe that comes with the
 SWEEPS = """
 
 --sweep NAME=VALUE,VALUE makes a run for each value of a setting, and may be given several times: then there is a run
-for each combination. --sweep_seeds SEED,SEED makes each of them with each seed, and --sweep_jobs N makes N runs at a
-time."""
+for each combination. --sweep_seeds SEED,SEED makes each of them with each seed."""
 Config = TypeVar("Config", bound=TrainingConfig)
 
 

@@ -110,7 +110,7 @@ class RunFolder:
 
 
 def lock(path: Path) -> FileLock:
-    """Lock a folder until the lock is released or the process ends, however it ends. Raises ValueError if it is held."""
+    """Lock a folder until the lock is released or the process ends, however it ends. Refuse a folder in use."""
     file, me = path / LOCK, f"process {os.getpid()} on {socket.gethostname()}"
     owner = _owner(file)
     held = FileLock(file, timeout=0, thread_local=False)  # the thread that writes checkpoints asks whether it is held

@@ -106,12 +106,6 @@ class Terminal:
         self._show_left()
         self.bar.update(count)
 
-    def status(self, text: str) -> None:
-        """Show a text behind the bar, in place of the one before it."""
-        self._shown = text
-        self._show_left()
-        self.bar.refresh()
-
     def seconds_left(self) -> float | None:
         """Estimate the seconds to the end from the mean pace since the bar began; None before the first step."""
         here = self.done - self._first

@@ -33,7 +33,6 @@ from fastgrpo import GRPOConfig, GRPOTrainer, train
 from fastgrpo.__main__ import COMMANDS
 from fastgrpo.__main__ import main as overview
 from fastgrpo.config import recipe
-from fastgrpo.config.sweep import runs_of, take_sweep
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Pages all of whose Python another test runs, with what their text says is there already.
@@ -180,8 +179,7 @@ class Runner:
             assert hasattr(module, "main") or "__main__" in module.__loader__.get_source(name), f"{name} is no command"
         elif command == "train":
             argv = [word.replace("fastgrpo/recipes", str(recipe.RECIPES)) for word in argv]
-            argv, sweep = take_sweep(argv)
-            assert train.parse(argv) if sweep is None else runs_of(argv, sweep)
+            assert train.take_sweep(argv) or train.parse(argv)
         elif command == "doctor" and (parse or "--check" in argv):  # the kernels' checks have tests of their own
             train.parse(["--model_name_or_path" if word == "--model" else word for word in argv if word != "--check"])
         elif command in LONG or parse:

@@ -16,8 +16,8 @@ from benchmarks import report
 from fastgrpo import chat, distill, doctor, evaluate, sft
 from fastgrpo import report as report_command
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.sweep import FLAGS
 from fastgrpo.run.metrics import METRICS
+from fastgrpo.run.sweep import FLAGS
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]

@@ -186,14 +186,3 @@ def test_tables_elsewhere_are_plain_and_in_markdown(capsys):
     assert capsys.readouterr().out.splitlines() == [
         "  a     1", "  long  x", "| metric   | a   |", "| ---      | --- |", "| accuracy | 0.5 |",
     ]  # fmt: skip
-
-
-def test_a_sweep_says_behind_the_bar_what_goes_on(clock, show):
-    screen = show()
-    terminal = Terminal()
-    terminal.progress(3, "sweep", done=1)
-    terminal.status("seed=1 at step 5")
-    clock[0] += 60
-    terminal.advance()
-    terminal.close_bar()
-    assert "| 1/3, seed=1 at step 5" in screen.getvalue() and "| 2/3, 1:00 left, seed=1 at step 5" in screen.getvalue()
