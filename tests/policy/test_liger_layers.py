@@ -9,8 +9,8 @@ import tiny
 import torch
 from launches import meta_gpu
 
-from fastgrpo.policy import liger_layers as liger
 from fastgrpo.policy import device
+from fastgrpo.policy import liger_layers as liger
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.liger_layers import apply_liger

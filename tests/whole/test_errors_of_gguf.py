@@ -44,16 +44,6 @@ def twice(case):
     shutil.copy(case.model / "tiny.gguf", case.model / "other.gguf")
 
 
-def beside(name, text):
-    """A case that names the file itself, which has another file beside it."""
-
-    def build(case):
-        (case.model / name).write_text(text)
-        return case.argv(model_name_or_path=case.model / "tiny.gguf")
-
-    return build
-
-
 CASES = {
     # name: (command line, what its message must say)
     "no such file": (flags(model_name_or_path="none.gguf"), "no such GGUF file: none.gguf"),
@@ -71,18 +61,6 @@ CASES = {
         spoilt(another_architecture), "cannot be loaded .use the model's folder with .safetensors files.*rwkv6 is not",
     ),
     "adapters": (adapters, "adapters of .*/adapters belong to the GGUF file .*tiny.gguf.*use the folder `merged`"),
-    "a template beside it": (
-        beside("tokenizer_config.json", '{"chat_template": 5}'),
-        "error: tokenizer_config.json beside .*/tiny.gguf: chat_template must be text, got 5; correct it",
-    ),
-    "settings beside it": (
-        beside("generation_config.json", "[]"),
-        "error: generation_config.json beside .*/tiny.gguf must hold a JSON object, got a list; copy the file again",
-    ),
-    "an end token beside it": (
-        beside("generation_config.json", '{"eos_token_id": "x"}'),
-        "error: generation_config.json beside .*/tiny.gguf: eos_token_id must be ",
-    ),
     "in the folder of the run": (
         lambda case: case.argv(output_dir=case.model), "the model .*model lies inside output_dir",
     ),

@@ -5,7 +5,6 @@ import pickle
 import shutil
 
 import pytest
-import tiny
 import torch
 from mistakes import Case, check, raising, spoilt
 
@@ -48,13 +47,6 @@ CASES = {
     "GPTQ": (field(quantization_config=GPTQ), r"model/config.json: quantization_config .*\(gptq\).*use the checkpoint"),
     "AWQ": (field(quantization_config={"quant_method": "awq"}), r"config.json: quantization_config .*\(awq\)"),
     "bitsandbytes": (field(quantization_config={"load_in_4bit": True}), "quantized .None., and training needs plain"),
-    "quantization that is a number": (field(quantization_config=7), r"quantization_config .*\(7\)"),
-    "quantized inner model": (
-        field(text_config={"quantization_config": GPTQ}), r"config.json: text_config: quantization_config .*\(gptq\)",
-    ),
-    "unknown dtype": (field(dtype="float99"), "model/config.json: dtype is 'float99', which is no dtype of torch; wri"),
-    "dtype of another kind": (field(dtype=["bfloat16"]), r"config.json: dtype is \['bfloat16'\], which is no dtype"),
-    "old name of dtype": (field(torch_dtype="float99"), "config.json: torch_dtype is 'float99'"),
     "more layers than layer types": (
         field(num_hidden_layers=3), r"model/config.json: .*`num_hidden_layers` \(3\) must be equal to .*2",
     ),
@@ -64,13 +56,8 @@ CASES = {
     "fewer layers than weights": (
         spoilt(fewer_layers), "model' has 12 weights of layers beyond those that config.json counts .model.layers.1",
     ),
-    "no layers": (field(num_hidden_layers=0), "config.json: num_hidden_layers must be a positive number, got 0"),
-    "no heads": (field(num_attention_heads=0), "config.json: num_attention_heads must be a positive number, got 0"),
     "another width": (
         field(intermediate_size=7), r"6 weights of other shapes than config.json .*: \(32, 64\) and not \(32, 7\)",
-    ),
-    "null context": (
-        field(max_position_embeddings=None), "model/config.json: max_position_embeddings must be a positive number",
     ),
     "field of another type": (
         field(hidden_size="32"), "model/config.json: Field 'hidden_size' expected int, got str .value: '32'.; correct",
@@ -78,30 +65,10 @@ CASES = {
     "padding beyond the vocabulary": (field(pad_token_id=999), "the model of .*AssertionError: Padding_idx must be"),
     "activation that nobody knows": (field(hidden_act="x"), "the model of .*model' cannot be loaded .*KeyError: 'x'"),
     "pickled code for weights": (spoilt(pickled), "the model of .*model' .*a .bin file is damaged or holds code"),
-    "end token that is text": (
-        field(eos_token_id="2"), "model/config.json: eos_token_id must be the id of a token or a list of ids, got '2'",
-    ),
-    "end token of drawing that is text": (
-        field("generation_config.json", eos_token_id=[1, "2"]), "model/generation_config.json: eos_token_id .*got '2'",
-    ),
-    "end token that is no token": (
-        field("generation_config.json", eos_token_id=-9), "eos_token_id is -9, but there is no such token; correct it",
-    ),
-    "names of fields that are moved": (field(attribute_map={"a": "b"}), "config.json: attribute_map is no setting"),
-    "another file of settings": (field(configuration_files=["config.4.json"]), "configuration_files is no setting"),
-    "brackets for a config": (text("config.json", BRACKETS), "the config.json of .*model' .*RecursionError"),
-    "number for a config": (text("config.json", "7"), "model/config.json must hold a JSON object, got a int; copy"),
+    "brackets for a config": (text("config.json", BRACKETS), "the tokenizer of .*model' .*RecursionError"),
+    "number for a config": (text("config.json", "7"), "the tokenizer of .*model' cannot be loaded .*TypeError"),
     "empty generation config": (text("generation_config.json", ""), "the generation_config.json of .*model' cannot be"),
-    "list for a tokenizer's config": (text("tokenizer_config.json", "[]"), "tokenizer_config.json must hold a JSON"),
-    "number for a template": (
-        field("tokenizer_config.json", chat_template=7), "model/tokenizer_config.json: chat_template must be text, got",
-    ),
     "null for a tokenizer": (text("tokenizer.json", "null"), "the tokenizer of .*model' cannot .*AttributeError"),
-    "base of adapters that is no name": (
-        spoilt(lambda c: (shutil.rmtree(c.model), tiny.tokenizer().save_pretrained(c.model),
-                          (c.model / "adapter_config.json").write_text('{"base_model_name_or_path": 7}'))),
-        "model/adapter_config.json: base_model_name_or_path must be text, got 7",
-    ),
     "empty name of a model": (lambda c: c.argv(model_name_or_path=""), "no such model folder: .an empty name."),
     "name that is too long": (lambda c: c.argv(model_name_or_path="/" + "x" * 5000), "no such model folder: /xxx"),
     "no memory to load": (
@@ -178,5 +145,5 @@ def test_a_model_in_the_cache_of_the_hub_is_loaded_and_checked(tmp_path, saved, 
     argv = ["org/name", "--prompt", "a", "-n", "1", "--device", "cpu"]
     assert chat.main(argv) == 0
     config = json.loads((repo / "snapshots" / "abc" / "config.json").read_text())
-    (repo / "snapshots" / "abc" / "config.json").write_text(json.dumps({**config, "dtype": "float99"}))
-    check(chat.main, argv, "org/name/config.json: dtype is 'float99'", capfd)
+    (repo / "snapshots" / "abc" / "config.json").write_text(json.dumps({**config, "quantization_config": GPTQ}))
+    check(chat.main, argv, r"org/name/config.json: quantization_config .*\(gptq\)", capfd)
