@@ -99,17 +99,6 @@ class PackedAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Attend in one layer of the model.
-
-        Args:
-            layer: Number of the layer; training needs no keys of earlier calls and ignores it.
-            query: [H, N, d].
-            key: [K, N, d].
-            value: [K, N, d].
-            scaling: Factor on the scores before the softmax.
-
-        Returns:
-            [N, H, d], in the dtype of the query.
-        """
+        """Attend in one layer: query [H, N, d], key and value [K, N, d] -> [N, H, d] in the dtype of the query."""
         query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
         return VarlenAttention.apply(query, key, value, self.parts, scaling)

@@ -141,14 +141,11 @@ def prompt_groups(samples: Sequence[Sample], share_prompt: bool = True) -> list[
 
 
 def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[int]]:
-    """Split samples into micro-batches of at most `max_tokens` inputs each.
+    """Split samples into micro-batches of at most `max_tokens` inputs each; returns the indices of each one's samples.
 
     Samples that share a prompt count it once and stay in one micro-batch. They are spread over several only if they
     exceed `max_tokens` by themselves, or if they fit nowhere whole and there is already one micro-batch more than their
-    tokens need at least. Then each micro-batch that holds some of them holds the prompt.
-
-    The result depends on the lengths and on the order of the samples alone. If all fit, they are one micro-batch in
-    their order.
+    tokens need at least. If all fit, they are one micro-batch in their order.
     """
     groups, start = [], 0
     for group in prompt_groups(samples, share_prompt):
@@ -203,14 +200,7 @@ class _Bins:
 
 @dataclass(frozen=True)
 class Dealer:
-    """Deals samples to ranks.
-
-    Attributes:
-        max_tokens: The token budget of a micro-batch.
-        share_prompt: Whether neighbours with the same prompt share its tokens.
-        ranks: The ranks.
-        lockstep: Whether all ranks make equally many passes, as `Policy.lockstep` says.
-    """
+    """Deals samples to ranks. `lockstep` says whether all ranks make equally many passes, as `Policy.lockstep` does."""
 
     max_tokens: int
     share_prompt: bool = True

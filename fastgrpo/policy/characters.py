@@ -20,11 +20,7 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 def character_model(
     characters: str, seed: int, *, hidden_size: int = 64, layers: int = 3, heads: int = 4, positions: int = 64
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Make a Llama with random weights and a tied head over characters.
-
-    Returns:
-        The model on the CPU in fp32, and its tokenizer.
-    """
+    """Make a Llama on the CPU with random fp32 weights and a tied head over characters, and its tokenizer."""
     tokenizer = character_tokenizer(characters)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(

@@ -29,12 +29,7 @@ def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Find the dtype that a setting names.
-
-    Args:
-        name: float32, bfloat16, or auto: bf16 on GPUs, where the optimizer keeps fp32 masters, and fp32 on CPUs.
-        device: Where the weights will be.
-    """
+    """Find the dtype that a setting names; auto is bf16 on GPUs (the optimizer has fp32 masters), and fp32 on CPUs."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)

@@ -165,18 +165,7 @@ class Shapes:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Check the attention of one layer.
-
-        Args:
-            layer: Number of the layer.
-            query: [H, N, d].
-            key: [K, N, d].
-            value: [K, N, d].
-            scaling: Factor of the scores.
-
-        Returns:
-            [N, H, d] without values.
-        """
+        """Check the shapes of one layer's attention; returns [N, H, d] without values."""
         if key.shape != value.shape:
             raise Unfit(f"has keys of width {key.shape[-1]} and values of width {value.shape[-1]}")
         if key.shape[-1] != self.width:
@@ -188,11 +177,7 @@ class Shapes:
 
 
 class Watch(TorchDispatchMode):
-    """Watches the operators of a forward pass on the meta device.
-
-    Attributes:
-        grouped: Whether there was a grouped product.
-    """
+    """Watches the operators of a forward pass on the meta device; `grouped` is whether one was a grouped product."""
 
     def __init__(self) -> None:
         super().__init__()

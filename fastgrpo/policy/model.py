@@ -32,13 +32,11 @@ def narrow_window(config: PretrainedConfig) -> int | None:
 
 
 def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Compute the hidden states of a packed batch by the model's own attention over padded sequences.
+    """Compute the hidden states [N, D] of a packed batch by the model's own attention over padded sequences.
 
-    Each branch of a shared prompt stands behind a copy of that prompt. The padding is on the right, where no token sees
-    it.
-
-    Returns:
-        [N, D] final hidden states in the model's dtype.
+    For models that packed attention cannot run. The result is exact, because each token sees what it would see if its
+    sequence stood alone. It is slower: the padding is computed too, and a prompt for each of its completions. The
+    padding is on the right, where no token sees it.
     """
     spans = torch.arange(len(batch.input_ids)).split(batch.lengths)
     prompts, rest = spans[: len(batch.branches)], iter(spans[len(batch.branches) :])
@@ -56,12 +54,9 @@ Result = TypeVar("Result")
 
 
 class Head(NamedTuple):
-    """The language-model head: logits = softcap(states @ weight.T + bias).
+    """The language-model head: logits = softcap(states @ weight.T + bias), weight [V, D], bias [V] or None.
 
-    Attributes:
-        weight: [V, D].
-        bias: [V], or None.
-        softcap: The cap of softcap(x) = cap tanh(x / cap), as in Gemma 2 and 3; None without one.
+    softcap(x) = cap tanh(x / cap), as in Gemma 2 and 3; None without one.
     """
 
     weight: torch.Tensor
@@ -75,18 +70,7 @@ class Context(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        """Compute one layer's attention.
-
-        Args:
-            layer: The index of the layer.
-            query: [H, N, d].
-            key: [K, N, d].
-            value: [K, N, d].
-            scaling: The factor of the scores.
-
-        Returns:
-            [N, H, d].
-        """
+        """Compute one layer's attention: query [H, N, d], key and value [K, N, d] -> [N, H, d]."""
 
 
 def head_dim(config: PretrainedConfig) -> int:
@@ -113,17 +97,7 @@ class Policy:
 
     @classmethod
     def of(cls, model: "PreTrainedModel | Policy") -> "Policy":
-        """Return a `Policy` for a model that may already be one.
-
-        Args:
-            model: A transformers causal LM, or a `Policy`.
-
-        Returns:
-            The `Policy` itself, or a new one that wraps the model.
-
-        Raises:
-            ValueError: The model is neither of them.
-        """
+        """Return a `Policy` of a transformers causal LM, or the `Policy` itself; ValueError for anything else."""
         if isinstance(model, cls):
             return model
         module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
@@ -158,24 +132,15 @@ class Policy:
 
     @contextmanager
     def gather(self, keep: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Provide the whole weights in memory while a rollout runs.
+        """Provide a view of every parameter, whole and in memory, while a rollout runs.
 
-        Here they are in memory anyway. Where weights are sharded, they are gathered, see `WholeCopy.gather`.
-
-        Args:
-            keep: Whether they must lie at the same addresses the next time, because CUDA graphs read them there.
-
-        Yields:
-            A view of every parameter, in the order of the module's parameters.
+        Where weights are sharded, they are gathered, see `WholeCopy.gather`. With `keep` they lie at the same addresses
+        the next time, because CUDA graphs read them there.
         """
         yield [parameter.detach() for parameter in self.parameters()]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Provide the parameters one by one, whole also where weights are sharded.
-
-        Returns:
-            An iterator over names and tensors.
-        """
+        """Provide names and parameters one by one, whole also where weights are sharded."""
         return ((name, parameter.detach()) for name, parameter in self.module.named_parameters())
 
     def within(self, compute: Callable[[], Result]) -> Result:
@@ -183,21 +148,11 @@ class Policy:
 
         Where weights are sharded, they are whole inside of it, and the gradient of its result is reduced to shards. All
         ranks then have to call this equally often.
-
-        Args:
-            compute: The computation.
-
-        Returns:
-            What the computation returned.
         """
         return compute()
 
     def idle_loss(self) -> torch.Tensor:
-        """Compute a loss of 0 by a pass over one token, on a rank that has no samples for a pass of all ranks.
-
-        Returns:
-            A scalar whose gradient is 0 for every weight.
-        """
+        """Compute a loss of 0 by a pass over one token, on a rank that has no samples for a pass of all ranks."""
         batch = Batch.pack([Sample([0], [0], advantage=0.0)], self.device)
         return self.logps(batch).sum() * 0.0
 
@@ -211,16 +166,7 @@ class Policy:
         return list(self.module.parameters())
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """Run packed tokens through the layers.
-
-        Args:
-            input_ids: [N] int64.
-            position_ids: [N] int64, the position of each token in its own sequence.
-            context: The attention, which knows which token attends to which.
-
-        Returns:
-            [N, D] final hidden states in the policy's dtype.
-        """
+        """Run packed tokens [N] through the layers, at their positions [N] in their sequences; returns [N, D]."""
         with attention_of(self.module), self._checkpointing():
             out = self.module.base_model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, context=context
@@ -228,14 +174,7 @@ class Policy:
         return out.last_hidden_state[0]
 
     def completion_states(self, batch: Batch) -> torch.Tensor:
-        """Compute the hidden states that predict a batch's completion tokens.
-
-        Args:
-            batch: The packed micro-batch.
-
-        Returns:
-            [M, D], one state for each completion token.
-        """
+        """Compute the hidden states [M, D] that predict a batch's completion tokens."""
         if self.own_attention:
             with self._checkpointing():
                 return padded_states(self.module, batch)[batch.rows]
@@ -243,27 +182,11 @@ class Policy:
         return self.states(batch.input_ids, batch.position_ids, context)[batch.rows]
 
     def logps(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
-        """Compute the log-probs of a batch's completion tokens.
-
-        Args:
-            batch: The packed micro-batch.
-            temperature: The temperature of the softmax.
-
-        Returns:
-            [M] fp32 log-probs, in nats.
-        """
+        """Compute the fp32 log-probs [M] of a batch's completion tokens, in nats."""
         return self.logps_of(self.completion_states(batch), batch.targets, temperature)
 
     def logps_and_entropy(self, batch: Batch, temperature: float = 1.0) -> torch.Tensor:
-        """Compute the log-probs of a batch's completion tokens, and the entropy of what each was drawn from.
-
-        Args:
-            batch: The packed micro-batch.
-            temperature: The temperature of the softmax.
-
-        Returns:
-            [2, M] fp32 log-probs and entropies, in nats.
-        """
+        """Compute [2, M]: the log-probs of a batch's completion tokens, and the entropy of what each was drawn from."""
         states = self.completion_states(batch)
         weight, bias, softcap = self.head
         return torch.stack(
@@ -274,30 +197,17 @@ class Policy:
         )  # fmt: skip
 
     def logps_of(self, states: torch.Tensor, targets: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
-        """Compute the log-probs of tokens from the states that predict them.
-
-        Args:
-            states: [M, D] in the policy's dtype, as `completion_states` returns them.
-            targets: [M] int64, the tokens.
-            temperature: The temperature of the softmax.
-
-        Returns:
-            [M] fp32 log-probs, in nats.
-        """
+        """Compute the fp32 log-probs [M] of tokens [M] from the states [M, D] that predict them."""
         weight, bias, softcap = self.head  # after the layers: where weights are sharded, the forward pass gathers them
         return linear_logprob(states, weight, targets, bias=bias, logit_softcap=softcap, temperature=temperature)
 
     def logits(
         self, states: torch.Tensor, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Compute the logits of the few states from which tokens are drawn.
+        """Compute the logits [R, V] of the few states [R, D] from which tokens are drawn.
 
-        Args:
-            states: [R, D] in the policy's dtype.
-            product: A function that computes states @ weight.T with fp32 output; None takes torch's.
-
-        Returns:
-            [R, V] logits in fp32 even for 16-bit states, because rounded logits would give wrong log-probs.
+        They are fp32 even for 16-bit states, because rounded logits would give wrong log-probs. `product` computes
+        states @ weight.T with fp32 output; None takes torch's.
         """
         weight, bias, softcap = self.head
         logits = (product or linear_fp32)(states, weight)
@@ -306,33 +216,20 @@ class Policy:
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def check_prompt(self, ids: list[int], max_tokens: int, name: str, limit: str = "max_tokens") -> None:
-        """Refuse a prompt that the policy cannot hold.
+        """Raise ValueError for a prompt that is empty, does not fit with its completion, or has unknown tokens.
 
         Args:
             ids: The prompt's token ids.
             max_tokens: The most tokens of its completion.
             name: What the error calls the prompt.
             limit: The name of the setting that is `max_tokens`.
-
-        Raises:
-            ValueError: The prompt is empty, leaves no room for `max_tokens` in the model's context or in its sliding
-                window, or has a token without an embedding.
         """
         self.check_ids(ids, name)
         what = f"{name} has {len(ids)} tokens; with {limit}={max_tokens} it"
         self.check_length(len(ids) + max_tokens, what, f"shorten the prompt or lower {limit}")
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
-        """Refuse a sequence that is longer than the policy's context, or than a sliding window of packed attention.
-
-        Args:
-            tokens: Tokens of the sequence.
-            what: The sequence and its length, as the error begins.
-            remedy: What to do, as the error ends.
-
-        Raises:
-            ValueError: The sequence is too long.
-        """
+        """Refuse a sequence that exceeds the policy's context, or a sliding window of packed attention."""
         if self.context is not None and tokens > self.context:
             raise ValueError(f"{what} exceeds the model's context of {self.context}; {remedy}")
         if self.window is not None and tokens > self.window:
@@ -352,15 +249,7 @@ class Policy:
         return None if self.own_attention else narrow_window(self.shape)
 
     def check_ids(self, ids: list[int], name: str) -> None:
-        """Refuse token ids that the policy cannot read.
-
-        Args:
-            ids: Token ids.
-            name: What the error calls them.
-
-        Raises:
-            ValueError: There are none, or one has no embedding.
-        """
+        """Raise ValueError where there are no token ids, or one has no embedding."""
         if not ids:
             raise ValueError(f"{name} has no tokens")
         embeddings = self.module.get_input_embeddings().weight.shape[0]
@@ -381,14 +270,7 @@ class Policy:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Copy weights into the policy's own storage, which rollouts and the optimizer use too.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-
-        Raises:
-            ValueError: The names or shapes are not those of the policy's weights.
-        """
+        """Copy what `state_dict` returned into the policy's own storage, which rollouts and the optimizer use too."""
         mine = self.state_dict()
         if {name: value.shape for name, value in mine.items()} != {name: value.shape for name, value in state.items()}:
             raise ValueError("the weights are of other modules or shapes than the policy's")

@@ -24,13 +24,7 @@ from fastgrpo.ranks import ALONE, Ranks
 
 
 class Scoring(NamedTuple):
-    """How samples are scored.
-
-    Attributes:
-        temperature: The temperature that they were drawn at.
-        max_tokens: The token budget of a micro-batch.
-        share_prompt: Whether neighbours with the same prompt share its tokens.
-    """
+    """How samples are scored: at which temperature, and in which micro-batches."""
 
     temperature: float
     max_tokens: int
@@ -45,19 +39,10 @@ def score(
     passes: int | None = None,
     compute: Callable[[Policy, Batch, float], torch.Tensor] = Policy.logps,
 ) -> list[torch.Tensor]:
-    """Compute the log-probs of completions under a policy, or something else of each of their tokens.
+    """Compute the log-probs of completions under a policy, or other values [..., M] of a micro-batch's M tokens.
 
-    Args:
-        policy: The policy.
-        samples: The completions with their prompts.
-        scoring: How they are scored.
-        passes: How many passes the policy makes on each rank, where all ranks must make equally many
-            (`Policy.lockstep`). None where they have equally many micro-batches anyway.
-        compute: (policy, micro-batch of M completion tokens, temperature) -> [..., M] values of each token.
-
-    Returns:
-        For each sample [..., T] values on the policy's device, fp32 log-probs in nats by default; T is the length of
-        its completion.
+    `passes` is how many passes the policy makes on each rank in lockstep (`Policy.lockstep`); None where ranks have
+    equally many micro-batches anyway. Returns [..., T] values for each sample, fp32 log-probs in nats by default.
     """
     values, parts = [None] * len(samples), micro_batches(samples, scoring.max_tokens, scoring.share_prompt)
     for indices in parts:
@@ -312,13 +297,7 @@ class HostWeights:
 
     @staticmethod
     def view(buffer: torch.Tensor, parameter: torch.nn.Parameter, place: slice) -> torch.Tensor:
-        """View the bytes of one parameter in a buffer as that parameter.
-
-        Args:
-            buffer: uint8, one-dimensional.
-            parameter: The parameter, which gives dtype and shape.
-            place: The bytes of the parameter in the buffer.
-        """
+        """View the bytes of one parameter in a buffer as that parameter."""
         return buffer[place].view(parameter.dtype).view(parameter.shape)
 
     def attach(self, buffer: torch.Tensor) -> None:

@@ -42,12 +42,12 @@ SPARE = 2**17  # plus this many, because one more bucket costs about as much as 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, padded to the longest of them.
+    """Sequences of similar length, padded to the longest of them. A padded place repeats the sequence's last token.
 
     Attributes:
         size: S, the number of sequences.
-        queries: [S * T] int64. Index of the packed query at each place; a padded place repeats the sequence's last one.
-        keys: [S * U] int64. Index of the packed key at each place; a padded place repeats the sequence's last one.
+        queries: [S * T] int64. Index of the packed query at each place.
+        keys: [S * U] int64. Index of the packed key at each place.
         unused: int64 places of the queries that are padding, or None if there are none.
         bias: [S, 1, 1, U] fp32, -inf at keys that are padding and 0 elsewhere, or None if no query would see padding.
     """
@@ -59,11 +59,7 @@ class Bucket:
     bias: torch.Tensor | None
 
     def bias_in(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Cast the bias to the dtype of the queries.
-
-        Returns:
-            [S, 1, 1, U], or None where the bucket has no bias.
-        """
+        """Cast the bias to the dtype of the queries."""
         return None if self.bias is None else self.bias.to(dtype)
 
 
@@ -156,11 +152,7 @@ class Segments:
 
 
 class AttentionKernel(ABC):
-    """What computes attention over packed sequences.
-
-    Attributes:
-        name: What the log calls it.
-    """
+    """What computes attention over packed sequences. The log calls it by its `name`."""
 
     name: str
 
@@ -168,35 +160,19 @@ class AttentionKernel(ABC):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend within the sequences.
+        """Attend within the sequences, with query [N, H, d], key and value [M, K, d].
 
-        Args:
-            query: [N, H, d].
-            key: [M, K, d].
-            value: [M, K, d].
-            segments: The sequences, which cover all N queries and M keys.
-            scale: Factor on the scores before the softmax.
-
-        Returns:
-            The output [N, H, d] in the dtype of the query, and the log-sum-exp of the scores [H, N] in fp32 (fp64 for
-            fp64 queries).
+        Returns the output [N, H, d] in the dtype of the query, and the log-sum-exp of the scores [H, N] in fp32 (fp64
+        for fp64 queries).
         """
 
     @abstractmethod
     def backward(self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  out: torch.Tensor, lse: torch.Tensor, segments: Segments,
                  scale: float) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients that pass through these keys, by the formulas of varlen.py.
+        """Compute the gradients of query, key and value that pass through these keys, by the module's formulas.
 
-        Args:
-            grad: [N, H, d] gradient of the output.
-            query: [N, H, d].
-            key: [M, K, d].
-            value: [M, K, d].
-            out: [N, H, d] output of the whole softmax, over these keys and all others.
-            lse: [H, N] contiguous log-sum-exp of the whole softmax.
-            segments: The sequences, which cover all N queries and M keys.
-            scale: Factor on the scores before the softmax.
+        `out` [N, H, d] and `lse` [H, N] are those of the whole softmax, over these keys and all others.
         """
 
 
@@ -206,17 +182,9 @@ SCORES_AT_ONCE = 2**26  # scores that plain matrix products hold at once: 256 Mi
 def lay_out(
     tensor: torch.Tensor, tokens: torch.Tensor, size: int, heads: int, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copy packed tokens to their places in a bucket, and repeat each key head for the query heads that share it.
+    """Copy packed tokens [N, K, d] to their places in a bucket; returns [S, H, T, d].
 
-    Args:
-        tensor: [N, K, d] packed queries, keys or values.
-        tokens: [S * T] int64. Index of the packed token at each place.
-        size: S, the sequences of the bucket.
-        heads: H, a multiple of K.
-        zero: int64 places that are set to 0, or None.
-
-    Returns:
-        [S, H, T, d].
+    Each key head is repeated for the query heads that share it. The places `zero` are set to 0.
     """
     out = tensor.index_select(0, tokens)
     if zero is not None:
@@ -226,15 +194,7 @@ def lay_out(
 
 
 def collect(parts: list[torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Copy the results of all buckets back to the order of the packed tokens.
-
-    Args:
-        parts: The result of each bucket, [S, H, T, d].
-        places: [N] int64. Place of each packed token among those of all buckets, one after another.
-
-    Returns:
-        [N, H, d].
-    """
+    """Copy the results of all buckets, [S, H, T, d] each, back to the order of the packed tokens: [N, H, d]."""
     flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     return (flat[0] if len(flat) == 1 else torch.cat(flat)).index_select(0, places)
 
@@ -353,10 +313,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Attention of packed queries over the keys of one or several parts, as one softmax.
+    """Attention of packed queries [N, H, d] over the keys [M, K, d] of one or several parts, as one softmax.
 
-    It takes the query [N, H, d], key and value [M, K, d], the list of the parts' `Segments`, and the factor on the
-    scores; it returns [N, H, d]. The first part covers all queries. Every further part adds keys to some of them.
+    The first part covers all queries. Every further part adds keys to some of them.
     """
 
     @staticmethod
@@ -389,26 +348,12 @@ class VarlenAttention(torch.autograd.Function):
 def part_of(
     part: Segments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Select the queries, keys and values of one part.
-
-    Args:
-        part: The part, which tells where its queries and keys stand among all packed tokens.
-        query: [N, H, d], all packed queries.
-        key: [M, K, d], all packed keys.
-        value: [M, K, d], all packed values.
-    """
+    """Select the queries, keys and values of one part."""
     return query[part.query_span], key[part.key_span], value[part.key_span]
 
 
 def merge_(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Merge two attentions of the same queries over different keys, in place of the first.
-
-    Args:
-        out: [N, H, d] output of the first attention; overwritten.
-        lse: [H, N] log-sum-exp of the first attention; overwritten.
-        more: [N, H, d] output of the second attention.
-        more_lse: [H, N] log-sum-exp of the second attention.
-    """
+    """Merge two attentions of the same queries over different keys, in place of the first."""
     share = torch.sigmoid(more_lse - lse).T[..., None]  # exp(more_lse - merged)
     out.copy_(torch.lerp(out.to(lse.dtype), more.to(lse.dtype), share))
     lse.copy_(torch.logaddexp(lse, more_lse))
@@ -474,11 +419,7 @@ class TorchFlash(AttentionKernel):
 
 
 def kernel_for(query: torch.Tensor) -> AttentionKernel | type[AttentionKernel]:
-    """Choose the kernel for queries of this device, dtype and head width, and log the choice once.
-
-    Args:
-        query: [N, H, d].
-    """
+    """Choose the kernel for queries of this device, dtype and head width, and log the choice once."""
     return _choose(query.device, query.dtype, query.shape[-1])
 
 

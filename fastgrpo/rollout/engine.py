@@ -78,16 +78,7 @@ class RolloutEngine(RolloutBackend):
 
     @classmethod
     def from_config(cls, policy: Policy, config: Any, reserved: Callable[[], int] | None = None) -> "RolloutEngine":
-        """Make the engine that settings describe.
-
-        Args:
-            policy: The policy that draws.
-            config: Settings with the fields of the engine's section.
-            reserved: As for the constructor.
-
-        Returns:
-            The engine.
-        """
+        """Make the engine that settings describe."""
         return cls(
             policy,
             max_num_seqs=config.max_num_seqs,
@@ -108,14 +99,7 @@ class RolloutEngine(RolloutBackend):
         return sum(len(rollout.ids) for rollout in done.values()) + sum(len(ids) for ids, *_ in taken)
 
     def abort_request(self, request_id: int) -> int:
-        """Drop a request, waiting or running; an unknown or finished one is passed over.
-
-        Args:
-            request_id: Its number.
-
-        Returns:
-            How many tokens had been drawn of its completions.
-        """
+        """Drop a request, waiting or running; returns how many tokens had been drawn of its completions."""
         drawn = super().abort_request(request_id)
         self._release()
         return drawn
@@ -289,10 +273,7 @@ class RolloutEngine(RolloutBackend):
         """Append given tokens, such as a tool's answer, to lanes that have not finished, in one forward pass.
 
         The next decode step draws the token after them. They count toward the limit of their completion, which must
-        leave room for that token, and their log-probs are 0.
-
-        Args:
-            given: Token ids by lane.
+        leave room for that token, and their log-probs are 0. `given` has token ids by lane.
         """
         self.weights.check()
         lanes, index = self.lanes, self._tensor(list(given))

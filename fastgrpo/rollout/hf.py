@@ -45,11 +45,7 @@ class DrawRecorder(LogitsProcessor):
         return scores
 
     def close(self, sequences: torch.Tensor) -> None:
-        """Take the log-probs of the tokens that were drawn from the logits of the step before.
-
-        Args:
-            sequences: [S, T] token ids; the last column was drawn from those logits.
-        """
+        """Take the log-probs of the tokens [S, T] whose last column was drawn from the logits of the step before."""
         if self.previous is None:
             return
         logps, drawn = (all_logps.gather(-1, sequences[:, -1:])[:, 0] for all_logps in (self.previous, self.drawn_from))

@@ -13,14 +13,7 @@ from fastgrpo.rollout.backend import Request
 
 @dataclass(eq=False)
 class Group:
-    """A request that runs.
-
-    Attributes:
-        request: The request.
-        slot: The slot of its prompt.
-        lanes: The lane on which each of its completions began.
-        done: Its finished completions, by their number within the group.
-    """
+    """A request that runs: its prompt's slot, the lane on which each completion began, and finished ones by number."""
 
     request: Request
     slot: int
@@ -30,13 +23,7 @@ class Group:
 
 @dataclass(eq=False, slots=True)
 class Running:
-    """A completion in flight.
-
-    Attributes:
-        group: Its group.
-        number: Its number within the group.
-        end: The decode step after which it has reached its limit, if each step from now on draws one token of it.
-    """
+    """A completion in flight. After the decode step `end` it has reached its limit."""
 
     group: Group
     number: int
@@ -82,14 +69,7 @@ class Lanes:
             self.seen = torch.zeros(len(self.token), vocabulary, dtype=torch.bool, device=self.token.device)
 
     def see(self, lanes: torch.Tensor, ids: torch.Tensor, owners: torch.Tensor, prompts: torch.Tensor) -> None:
-        """Note the tokens of prompts, for completions of which nothing is drawn yet.
-
-        Args:
-            lanes: [S] int64 lanes of the completions.
-            ids: [N] int64 tokens of all prompts.
-            owners: [N] int64 numbers of the prompts that they belong to.
-            prompts: [S] int64 number of each completion's prompt.
-        """
+        """Note the tokens `ids` [N] of the prompts `owners` [N], for new completions of `prompts` [S] on lanes [S]."""
         held = self.seen.new_zeros(len(lanes), self.seen.shape[1])  # there are no more prompts than completions
         held[owners, ids] = True
         self.seen[lanes] = held[prompts]
@@ -97,14 +77,7 @@ class Lanes:
     def start(
         self, lanes: torch.Tensor, prompt_lengths: torch.Tensor, limits: torch.Tensor, uniforms: torch.Tensor
     ) -> None:
-        """Start new completions, of which nothing is drawn yet.
-
-        Args:
-            lanes: [S] int64 lanes that take the completions.
-            prompt_lengths: [S] int64 tokens of their prompts.
-            limits: [S] int64 most tokens of each completion.
-            uniforms: [S, at most C] fp32 random numbers in [0, 1), one for each token.
-        """
+        """Start new completions, with prompt lengths [S], limits [S] and random numbers [S, at most C]."""
         self.position[lanes] = prompt_lengths - 1
         self.length[lanes] = 0
         self.limit[lanes] = limits
@@ -112,14 +85,7 @@ class Lanes:
         self.uniforms[lanes, : uniforms.shape[1]] = uniforms
 
     def draws(self, lanes: slice | torch.Tensor) -> torch.Tensor:
-        """Read the random numbers of the next draw.
-
-        Args:
-            lanes: A slice of the lanes, or [S] int64.
-
-        Returns:
-            [S] fp32 in [0, 1).
-        """
+        """Read the random numbers [S] of the next draw."""
         return self.uniforms[self.index[lanes], self.length[lanes]]
 
     def record(
@@ -130,15 +96,7 @@ class Lanes:
         kept: torch.Tensor,
         stop_ids: torch.Tensor,
     ) -> None:
-        """Append a drawn token to each lane that is not finished, and finish the lanes that stopped or are full.
-
-        Args:
-            lanes: A slice of the lanes, or [S] int64.
-            drawn: [S] int64 tokens.
-            logps: [S] fp32 log-probs of the tokens.
-            kept: [S] fp32 probability that the filters left.
-            stop_ids: Tokens that end a completion, int64.
-        """
+        """Append a drawn token to each lane that is not finished, and finish the lanes that stopped or are full."""
         live, at, index = ~self.finished[lanes], self.length[lanes], self.index[lanes]
         self.tokens[index, at] = drawn
         self.logps[index, at] = logps
@@ -155,14 +113,9 @@ class Lanes:
     def append(
         self, lanes: torch.Tensor, counts: torch.Tensor, owners: torch.Tensor, offsets: torch.Tensor, ids: torch.Tensor
     ) -> None:
-        """Append given tokens to lanes that are not finished. Their log-probs are 0.
+        """Append given tokens to lanes [S] that are not finished, fewer than their limits leave. Their log-probs are 0.
 
-        Args:
-            lanes: [S] int64 lanes.
-            counts: [S] int64 how many tokens each gets, fewer than its limit leaves.
-            owners: [N] int64 lane of each token.
-            offsets: [N] int64 how many of the new tokens of its lane stand before each.
-            ids: [N] int64 tokens, those of a lane side by side.
+        Lane i gets counts[i] of the ids [N]. `owners` [N] are their lanes; `offsets` [N] is how many stand before each.
         """
         at = self.length[owners] + offsets
         self.tokens[owners, at] = ids
@@ -176,12 +129,7 @@ class Lanes:
         self.token[lanes] = ids[counts.cumsum(0) - 1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Continue completions on other lanes.
-
-        Args:
-            sources: [S] int64 lanes that hold the completions.
-            targets: [S] int64 lanes that take them over, none of which is among the sources.
-        """
+        """Continue the completions of the lanes `sources` [S] on the lanes `targets` [S], none of which is a source."""
         for name in ("token", "position", "length", "limit", "finished", "uniforms", "tokens", "logps", "kept", "seen"):
             tensor = getattr(self, name)
             if tensor is not None:
@@ -195,12 +143,8 @@ class Lanes:
     def take(self, lanes: torch.Tensor) -> list[tuple[list[int], torch.Tensor, torch.Tensor | None]]:
         """Copy completions to the host, and note whether a log-prob was not finite.
 
-        Args:
-            lanes: [S] int64 lanes that hold the completions.
-
-        Returns:
-            For each lane its token ids, their fp32 log-probs, and the fp32 probability that the filters left at each
-            draw, or None if it was not recorded.
+        Returns for each lane its token ids, their fp32 log-probs, and the probability that the filters left at each
+        draw, or None if it was not recorded.
         """
         lengths = self.length[lanes].tolist()
         longest = max(lengths)

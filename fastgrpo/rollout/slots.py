@@ -179,13 +179,9 @@ def bucket(count: int, most: int, sizes: tuple[int, ...] = BUCKETS) -> int:
 
 
 class Cache(NamedTuple):
-    """The slots of one layer. With flat slots the lanes hold C + T tokens and there are no prompt slots.
+    """The slots of one layer: keys and values [R, K, C, d] of the lanes, and [P, K, T, d] of the prompts.
 
-    Attributes:
-        keys: [R, K, C, d] keys of the lanes.
-        values: [R, K, C, d] values of the lanes.
-        prompt_keys: [P, K, T, d] keys of the prompts.
-        prompt_values: [P, K, T, d] values of the prompts.
+    With flat slots the lanes hold C + T tokens and there are no prompt slots.
     """
 
     keys: torch.Tensor
@@ -216,13 +212,7 @@ class Slots:
         self.members = self.places.view(geometry.prompts, geometry.group)
 
     def cache(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> Cache:
-        """Return the slots of a layer, which are made at the first call.
-
-        Args:
-            layer: Number of the layer.
-            key: [K, any number, d], which gives heads, width and dtype of the keys.
-            value: [K, any number, d], likewise for the values.
-        """
+        """Return the slots of a layer; the first call makes them for keys and values like these [K, N, d]."""
         if layer not in self.caches:
             g = self.geometry
             lanes, prompts = (g.lanes, g.lane_tokens), (0 if g.flat else g.prompts, g.longest_prompt)
@@ -236,16 +226,10 @@ class Slots:
         return zeros.permute(*(order.index(dim) for dim in range(3)), 3)
 
     def write(self, held: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, new: torch.Tensor) -> None:
-        """Write the keys or values of n tokens into slots.
+        """Write the keys or values `new` [n, K, d] into `held`, one of a `Cache`, at `tokens` [n] of `slots` [n].
 
         In the order of memory the indices stand side by side and in front. Otherwise `index_put_` would copy all of
         `held` and back where torch is told to be deterministic.
-
-        Args:
-            held: [slot, head, token, d], one of the tensors of a layer's `Cache`.
-            slots: [n] int64, the slot of each token.
-            tokens: [n] int64, the index of each token in its slot.
-            new: [n, K, d].
         """
         index = {0: slots, 2: tokens}
         if self.memory_order[-1] != 1:  # the heads stand before the tokens or the slots
@@ -291,13 +275,7 @@ class Slots:
 
     @torch.inference_mode()
     def move(self, sources: torch.Tensor, targets: torch.Tensor, tokens: int) -> None:
-        """Copy the keys and values of some lanes to the slots of other lanes.
-
-        Args:
-            sources: int64 lanes that hold them.
-            targets: int64 lanes that take them over, none of which is among the sources.
-            tokens: Most tokens that a source holds.
-        """
+        """Copy the first tokens of some lanes to the slots of other lanes, none of which is among the sources."""
         lanes = self.memory_order.index(0)
         for cache in self.caches.values():
             for tensor in (cache.keys, cache.values):

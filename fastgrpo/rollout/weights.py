@@ -130,17 +130,7 @@ class HeldWeights:
         context: Context,
         rows: torch.Tensor | slice = slice(None),
     ) -> torch.Tensor:
-        """Run packed tokens through layers and head, without gradients.
-
-        Args:
-            input_ids: [N] int64.
-            position_ids: [N] int64, the position of each token in its own sequence.
-            context: The attention.
-            rows: Which tokens' logits are wanted, [S] int64 or a slice.
-
-        Returns:
-            [S, V] fp32 logits.
-        """
+        """Run packed tokens [N] through layers and head, without gradients; returns fp32 logits [S, V] of `rows`."""
         with self.packed.in_use() as product:
             states = self.policy.states(input_ids, position_ids, context)
             return self.policy.logits(states[rows], product)
