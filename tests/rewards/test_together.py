@@ -50,11 +50,11 @@ def failing(completions, **_):
     return [None if "G" in text else 1.0 for text in completions]
 
 
-def together(size, shares, filtered=False, functions=(length, failing), **arguments):
+def together(size, shares, filtered=False, functions=(length, failing), on_error="raise", **arguments):
     """What each rank gets, where rank r drew the prompts of shares[r]."""
 
     def judge(ranks, share, **more):
-        rewards = Rewards(list(functions), on_error="raise")
+        rewards = Rewards(list(functions), on_error=on_error)
         return judge_together(rewards, drawn(share, filtered), PROMPTS, tiny.tokenizer(), ranks=ranks, **more)
 
     given = []
@@ -82,6 +82,14 @@ def test_all_ranks_get_what_one_would_have_got(shares, filtered):
             assert torch.equal(mine.rollout.sampler_logps, theirs.rollout.sampler_logps)
         assert reward_matrix(judged.completions).nan_to_num(-1).equal(reward_matrix(alone.completions).nan_to_num(-1))
         assert judged.errors == alone.errors and sum(judged.logged["seen"]) == sum(alone.logged["seen"]) == 6
+
+
+def test_errors_of_all_ranks_are_counted():
+    def broken(completions, **_):
+        raise ValueError("broken")
+
+    for judged in together(2, [[0, 2], [1]], functions=(length, broken), on_error="skip"):
+        assert judged.errors == {"broken": 6}
 
 
 def test_a_function_is_not_called_where_a_rank_drew_nothing():
