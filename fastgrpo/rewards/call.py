@@ -25,7 +25,7 @@ from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, slowness_told
-from fastgrpo.rewards.model import Judge
+from fastgrpo.rewards.models import Judge
 from fastgrpo.rewards.pool import TIMED_OUT, Given, Pool
 from fastgrpo.rewards.values import LOGS, NUMBER, Logs, number, read_verdicts, shown
 
@@ -321,7 +321,7 @@ def check_function(function: Any) -> None:
     if isinstance(function, PreTrainedModel):
         raise ValueError(
             f"reward_funcs: {type(function).__name__} is a model, which takes tokens; "
-            "fastgrpo.rewards.reward_model.RewardModel makes a function of it and its tokenizer"
+            "fastgrpo.rewards.models.RewardModel makes a function of it and its tokenizer"
         )
     if not callable(function):
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fastgrpo.rewards.guard import Failure, attempt
-from fastgrpo.rewards.reward_model import RewardModel
+from fastgrpo.rewards.models import RewardModel
 
 PRM = "prm:"  # in front of the folder or hub id of a process reward model
 
@@ -52,7 +52,7 @@ def find_reward(
 
         return make_sandbox(spec)
     if spec.startswith(PRM):
-        from fastgrpo.rewards.process_model import ProcessRewardModel
+        from fastgrpo.rewards.models import ProcessRewardModel
 
         settings = {"trust_remote_code": trust_remote_code, **(prm or {})}
         return ProcessRewardModel.load(spec.removeprefix(PRM), **settings)

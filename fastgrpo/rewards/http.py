@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
 from fastgrpo.rewards.values import json_number, read_verdicts
 
@@ -31,6 +32,13 @@ _RETRIED = {408, 429, 500, 502, 503, 504}
 
 class ScorerDown(ConnectionError):
     """The server did not answer, or said so often that it cannot, that no more requests are sent for a while."""
+
+
+class _Again(Exception):
+    """A request is to be sent again, after so many seconds (None: of our choice)."""
+
+    def __init__(self, seconds: float | None = None):
+        self.seconds = seconds
 
 
 class HttpScorer:
@@ -137,33 +145,44 @@ class HttpScorer:
 
     async def _post(self, client, body, retries):
         """Send a request until it is answered. Raises ScorerDown where it is not."""
-        for attempt in range(retries + 1):
-            wait = None
-            if self.closed_until and retries:  # another request found out that the server is gone
-                raise ScorerDown(self._down())
-            try:
-                async with asyncio.timeout(self.timeout):  # httpx has a limit for each read, and none for the whole
-                    answer = await client.post(self.url, content=body)
-            except (httpx.TimeoutException, TimeoutError):
-                self.last = f"no answer within {self.timeout:g} s"
-            except httpx.RequestError as error:
-                self.last = f"{type(error).__name__}: {error}"
-            else:
-                if answer.status_code not in _RETRIED:
-                    self.failures, self.closed_until = 0, 0.0
-                    return answer
-                self.last = f"it answered {answer.status_code}: {self._start(answer)}"
-                wait = _retry_after(answer)
-            if attempt < retries:
-                bound = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
-                await self.sleep(_JITTER.uniform(0, bound) if wait is None else min(wait, LONGEST_WAIT))
-        self.failures += 1
-        if self.failures >= FAILURES:
-            self.closed_until = self.clock() + PAUSE
-            raise ScorerDown(self._down())
-        raise ScorerDown(
-            f"the reward server {self.shown} failed {retries + 1} times: {self.last}; start it, or look into its log"
+        again = AsyncRetrying(
+            retry=retry_if_exception_type(_Again),
+            stop=stop_after_attempt(retries + 1),
+            wait=_wait,
+            sleep=self.sleep,
+            reraise=True,
         )
+        try:
+            answer = await again(self._try, client, body, retries)
+        except _Again:
+            self.failures += 1
+            if self.failures >= FAILURES:
+                self.closed_until = self.clock() + PAUSE
+                raise ScorerDown(self._down()) from None
+            raise ScorerDown(
+                f"the reward server {self.shown} failed {retries + 1} times: {self.last}; "
+                "start it, or look into its log"
+            ) from None
+        self.failures, self.closed_until = 0, 0.0
+        return answer
+
+    async def _try(self, client, body, retries):
+        """Send a request once. Raises _Again where it is to be sent again."""
+        if self.closed_until and retries:  # another request found out that the server is gone
+            raise ScorerDown(self._down())
+        try:
+            async with asyncio.timeout(self.timeout):  # httpx has a limit for each read, and none for the whole
+                answer = await client.post(self.url, content=body)
+        except (httpx.TimeoutException, TimeoutError):
+            self.last = f"no answer within {self.timeout:g} s"
+            raise _Again from None
+        except httpx.RequestError as error:
+            self.last = f"{type(error).__name__}: {error}"
+            raise _Again from None
+        if answer.status_code in _RETRIED:
+            self.last = f"it answered {answer.status_code}: {self._start(answer)}"
+            raise _Again(_retry_after(answer))
+        return answer
 
     def _down(self):
         return (
@@ -244,6 +263,13 @@ def _body(columns):
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the column {name!r} cannot be sent to a reward server as JSON: {error}") from None
     return f"{{{', '.join(written)}}}".encode()
+
+
+def _wait(state: RetryCallState) -> float:
+    """Choose the seconds before the next try: what the server asked for, or a random time below a doubling bound."""
+    asked = state.outcome.exception().seconds
+    bound = min(FIRST_WAIT * 2 ** (state.attempt_number - 1), LONGEST_WAIT)
+    return _JITTER.uniform(0, bound) if asked is None else min(asked, LONGEST_WAIT)
 
 
 def _retry_after(answer):

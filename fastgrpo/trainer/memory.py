@@ -82,8 +82,7 @@ from fastgrpo.policy.model import head_dim
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import PRM, names_model
-from fastgrpo.rewards.model import same_device
-from fastgrpo.rewards.process_model import auto_class
+from fastgrpo.rewards.models import auto_class, same_device
 from fastgrpo.rollout.attention import choose_provider
 from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left
 

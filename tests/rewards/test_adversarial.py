@@ -28,13 +28,13 @@ UNITS = (
 )  # fmt: skip
 SCRIPT = """
 import json, sys
-from fastgrpo.rewards import answers, gsm8k, sandbox_tests
+from fastgrpo.rewards import answers, gsm8k, sandbox
 for text in json.load(sys.stdin):
     print(repr(text[:40]), repr(text[-1:]), flush=True)
     answers.answers_match(text, "#### 42")
     answers.answers_match("42", text)
     gsm8k.format_reward(["?"], [text])
-    sandbox_tests.program_of(text)
+    sandbox.program_of(text)
 print("done")
 """
 

@@ -9,8 +9,7 @@ import pytest
 from jails import LONG, MEMORY, PATIENT, fenced, machine, needs_namespaces, ours
 from paths import ROOT
 
-from fastgrpo.rewards.jail import Limits
-from fastgrpo.rewards.sandbox import Sandbox
+from fastgrpo.rewards.sandbox import Limits, Sandbox
 
 
 @pytest.mark.parametrize("name", ["seconds", "memory", "processes", "files", "disk", "output"])
@@ -22,8 +21,8 @@ def test_limits_are_numbers(name, value):
 
 HOLDS = """
 import sys
-from fastgrpo.rewards.jail import Limits
-from fastgrpo.rewards.prison import Prison
+from fastgrpo.rewards.sandbox import Limits
+from fastgrpo.rewards.sandbox import Prison
 jail = Prison(Limits(memory=int(sys.argv[1]), seconds=1e6)).jail(
     "import os, time\\nif not os.fork(): os.setsid()\\nprint(1, flush=True)\\nwhile True: time.sleep(1)"
 )

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fastgrpo.rewards.model import by_length, same_device
+from fastgrpo.rewards.models import by_length, same_device
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 10_000])

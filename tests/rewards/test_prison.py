@@ -12,15 +12,14 @@ import pytest
 from jails import MEMORY, needs_namespaces, ours
 from paths import ROOT
 
-from fastgrpo.rewards import find_reward, prison
-from fastgrpo.rewards.jail import Jail, Limits
-from fastgrpo.rewards.prison import Prison
+from fastgrpo.rewards import find_reward, sandbox
+from fastgrpo.rewards.sandbox import Jail, Limits, Prison
 
 
 def without(monkeypatch, *tools):
     """Hide tools from the PATH."""
     find = shutil.which
-    monkeypatch.setattr(prison.shutil, "which", lambda name: None if name in tools else find(name))
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None if name in tools else find(name))
 
 
 def test_without_bubblewrap_it_refuses_at_the_start(monkeypatch):
@@ -38,10 +37,10 @@ def test_a_missing_tool_is_named(monkeypatch, tool):
 
 
 def test_other_machines_are_refused(monkeypatch):
-    monkeypatch.setattr(prison, "PYTHONS", ("/nowhere/python3",))
+    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere/python3",))
     with pytest.raises(ValueError, match="there is no /nowhere/python3; "):
         Prison(Limits())
-    monkeypatch.setattr(prison.sys, "platform", "darwin")
+    monkeypatch.setattr(sandbox.sys, "platform", "darwin")
     with pytest.raises(ValueError, match="there is no jail on darwin: the sandbox needs Linux"):
         Prison(Limits())
 
@@ -65,7 +64,7 @@ def test_a_bwrap_in_a_home_is_copied(monkeypatch):
     """As where the environment lies in root's home, while the jail starts as another user."""
     without(monkeypatch, "bwrap")
     if os.geteuid() == 0:
-        monkeypatch.setattr(prison, "_anyone_reaches", lambda path: False)
+        monkeypatch.setattr(sandbox, "_anyone_reaches", lambda path: False)
     made = Prison(Limits())
     assert (made._copy is not None) == (os.geteuid() == 0)
     folder = made._copy and Path(made._copy.name)
@@ -81,15 +80,15 @@ def test_who_reaches_a_file(tmp_path):
         if folder.is_relative_to(tmp_path):
             folder.chmod(0o755)
     inside = all(folder.stat().st_mode & 1 for folder in tmp_path.parents)
-    assert prison._anyone_reaches(path) == inside
+    assert sandbox._anyone_reaches(path) == inside
     (tmp_path / "closed").chmod(0o750)
-    assert not prison._anyone_reaches(path)
+    assert not sandbox._anyone_reaches(path)
 
 
 STANDALONE = """
 import os, sys
-from fastgrpo.rewards.jail import Limits
-from fastgrpo.rewards.prison import Prison
+from fastgrpo.rewards.sandbox import Limits
+from fastgrpo.rewards.sandbox import Prison
 with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprint(os.getuid(), input())") as jail:
     print(os.getuid(), jail.run(b"i", b"x"))
 """

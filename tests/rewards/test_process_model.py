@@ -13,7 +13,7 @@ from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import find_reward, found, prm_options
-from fastgrpo.rewards.process_model import ProcessRewardModel, aggregate
+from fastgrpo.rewards.models import ProcessRewardModel, aggregate
 
 PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
 COMPLETIONS = ["first\n\nsecond step\n\nthird", "only one", "a\n\nb\n\n"]
@@ -63,7 +63,7 @@ def close(values, truth):
 
 @pytest.mark.parametrize("budget", [10, 10_000])
 def test_labels_at_the_end_of_each_step(budget, monkeypatch):
-    monkeypatch.setattr("fastgrpo.rewards.model.BATCH_TOKENS", budget)
+    monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", budget)
     model, logged = classifier(), {}
     judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="mean")
     rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)

@@ -12,7 +12,7 @@ from transformers import (
 
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import find_reward, found, names_model
-from fastgrpo.rewards.reward_model import RewardModel
+from fastgrpo.rewards.models import RewardModel
 
 
 def classifier(seed=0, labels=1, name="qwen2", **changes):
@@ -38,7 +38,7 @@ def truth(model, text):
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_each_text_is_judged_as_if_it_were_alone(name, monkeypatch):
-    monkeypatch.setattr("fastgrpo.rewards.model.BATCH_TOKENS", 16)
+    monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", 16)
     model = classifier(name=name)
     judge = RewardModel(model, tiny.tokenizer())
     prompts, completions = ["ab", "c", "hello "], ["x", "yyyyyyy", ""]

@@ -9,8 +9,7 @@ from jails import PATIENT, fenced, judge, needs_namespaces
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.rewards import find_reward
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.jail import Limits
-from fastgrpo.rewards.sandbox import Sandbox
+from fastgrpo.rewards.sandbox import Limits, Sandbox
 
 
 @pytest.fixture(scope="module")

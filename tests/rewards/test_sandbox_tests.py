@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastgrpo.rewards.sandbox_tests import Assertion, Output, Value, program_of, read_tests
+from fastgrpo.rewards.sandbox import Assertion, Output, Value, program_of, read_tests
 
 
 @pytest.mark.parametrize(

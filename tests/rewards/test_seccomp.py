@@ -6,8 +6,7 @@ import struct
 import pytest
 from jails import PATIENT, judge, needs_namespaces
 
-from fastgrpo.rewards.sandbox import Sandbox
-from fastgrpo.rewards.seccomp import REFUSED, make_filter
+from fastgrpo.rewards.sandbox import REFUSED, Sandbox, make_filter
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 ALLOW, REFUSE = 0x7FFF0000, 0x00050001

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fastgrpo.rewards.jail import Limits
+from fastgrpo.rewards.sandbox import Limits
 
 LONG = 300.0  # seconds, for what must not take long
 # The command line of each process of a jail holds its limits, so a number of our own tells ours from others.

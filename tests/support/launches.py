@@ -25,9 +25,9 @@ from triton.runtime.jit import JITFunction
 
 from fastgrpo.kernels import launch
 from fastgrpo.policy import liger_layers
+from fastgrpo.policy.device import cast
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.device import cast
 from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, DecodeAttention, GroupDecode
 from fastgrpo.rollout.slots import Geometry, Slots
 

@@ -11,7 +11,7 @@ from fastgrpo import train
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.policy.characters import character_tokenizer
-from fastgrpo.rewards.sandbox_tests import program_of
+from fastgrpo.rewards.sandbox import program_of
 from fastgrpo.tasks import code
 from fastgrpo.tasks.code import functions, to_row, value, written
 

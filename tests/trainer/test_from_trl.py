@@ -11,7 +11,7 @@ from runs import PROMPTS, lines, make_trainer, share_of_a
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.rewards.process_model import ProcessRewardModel
+from fastgrpo.rewards.models import ProcessRewardModel
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("without_curves")

@@ -15,7 +15,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.reward_model import RewardModel
+from fastgrpo.rewards.models import RewardModel
 from fastgrpo.rollout import attention
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
