@@ -83,7 +83,7 @@ docs: $(VENV)/.installed
 # The page of all settings, and the page of architectures, which tries them; tests compare both with the code.
 pages: $(VENV)/.installed
 	$(BIN)/python tests/support/architectures.py > docs/architectures.md
-	$(BIN)/python -m fastgrpo.config.trl_page > docs/from-trl.md
+	$(BIN)/python -m fastgrpo.config.page from-trl > docs/from-trl.md
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
 
 # The pictures of the pages that explain; docs/pictures/ has them.

@@ -26,7 +26,7 @@ _HOME = {
     "logits_grpo_loss": "loss",
     "GRPOConfig": "config.settings",
     "GRPOTrainer": "trainer",
-    "SFTConfig": "config.supervised",
+    "SFTConfig": "config.settings",
     "SFTTrainer": "trainer",
     "RolloutEngine": "rollout.engine",
     "SamplingParams": "rollout.sampling",

@@ -25,6 +25,7 @@ from fastgrpo.config.fields import (
 )
 from fastgrpo.config.sections import (
     CompletionConfig,
+    DatasetConfig,
     EngineConfig,
     JudgingConfig,
     LoadingConfig,
@@ -52,7 +53,7 @@ TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "t
 
 
 @settings_class
-class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, PromptConfig, LoadingConfig, Settings):
+class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, DatasetConfig, PromptConfig, LoadingConfig, Settings):
     """The settings of the command. Settings that training has too mean the same there."""
 
     task: str = "dataset"

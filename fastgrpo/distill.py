@@ -10,8 +10,9 @@ import random
 import sys
 from collections import Counter
 
-from fastgrpo.config.command import quiet_libraries, run_command, whole_file
-from fastgrpo.config.distillation import DistillConfig, parse
+from fastgrpo.config.command import parse_flags, quiet_libraries, run_command, whole_file
+from fastgrpo.config.recipe import take_flag, task_defaults
+from fastgrpo.config.settings import DistillConfig
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import complete
@@ -26,6 +27,24 @@ from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task, needed_rewards
 
 CHUNK = 256  # prompts that are completed before what is kept of them is written
+DISTILLATION = """Complete the task's training prompts, and keep what is worth learning from.
+
+Kept are completions that are right, well-formed, ended by themselves, not repetitive and no duplicates, at most
+--max_per_prompt of each prompt. `python -m fastgrpo.sft --train_file FILE` learns from the file."""
+
+
+def parse(argv: list[str]) -> DistillConfig:
+    """Read the command line. The default of max_completion_length is that of the task's recipe, if it has one."""
+    argv, task = take_flag(argv, "--task")
+    task = "arithmetic" if task is None else task
+    recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}
+    return parse_flags(
+        DistillConfig,
+        argv,
+        prog="python -m fastgrpo.distill",
+        description=DISTILLATION,
+        defaults={**recipe, "task": task},
+    )
 
 
 def distill(argv: list[str]) -> None:

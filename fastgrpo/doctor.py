@@ -21,7 +21,7 @@ from fastgrpo.config.fields import (
     settings_class,
 )
 from fastgrpo.config.recipe import take_flag
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.ranks import Ranks, join
 from fastgrpo.run.curves import table
 from fastgrpo.run.terminal import print_table
@@ -56,7 +56,7 @@ HEAD_WIDTH = 128  # of a typical attention head
 
 
 @settings_class
-class DoctorConfig(GRPOConfig):
+class DoctorConfig(TrainConfig):
     """The flags of the command, as tab completion needs them: those of training, and two of its own."""
 
     model: str | None = None
@@ -126,7 +126,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
     dtype = torch.bfloat16
     kernel = kernel_for(torch.empty(0, 1, HEAD_WIDTH, device=device, dtype=dtype)).name
     kernel = {"cpu": "torch's, padded within buckets", "math": "torch's, padded within buckets"}.get(kernel, kernel)
-    settings = GRPOConfig()
+    settings = TrainConfig()
     requests = [(PROMPT_TOKENS, [1] * settings.num_generations)] * settings.prompts_per_step
     copied = copied_tokens(requests, settings.max_num_seqs)
     rollouts = choose_provider("auto", device, dtype, HEAD_WIDTH, copied)

@@ -20,6 +20,7 @@ from fastgrpo.config.fields import (
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.sections import (
     CompletionConfig,
+    DatasetConfig,
     EngineConfig,
     EvaluationConfig,
     LoadingConfig,
@@ -48,6 +49,7 @@ class EvaluateConfig(
     RewardConfig,
     EngineConfig,
     CompletionConfig,
+    DatasetConfig,
     PromptConfig,
     LoadingConfig,
     Settings,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastgrpo.config.command import quiet_libraries, run_command
 from fastgrpo.config.recipe import parse
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import SFTConfig
 
 if TYPE_CHECKING:
     from fastgrpo.trainer import SFTTrainer

@@ -105,6 +105,7 @@ def settings_class(record: Record) -> Record:
     @functools.wraps(checked)
     def __init__(self, *args, **stated):
         kinds = hints(type(self))
+        stated = getattr(self, "translated", dict)(stated)
         for name in stated:
             check_name(name, type(self), type(self).__name__, TypeError, getattr(self, "other_names", ()))
         try:

@@ -1,13 +1,15 @@
-"""docs/settings.md, made from the fields: `python -m fastgrpo.config.page > docs/settings.md`, or `make pages`."""
+"""docs/settings.md and docs/from-trl.md, made from the fields and from the table of TRL's arguments by `make pages`."""
 
 import dataclasses
 import inspect
 import re
+import sys
+import textwrap
+from collections.abc import Iterable
 
-from fastgrpo.config.distillation import SelectionConfig
 from fastgrpo.config.fields import allowed, hints
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import GRPOConfig, SelectionConfig, SFTConfig, TrainConfig
+from fastgrpo.config.trl import ACCEPTED, IDLE, OLDER, OTHER_DEFAULTS, REFUSED, SAME, TRANSLATED
 from fastgrpo.config.validation import CONDITIONS, on_resume
 
 INTRODUCTION = """# Settings
@@ -30,6 +32,66 @@ RESUME = {
     "free": "may change",
     "inexact": "may change, with a warning, because the run then does not continue bit for bit",
 }
+FROM_TRL = """# Coming from TRL
+
+This page is made from the code by `make pages`; tests compare it with the code, and the list with the fields of
+`trl.GRPOConfig` 1.16.
+
+A script written to TRL changes its import:
+
+```python
+from fastgrpo import GRPOConfig, GRPOTrainer  # in place of: from trl import GRPOConfig, GRPOTrainer
+
+args = GRPOConfig(per_device_train_batch_size=4, gradient_accumulation_steps=4, num_generations=8, bf16=True)
+print(args.prompts_per_step, args.dtype)  # 2 bfloat16
+```
+
+`GRPOConfig(...)` takes every argument of `trl.GRPOConfig`, with those of transformers' TrainingArguments, and turns it
+into the settings of [settings.md](settings.md). An argument is a setting of the same name, a translation, nothing at
+all because results do not depend on it, or it is refused with a line that says what to do instead. A value that equals
+TRL's default is never refused. An argument and a setting that contradict each other are an error with the numbers of
+both, and a setting that has no effect is refused here as elsewhere: `num_train_epochs` beside `max_steps`, for example.
+The command line and YAML files take settings alone. `HfArgumentParser` and `TrlParser` read `GRPOConfig` as they read
+TRL's: `TrlParser((ScriptArguments, GRPOConfig))`.
+
+What is not stated has the default of settings.md, which is TRL's but for the ones below; an evaluation looks at
+`max_eval_samples` rows and takes place after the last step in any case. Where one of the four arguments of batches is
+stated, the others of them have TRL's defaults, and all `steps`, stated or not, count updates as in TRL. Where none of
+them is, a step draws `prompts_per_step` groups, 8 where TRL's default makes one, and all `steps` count rollouts: state
+`per_device_train_batch_size` in a script that relies on its default.
+
+TRL drops the batch that an epoch's last prompts do not fill. Here it is filled with the first prompts of the next
+epoch, so no prompt is left out, and a run of whole epochs may be a step longer.
+"""
+SAME_INTRODUCTION = """## The same
+
+These are settings of the same name and meaning, with TRL's default:
+{}.
+
+These are settings of the same name, too, and there is more to say of them:
+
+| argument | default in TRL | default here | |
+|----------|----------------|--------------|-|
+"""
+TRANSLATED_INTRODUCTION = """## Translated
+
+| argument | what becomes of it |
+|----------|--------------------|
+"""
+IDLE_INTRODUCTION = """## Without effect here
+
+Any value is taken, because results do not depend on it.
+
+| argument | why |
+|----------|-----|
+"""
+REFUSED_INTRODUCTION = """## Refused
+
+TRL's default is taken, and so is what stands behind a name in brackets. Any other value is refused by this line.
+
+| argument | what to do instead |
+|----------|--------------------|
+"""
 HEADER = (
     "| flag | default | meaning | allowed | has an effect only where | on resume |\n"
     "|------|---------|---------|---------|-------------------------|-----------|"
@@ -45,8 +107,8 @@ def page() -> str:
 
 
 def sections() -> list[type]:
-    """Find the sections of `GRPOConfig`, and what supervised training and distillation add to them."""
-    return [*(cls for cls in reversed(GRPOConfig.__mro__) if _own(cls)), SFTConfig, SelectionConfig]
+    """Find the sections of `TrainConfig`, and what supervised training and distillation add to them."""
+    return [*(cls for cls in reversed(TrainConfig.__mro__) if _own(cls)), SFTConfig, SelectionConfig]
 
 
 def _own(cls):
@@ -78,5 +140,44 @@ def _value(default):
     return f"`${default!r}`" if line_break else f"`{default}`"  # as bash reads a line break
 
 
+def from_trl() -> str:
+    """Write the page of TRL's arguments."""
+    ours = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    plain = [name for name, text in SAME.items() if not text and name not in OTHER_DEFAULTS]
+    same = [
+        f"| `{name}` | {_value(OTHER_DEFAULTS.get(name, ours[name]))} | {_value(ours[name])} | {text} |"
+        for name, text in SAME.items()
+        if name not in plain
+    ]
+    groups = [
+        (introduction, "\n".join(f"| {_names(names)} | {text} |" for names, text in group))
+        for introduction, group in (
+            (TRANSLATED_INTRODUCTION, TRANSLATED),
+            (IDLE_INTRODUCTION, [(names.split(), text) for names, text in IDLE]),
+            (REFUSED_INTRODUCTION, REFUSED),
+        )
+    ]
+    older = f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too."
+    parts = [FROM_TRL, SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n"]
+    return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups), _wrapped(older) + "\n"])
+
+
+def _names(names: Iterable[str]) -> str:
+    """List arguments, each with the values that are taken beside its default."""
+    shown = []
+    for name in names:
+        values = ", ".join(f"`{value!r}`" for value in ACCEPTED.get(name, ()))
+        shown.append(f"`{name}`" + (f" ({values})" if values else ""))
+    return ", ".join(shown)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 119, break_on_hyphens=False)
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    print(from_trl() if sys.argv[1:] == ["from-trl"] else page(), end="")

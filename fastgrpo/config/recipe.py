@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from fastgrpo.config.command import parse_flags
 from fastgrpo.config.fields import check_name, convert, hints
-from fastgrpo.config.settings import GRPOConfig, TrainingConfig
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import SFTConfig, TrainConfig, TrainingConfig
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 KINDS = {"train": "Train a policy by GRPO.", "sft": "Train a policy on the completions of rows."}
@@ -40,7 +39,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def load_yaml(path: str | Path, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
+def load_yaml(path: str | Path, record: type[TrainingConfig] = TrainConfig) -> dict[str, Any]:
     """Read a file of settings."""
     settings = read_settings(path)
     command = _command_of(settings)
@@ -60,7 +59,7 @@ def load_yaml(path: str | Path, record: type[TrainingConfig] = GRPOConfig) -> di
 
 def _command_of(settings: Mapping[str, Any]) -> str | None:
     """Return the command that has all of these settings; None where there is none."""
-    for record in (GRPOConfig, SFTConfig):
+    for record in (TrainConfig, SFTConfig):
         if settings.keys() <= {field.name for field in dataclasses.fields(record)}:
             return record.command
     return None
@@ -74,13 +73,13 @@ def recipe_file(name: str) -> Path:
     return shipped if shipped.is_file() and not Path(name).is_file() else Path(name)
 
 
-def task_defaults(task: str, record: type[TrainingConfig] = GRPOConfig) -> dict[str, Any]:
+def task_defaults(task: str, record: type[TrainingConfig] = TrainConfig) -> dict[str, Any]:
     """Return the settings that a task recommends."""
-    path = RECIPES / (f"{task}.yaml" if record is GRPOConfig else f"{task}-{record.command}.yaml")
+    path = RECIPES / (f"{task}.yaml" if record is TrainConfig else f"{task}-{record.command}.yaml")
     return load_yaml(path, record) if path.exists() else {}
 
 
-def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
+def parse(argv: list[str], record: type[Config] = TrainConfig) -> Config:
     """Read the command line of a training. A flag overrides --config FILE, and the file overrides the task's recipe."""
     argv, config_file = take_flag(argv, "--config")
     from_file = load_yaml(recipe_file(config_file), record) if config_file is not None else {}
@@ -90,7 +89,7 @@ def parse(argv: list[str], record: type[Config] = GRPOConfig) -> Config:
         record,
         argv,
         prog=f"python -m fastgrpo.{record.command}",
-        description=KINDS[record.command] + FILES + (SWEEPS if record is GRPOConfig else ""),
+        description=KINDS[record.command] + FILES + (SWEEPS if record is TrainConfig else ""),
         defaults={**task_defaults(task, record), **from_file, "task": task},
     )
 

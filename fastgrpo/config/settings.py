@@ -9,33 +9,36 @@ import dataclasses
 import math
 from abc import abstractmethod
 from collections.abc import Collection
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from fastgrpo.config.fields import settings_class
-from fastgrpo.config.from_trl import takes_trl
-from fastgrpo.config.objective import AdvantageConfig, ObjectiveConfig, ReferenceConfig
-from fastgrpo.config.parallel import ParallelConfig
+from pydantic import Field
+
+from fastgrpo.config.fields import Count, Positive, Temperature, settings_class
 from fastgrpo.config.sections import (
+    AdvantageConfig,
     CompletionConfig,
+    CurriculumConfig,
+    DatasetConfig,
     EngineConfig,
     EvaluationConfig,
     LoadingConfig,
-    OutputConfig,
-    PromptConfig,
-    RewardConfig,
-    TokenFilterConfig,
-)
-from fastgrpo.config.training import (
-    CurriculumConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
+    OrderConfig,
+    OutputConfig,
+    ParallelConfig,
+    PromptConfig,
+    ReferenceConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
     SamplesConfig,
-    TrainingDataConfig,
+    TokenFilterConfig,
+    TrainSplitConfig,
     UpdatesConfig,
 )
-from fastgrpo.config.trl_names import THEIRS
+from fastgrpo.config.trl import THEIRS, translated
 from fastgrpo.config.validation import validate
 from fastgrpo.loss.objective import Objective
 
@@ -88,7 +91,6 @@ class TrainingConfig(Settings):
         return self.task
 
 
-@takes_trl
 @settings_class
 class GRPOConfig(
     OutputConfig,
@@ -107,7 +109,7 @@ class GRPOConfig(
     RolloutConfig,
     CompletionConfig,
     CurriculumConfig,
-    TrainingDataConfig,
+    OrderConfig,
     PromptConfig,
     LoadingConfig,
     ModelConfig,
@@ -121,7 +123,10 @@ class GRPOConfig(
     """
 
     command = "train"
-    other_names = THEIRS
+    other_names, translated = THEIRS, staticmethod(translated)
+    # Settings of `TrainConfig`, so that tasks can be built from this record, too.
+    dataset_name = dataset_config = None
+    dataset_train_split, dataset_test_split = "train", "test"
 
     def __post_init__(self):
         super().__post_init__()
@@ -165,3 +170,102 @@ class GRPOConfig(
         if self.kl == "full":  # the sum over the vocabulary has no bias, and the loss refuses to correct it
             knobs["use_bias_correction_kl"] = False
         return Objective(**knobs)
+
+
+@settings_class
+class TrainConfig(GRPOConfig, TrainSplitConfig, DatasetConfig):
+    """The settings of python -m fastgrpo.train: those of `GRPOConfig`, and which data set is read."""
+
+
+@settings_class
+class SFTConfig(
+    OutputConfig,
+    RunConfig,
+    ParallelConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    RewardConfig,
+    EngineConfig,
+    CompletionConfig,
+    OrderConfig,
+    TrainSplitConfig,
+    DatasetConfig,
+    PromptConfig,
+    LoadingConfig,
+    ModelConfig,
+    TrainingConfig,
+):  # the fields come in the reverse of this order
+    """All settings of a supervised run: most of those of a GRPO run, and these.
+
+    Raises:
+        TypeError: A name is not a setting; the nearest one is named.
+        ValueError: A setting is not allowed, has no effect, or does not go with another; it is named.
+    """
+
+    command = "sft"
+
+    learning_rate: Positive = 2e-05
+    """Learning rate of AdamW after the warmup."""
+    batch_size: Count = 8
+    """Number of rows that one update learns from. A row of messages gives an example for each of its answers."""
+
+    train_file: str | None = None
+    """A .jsonl file of rows to learn from, with `prompt` and `completion` or with `messages`. None takes the task's own
+    rows. Evaluations use the task's in any case."""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one step learns from."""
+        return self.batch_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates of the weights that one step makes."""
+        return 1
+
+    @property
+    def folder_name(self) -> str:
+        """What the folder of a run is called in runs/, before its number."""
+        return f"{self.task}-sft"
+
+
+@settings_class
+class SelectionConfig:
+    """Which completions of a model are drawn, and which of them are kept for supervised training."""
+
+    num_generations: Count = 8
+    """Number of completions that are drawn for each prompt."""
+    temperature: Temperature = 1.0
+    """Temperature of the draws."""
+    max_prompts: Count | None = None
+    """Largest number of prompts, which are chosen at random. None takes all of them."""
+    max_per_prompt: Count = 4
+    """Largest number of completions of a prompt that are kept."""
+    repetition_n_grams: Count = 8
+    """Length, in tokens, of the runs of tokens that count as repeated where they occur again."""
+    max_repetition: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Largest share of repeated runs of tokens that a kept completion may have."""
+    output: str = "distilled.jsonl"
+    """New file to write the kept completions to, one JSON object per line."""
+
+
+@settings_class
+class DistillConfig(
+    OutputConfig,
+    SelectionConfig,
+    RewardConfig,
+    EngineConfig,
+    TokenFilterConfig,
+    CompletionConfig,
+    CurriculumConfig,
+    OrderConfig,
+    TrainSplitConfig,
+    DatasetConfig,
+    PromptConfig,
+    LoadingConfig,
+    Settings,
+):  # the fields come in the reverse of this order
+    """The settings of the command. Settings that training has too mean the same there."""
+
+    model: str
+    """Folder or hub id of the causal LM that completes the prompts."""

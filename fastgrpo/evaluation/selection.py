@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from fastgrpo.config.distillation import SelectionConfig
+from fastgrpo.config.settings import SelectionConfig
 from fastgrpo.data.records import Completion
 from fastgrpo.evaluation.heldout import full_mark
 from fastgrpo.rewards.answers import completion_text

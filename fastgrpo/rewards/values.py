@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from numbers import Integral, Real
 from typing import Any
 
-from fastgrpo.config.objective import LARGEST_REWARD
+from fastgrpo.config.sections import LARGEST_REWARD
 from fastgrpo.run.metrics import is_known
 
 NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words

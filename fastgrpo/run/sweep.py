@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from fastgrpo.config.fields import check_name
 from fastgrpo.config.recipe import parse, take_flags
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.run.curves import WINDOW, moving_average, read_metrics
 from fastgrpo.run.folder import SWEEP_TABLE, claim_output_dir, contents, made_in
 from fastgrpo.run.signals import StopSignals
@@ -41,7 +41,7 @@ class SweepRun(NamedTuple):
     setting: str
     name: str
     argv: list[str]
-    config: GRPOConfig
+    config: TrainConfig
 
 
 def take_sweep(argv: list[str]) -> list[SweepRun] | None:
@@ -53,7 +53,7 @@ def take_sweep(argv: list[str]) -> list[SweepRun] | None:
         name, equals, values = text.partition("=")
         if not equals or name in grid:
             raise ValueError(f"--sweep takes each NAME=VALUE,VALUE once, as in --sweep beta=0,0.1, got {text!r}")
-        check_name(name, GRPOConfig, "--sweep", ValueError)
+        check_name(name, TrainConfig, "--sweep", ValueError)
         grid[name] = list(dict.fromkeys(values.split(",")))
     for name in (*grid, *OWN[1:]) if grid else ():
         if name in grid.keys() & OWN or any(word.partition("=")[0] == f"--{name}" for word in rest):

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import SFTConfig
 from fastgrpo.data.examples import Example, is_example, to_examples
 from fastgrpo.data.records import Sample, Step
 from fastgrpo.data.sources import Curriculum, Source

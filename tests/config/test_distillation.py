@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastgrpo.config.distillation import parse
+from fastgrpo.distill import parse
 
 
 def test_the_tasks_limit_of_a_completion_holds():

@@ -8,9 +8,8 @@ import pickle
 import pytest
 
 from fastgrpo.config import recipe
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.supervised import SFTConfig
-from fastgrpo.config.trl_names import IDLE_WHY, INSTEAD
+from fastgrpo.config.settings import GRPOConfig, SFTConfig
+from fastgrpo.config.trl import IDLE_WHY, INSTEAD
 
 
 def changed(**arguments):

@@ -6,7 +6,11 @@ import pytest
 from transformers import GenerationConfig
 
 from fastgrpo import GRPOConfig
-from fastgrpo.config.generation_kwargs import IDLE, INSTEAD, NEUTRAL, SETTINGS, generation
+from fastgrpo.config.trl import _DRAWS as SETTINGS
+from fastgrpo.config.trl import _NEUTRAL as NEUTRAL
+from fastgrpo.config.trl import _NO_DRAW as IDLE
+from fastgrpo.config.trl import _REMEDIES as INSTEAD
+from fastgrpo.config.trl import generation
 
 OURS = {
     "temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "max_new_tokens": 64,

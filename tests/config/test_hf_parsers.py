@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from transformers import HfArgumentParser
-from trl import TrlParser
+from trl import ScriptArguments, TrlParser
 
 from fastgrpo import GRPOConfig, SFTConfig
 
@@ -59,3 +59,10 @@ def test_trl_reads_a_file_and_flags(tmp_path):
         beta=0.04, learning_rate=5e-5, report_to="tensorboard", num_generations=4, use_peft=True,
         lora_target_modules="all",
     )  # fmt: skip
+
+
+def test_script_arguments_go_beside():
+    """They name the data set, so that `GRPOConfig` must not."""
+    parser = TrlParser((ScriptArguments, GRPOConfig))
+    script, config = parser.parse_args_and_config(["--dataset_name", "a/b", "--beta", "0.1"])
+    assert script.dataset_name == "a/b" and config == GRPOConfig(beta=0.1)

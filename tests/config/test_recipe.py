@@ -3,8 +3,7 @@
 import pytest
 
 from fastgrpo.config.recipe import RECIPES, load_yaml, parse, take_flag, task_defaults
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.tasks import find_task
 
 SINGLE = sorted(RECIPES.glob("*.yaml"))

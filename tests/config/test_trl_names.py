@@ -5,30 +5,30 @@ import re
 
 import pytest
 
-from fastgrpo.config import trl_names
+from fastgrpo.config import trl
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.trl_names import ACCEPTED, INSTEAD, OLDER, OTHER_DEFAULTS, SAME, THEIRS
+from fastgrpo.config.trl import ACCEPTED, IDLE_WHY, INSTEAD, MADE, OLDER, OTHER_DEFAULTS, SAME, THEIRS
 
 OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 
 
 @pytest.fixture(scope="module")
 def defaults():
-    trl = pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (extra: integrations)")
-    fields = dataclasses.fields(trl.GRPOConfig)
+    theirs = pytest.importorskip("trl", minversion="1.16", reason="TRL is not installed (extra: integrations)")
+    fields = dataclasses.fields(theirs.GRPOConfig)
     return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in fields}
 
 
 def test_every_field_of_trl_is_listed_once(defaults):
     assert {*SAME, *THEIRS} - OLDER == {*defaults}
-    groups = (trl_names.TRANSLATED, trl_names.IDLE, trl_names.REFUSED)
-    listed = [*SAME, *(name for group in groups for names in group.values() for name in names)]
+    rows = (*trl.TRANSLATED, *((names.split(), text) for names, text in trl.IDLE), *trl.REFUSED)
+    listed = [*SAME, *(name for names, _ in rows for name in names)]
     assert len(listed) == len({*listed})
 
 
 def test_each_default_is_trls(defaults):
-    for name in defaults.keys() & THEIRS.keys():
-        assert THEIRS[name][0] == defaults[name], name
+    for name in defaults.keys() & {*MADE, *INSTEAD}:
+        assert (MADE | INSTEAD)[name][0] == defaults[name], name
     for name in SAME:
         assert OTHER_DEFAULTS.get(name, OURS[name]) == defaults[name], name
 
@@ -48,14 +48,14 @@ def test_trls_defaults_are_never_refused(defaults):
 
 def test_settings_are_settings_and_the_rest_is_none():
     assert SAME.keys() <= OURS.keys()
-    assert not THEIRS.keys() & OURS.keys()
+    assert not THEIRS & OURS.keys()
     assert OTHER_DEFAULTS.keys() <= SAME.keys() and ACCEPTED.keys() <= INSTEAD.keys()
     for name, default in OTHER_DEFAULTS.items():
         assert default != OURS[name], name
 
 
 def test_texts_are_sentences_and_remedies():
-    for text in (*SAME.values(), *trl_names.TRANSLATED, *trl_names.IDLE):
+    for text in (*SAME.values(), *IDLE_WHY.values(), *(text for _, text in MADE.values())):
         assert not text or text.endswith("."), text
-    for text in trl_names.REFUSED:
+    for _, text in INSTEAD.values():
         assert re.match("[a-z]", text) and not text.endswith("."), text

@@ -7,8 +7,7 @@ import pytest
 from fastgrpo.config import validation
 from fastgrpo.config.fields import settings_class
 from fastgrpo.config.sections import EngineConfig, EvaluationConfig
-from fastgrpo.config.settings import GRPOConfig, Settings
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import GRPOConfig, Settings, SFTConfig
 
 CASES = {
     # rule: settings, what the refusal says

@@ -2,7 +2,7 @@
 
 import torch
 
-from fastgrpo.config.distillation import SelectionConfig
+from fastgrpo.config.settings import SelectionConfig
 from fastgrpo.data.records import Completion, Prompt, Rollout
 from fastgrpo.evaluation.selection import REASONS, repetition, select
 from fastgrpo.rewards.call import Rewards

@@ -15,7 +15,7 @@ import fastgrpo
 from benchmarks import report
 from fastgrpo import chat, distill, doctor, evaluate, sft
 from fastgrpo import report as report_command
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.run.sweep import FLAGS
 
@@ -87,7 +87,7 @@ def flags_of(command, capsys):
 
 def test_flags_in_the_text_exist(capsys):
     """In code spans that begin with a flag."""
-    known = {f"--{field.name}" for field in dataclasses.fields(GRPOConfig)}
+    known = {f"--{field.name}" for field in dataclasses.fields(TrainConfig)}
     known = known.union(*(flags_of(command, capsys) for command in OTHERS)) | {
         "--config",
         "--debug",

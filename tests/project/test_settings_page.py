@@ -6,12 +6,9 @@ import subprocess
 
 from paths import ROOT
 
-from fastgrpo.config import trl_page
-from fastgrpo.config.distillation import SelectionConfig
-from fastgrpo.config.page import page, sections
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.supervised import SFTConfig
-from fastgrpo.config.trl_names import SAME, THEIRS
+from fastgrpo.config.page import from_trl, page, sections
+from fastgrpo.config.settings import SelectionConfig, SFTConfig, TrainConfig
+from fastgrpo.config.trl import SAME, THEIRS
 from fastgrpo.config.validation import on_resume
 
 PAGE = (ROOT / "docs" / "settings.md").read_text()
@@ -23,7 +20,7 @@ def test_the_page_is_made_from_the_code():
 
 def test_every_setting_has_one_row():
     rows = re.findall(r"^\| `--(\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
-    fields = [*dataclasses.fields(GRPOConfig)]
+    fields = [*dataclasses.fields(TrainConfig)]
     fields += [f for r in (SFTConfig, SelectionConfig) for f in dataclasses.fields(r) if f.name in r.__annotations__]
     assert [name for name, _ in rows] == [field.name for field in fields]
     for field, (_, row) in zip(fields, rows, strict=True):
@@ -33,7 +30,7 @@ def test_every_setting_has_one_row():
 
 def test_the_page_of_trl_is_made_from_the_code():
     told = (ROOT / "docs" / "from-trl.md").read_text()
-    assert trl_page.page() == told, "run `make pages`"
+    assert from_trl() == told, "run `make pages`"
     for name in (*SAME, *THEIRS):
         assert f"`{name}`" in told, name
 
@@ -50,5 +47,5 @@ def test_the_makefile_writes_the_page():
         ["make", "--dry-run", "--no-print-directory", "pages"], capture_output=True, text=True, cwd=ROOT
     )
     assert planned.returncode == 0, planned.stderr
-    for command in ("trl_page > docs/from-trl.md", "page > docs/settings.md"):
+    for command in ("page from-trl > docs/from-trl.md", "page > docs/settings.md"):
         assert f"python -m fastgrpo.config.{command}" in planned.stdout

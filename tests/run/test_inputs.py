@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import tiny
 from transformers import AutoModelForCausalLM
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.rows import Rows
 from fastgrpo.rewards.gsm8k import correctness
 from fastgrpo.run.inputs import inputs_of
@@ -23,7 +23,7 @@ def test_models_data_and_reward_files(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     import judge_of_mine
 
-    config = GRPOConfig(task="dataset", dataset_name=str(tmp_path / "rows.jsonl"), model_name_or_path="m")
+    config = TrainConfig(task="dataset", dataset_name=str(tmp_path / "rows.jsonl"), model_name_or_path="m")
     rows = SimpleNamespace(cache_files=[{"filename": str(tmp_path / "cache.arrow")}])
     for function in (judge_of_mine.score, functools.partial(judge_of_mine.score, x=1), judge_of_mine.Judge()):
         found = inputs_of(config, [function], str(tmp_path), [Rows(rows, str), None, rows])
@@ -37,7 +37,7 @@ def test_models_data_and_reward_files(tmp_path, monkeypatch):
 def test_a_model_in_memory_knows_its_folder(tmp_path):
     tiny.save(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert inputs_of(GRPOConfig(), [], model) == {"the model": tmp_path / "model"}
+    assert inputs_of(TrainConfig(), [], model) == {"the model": tmp_path / "model"}
 
 
 class Mute:
@@ -49,10 +49,10 @@ class Mute:
 
 def test_functions_of_any_class_have_a_file_or_none():
     """A mock has every attribute that it is asked for, `func` too."""
-    found = inputs_of(GRPOConfig(), [Mute(), Mute(), MagicMock()])
+    found = inputs_of(TrainConfig(), [Mute(), Mute(), MagicMock()])
     assert [path.name for path in found.values()] == ["test_inputs.py", "test_inputs.py", "mock.py"]
 
 
 def test_hub_ids_and_our_own_rewards_are_no_files():
-    config = GRPOConfig(task="gsm8k", model_name_or_path="m", dataset_name="openai/gsm8k")
+    config = TrainConfig(task="gsm8k", model_name_or_path="m", dataset_name="openai/gsm8k")
     assert inputs_of(config, [correctness], "Qwen/Qwen3-0.6B") == {}

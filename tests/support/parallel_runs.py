@@ -13,7 +13,7 @@ from ranks import LIMIT, fork
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.command import quiet_libraries
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import SFTConfig
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.run.digest import digest_of_weights
 from fastgrpo.trainer import SFTTrainer

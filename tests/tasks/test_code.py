@@ -9,7 +9,7 @@ from jails import needs_namespaces
 
 from fastgrpo import train
 from fastgrpo.config.recipe import parse
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.policy.characters import character_tokenizer
 from fastgrpo.rewards.sandbox import program_of
 from fastgrpo.tasks import code
@@ -72,14 +72,14 @@ def test_prompts_follow_the_tokenizer():
     assert "in this order: add 2, multiply by 3, subtract 4. Return" in plain and plain.endswith("```\n")
     (message,) = to_row(STEPS, tiny.tokenizer(chat=True))["prompt"]
     assert message == {"role": "user", "content": plain.removesuffix("\n")}
-    task = code.build(GRPOConfig(task="code"), None)
+    task = code.build(TrainConfig(task="code"), None)
     assert len(task.test()) == code.HELD_OUT and len(task.train()) == code.LEARNED
     assert [function.__name__ for function in task.reward_funcs] == ["sandbox_python"]
 
 
 def test_data_sets_are_refused():
     with pytest.raises(ValueError, match="task=code makes its own data; use dataset_name with --task gsm8k"):
-        code.build(GRPOConfig(task="code", dataset_name="x"), None)
+        code.build(TrainConfig(task="code", dataset_name="x"), None)
 
 
 def run(tmp_path, flags):

@@ -13,7 +13,7 @@ import tiny
 
 from fastgrpo import train
 from fastgrpo.config.recipe import parse
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.sources import Curriculum
 from fastgrpo.rewards.countdown import answer_value
 from fastgrpo.tasks import countdown
@@ -126,7 +126,7 @@ def test_prompts_follow_the_tokenizer():
 
 
 def test_the_curriculum_goes_from_two_numbers_to_three():
-    task = countdown.build(GRPOConfig(task="countdown"), None)
+    task = countdown.build(TrainConfig(task="countdown"), None)
     source = task.train()
     assert isinstance(source, Curriculum) and len(source) == 1334
     counts = [len(row["nums"]) for row in source.take(2 * 143)]
@@ -140,7 +140,7 @@ def test_the_curriculum_goes_from_two_numbers_to_three():
 
 def test_data_sets_are_refused():
     with pytest.raises(ValueError, match="task=countdown makes its own data; use dataset_name with --task gsm8k"):
-        countdown.build(GRPOConfig(task="countdown", dataset_name="x"), None)
+        countdown.build(TrainConfig(task="countdown", dataset_name="x"), None)
 
 
 def run(tmp_path, flags):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.evaluate import main as evaluate
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.tasks import pizza
@@ -27,10 +27,10 @@ def test_only_pizza_at_the_end_is_rewarded():
 
 
 def test_the_task_makes_its_own_data():
-    task = pizza.build(GRPOConfig(task="pizza"), None)
+    task = pizza.build(TrainConfig(task="pizza"), None)
     assert task.train().take(3) == [{"prompt": "ravin likes "}] * 3 and task.test() == [{"prompt": "ravin likes "}]
     with pytest.raises(ValueError, match="task=pizza makes its own data; use dataset_name with"):
-        pizza.build(GRPOConfig(task="pizza", dataset_name="rows.jsonl"), None)
+        pizza.build(TrainConfig(task="pizza", dataset_name="rows.jsonl"), None)
 
 
 def test_the_picture_is_a_grid_of_six():

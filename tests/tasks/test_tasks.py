@@ -7,7 +7,7 @@ import pytest
 import tiny
 from paths import DATA
 
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.sources import Curriculum
 from fastgrpo.rewards.gsm8k import digits_reward
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
@@ -40,7 +40,7 @@ def test_written_sums(a, b, text):
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("fastgrpo.tasks.sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
-    path = make_policy(arithmetic, tmp_path / "model", GRPOConfig(device="cpu"), lambda *_: None)
+    path = make_policy(arithmetic, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -55,7 +55,7 @@ def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
 
 
 def test_gsm8k_prompts_follow_the_tokenizer():
-    config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
+    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE))
     chat = gsm8k.build(config, tiny.tokenizer(chat=True))
     row = chat.train().take(1)[0]
     assert [message["role"] for message in row["prompt"]] == ["system", "user", "assistant", "user"]
@@ -71,7 +71,7 @@ def test_gsm8k_prompts_follow_the_tokenizer():
 
 
 def test_gsm8k_system_prompt_and_curriculum():
-    config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.", curriculum_iters=2)
+    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.", curriculum_iters=2)
     task = gsm8k.build(config, tiny.tokenizer(chat=True))
     source = task.train()
     assert isinstance(source, Curriculum)
@@ -111,16 +111,16 @@ def test_sums_are_right_and_no_held_out_pair_is_trained_on():
 
 def test_the_task_of_sums_has_the_prompt_and_the_rewards_of_gsm8k():
     for tokenizer in (tiny.tokenizer(chat=True), tiny.tokenizer()):
-        task = sums.build(GRPOConfig(task="sums"), tokenizer)
+        task = sums.build(TrainConfig(task="sums"), tokenizer)
         row = task.test()[0]
         assert row == gsm8k.to_row(row, None, tokenizer.chat_template is not None)
         assert len(task.train()) == len(gsm8k.sums()[0]) and len(task.test()) == gsm8k.HELD_OUT_SUMS
-    config = GRPOConfig(task="gsm8k", dataset_name=str(SAMPLE))
+    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE))
     assert task.reward_funcs == [*gsm8k.build(config, tokenizer).reward_funcs, digits_reward]
-    brief = sums.build(GRPOConfig(task="sums", system_prompt="Be brief."), tokenizer).test()[0]
+    brief = sums.build(TrainConfig(task="sums", system_prompt="Be brief."), tokenizer).test()[0]
     assert brief["prompt"].startswith("Be brief.\n\nProblem: What is ")
     with pytest.raises(ValueError, match="task=sums makes its own data; use dataset_name with --task gsm8k"):
-        sums.build(GRPOConfig(task="sums", dataset_name="x"), tokenizer)
+        sums.build(TrainConfig(task="sums", dataset_name="x"), tokenizer)
 
 
 def test_gsm8k_rows_need_their_columns():
@@ -139,10 +139,10 @@ def test_rows_keep_their_lines_in_a_task(tmp_path):
     row = json.dumps({"prompt": "hi", "question": "1+1?", "answer": "2"})
     path.write_text(f"\n{row}\n\n{row}\n")
     for system_prompt in (None, "S"):
-        config = GRPOConfig(task="dataset", dataset_name=str(path), system_prompt=system_prompt)
+        config = TrainConfig(task="dataset", dataset_name=str(path), system_prompt=system_prompt)
         rows = dataset.build(config, None).train().rows
         assert rows.where(1) == f"{path}:4" and rows[1]["prompt"] == ("hi" if system_prompt is None else "S\n\nhi")
-    config = GRPOConfig(task="gsm8k", dataset_name=str(path), curriculum_iters=2)
+    config = TrainConfig(task="gsm8k", dataset_name=str(path), curriculum_iters=2)
     rows = gsm8k.build(config, tiny.tokenizer()).train().rows
     assert rows.where(len(rows) - 1) == f"{path}:4" and rows.where(0) == "level 'sums' row 0"
 
@@ -162,7 +162,7 @@ def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
 def test_data_sets_of_ones_own(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "x": 1}) + "\n")
-    task = dataset.build(GRPOConfig(task="dataset", dataset_name=str(path), system_prompt="S"), None)
+    task = dataset.build(TrainConfig(task="dataset", dataset_name=str(path), system_prompt="S"), None)
     assert task.train().take(1)[0] == {
         "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}],
         "x": 1,
@@ -170,7 +170,7 @@ def test_data_sets_of_ones_own(tmp_path):
     plain = dataset._with_system({"prompt": "hi"}, "S")
     assert plain["prompt"] == "S\n\nhi"
     with pytest.raises(ValueError, match="needs --dataset_name"):
-        dataset.build(GRPOConfig(task="dataset"), None)
+        dataset.build(TrainConfig(task="dataset"), None)
 
 
 def test_unknown_task():
@@ -229,7 +229,7 @@ def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
     """A folder without train.jsonl can be evaluated, and one without test.jsonl can be trained on."""
     (tmp_path / "test.jsonl").write_text('{"prompt": "hi", "question": "1+1?", "answer": "#### 2"}\n')
     for module in (dataset, gsm8k):
-        task = module.build(GRPOConfig(task="dataset", dataset_name=str(tmp_path)), tiny.tokenizer())
+        task = module.build(TrainConfig(task="dataset", dataset_name=str(tmp_path)), tiny.tokenizer())
         assert len(task.test()) == 1
         with pytest.raises(ValueError, match="has no split 'train'"):
             task.train()
@@ -237,4 +237,4 @@ def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
 
 def test_arithmetic_refuses_data_it_would_not_read():
     with pytest.raises(ValueError, match="use system_prompt with --task gsm8k"):
-        arithmetic.build(GRPOConfig(system_prompt="Be brief."), None)
+        arithmetic.build(TrainConfig(system_prompt="Be brief."), None)

@@ -9,8 +9,8 @@ from mistakes import check
 from ranks import start
 
 from fastgrpo import distill
-from fastgrpo.config.distillation import parse
 from fastgrpo.data.rows import Rows
+from fastgrpo.distill import parse
 
 OWN = """
 def right(completions, prompts, **columns):

@@ -8,8 +8,7 @@ import tiny
 import torch
 from transformers import Qwen2ForSequenceClassification
 
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference

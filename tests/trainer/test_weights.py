@@ -10,8 +10,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.supervised import SFTConfig
+from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.trainer.memory import Count, choose_parallel, outline, plan, plan_run
 
