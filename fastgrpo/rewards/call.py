@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, pairwise
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -506,15 +505,19 @@ class Judging:
             judged = self.rewards(completions, self.state, allow_none or self.ranks.size > 1, self.columns, begun)
         if self.ranks.size == 1:
             return judged
-        packed = _pack(judged, {i: len(self.groups[i]) for i in mine})
-        groups, errors, timeouts, logged = {}, Counter(), Counter(), defaultdict(list)
-        for other in self.ranks.gather(packed, "the completions that the ranks drew"):
-            groups |= _unpacked(other, self.prompts)
+        owners = [i for i in mine for _ in self.groups[i]]
+        sent = dataclasses.replace(judged, completions=list(zip(owners, map(_sent, judged.completions), strict=True)))
+        completions, errors, timeouts, logged = [], Counter(), Counter(), defaultdict(list)
+        for other in self.ranks.gather(sent, "the completions that the ranks drew"):
+            completions += other.completions
             errors += other.errors
             timeouts += other.timeouts
             for name, values in other.logged.items():
                 logged[name] += values
-        completions = list(chain.from_iterable(group for _, group in sorted(groups.items())))
+        completions = [
+            dataclasses.replace(completion, prompt=self.prompts[i])
+            for i, completion in sorted(completions, key=lambda pair: pair[0])
+        ]
         if not allow_none and not timeouts:
             self.rewards.refuse_none(completions)
         return Judged(completions, errors, dict(logged), timeouts)
@@ -537,59 +540,8 @@ def judge_together(
     return judging.result(allow_none)
 
 
-class _Packed(NamedTuple):
-    """The judged completions of a rank, with their tokens in one tensor.
-
-    Attributes:
-        groups: How many completions of each prompt there are, by the index of the prompt.
-        lengths: Tokens of each completion.
-        ids: [N] int32 tokens of all completions.
-        logps: [N] fp32.
-        kept: [N] fp32, or None where no filter was on.
-        rest: What else is known of each completion: finish reason, content, rewards, extras, steps.
-        errors: As in `Judged`.
-        logged: As in `Judged`.
-        timeouts: As in `Judged`.
-    """
-
-    groups: dict[int, int]
-    lengths: list[int]
-    ids: torch.Tensor
-    logps: torch.Tensor
-    kept: torch.Tensor | None
-    rest: list[tuple]
-    errors: Counter
-    logged: dict[str, list[float]]
-    timeouts: Counter
-
-
-def _pack(judged, groups):
-    rollouts = [completion.rollout for completion in judged.completions]
-    joined = {
-        name: torch.cat([getattr(rollout, name) for rollout in rollouts])
-        for name in ("logps", "kept")
-        if rollouts and getattr(rollouts[0], name) is not None
-    }
-    return _Packed(
-        groups,
-        [len(rollout.ids) for rollout in rollouts],
-        torch.tensor(list(chain.from_iterable(rollout.ids for rollout in rollouts)), dtype=torch.int32),
-        joined.get("logps"),
-        joined.get("kept"),
-        [(c.rollout.finish_reason, c.content, c.rewards, c.extras, c.steps) for c in judged.completions],
-        judged.errors,
-        judged.logged,
-        judged.timeouts,
-    )
-
-
-def _unpacked(packed, prompts) -> dict[int, list[Completion]]:
-    """Return the completions of a rank by the index of their prompt."""
-    ids, spans = packed.ids.tolist(), pairwise(accumulate(packed.lengths, initial=0))
-    which = chain.from_iterable([i] * count for i, count in packed.groups.items())
-    groups = {i: [] for i in packed.groups}
-    for i, (start, end), (reason, content, *verdicts) in zip(which, spans, packed.rest, strict=True):
-        kept = None if packed.kept is None else packed.kept[start:end]
-        rollout = Rollout(ids[start:end], packed.logps[start:end], reason, kept)
-        groups[i].append(Completion(prompts[i], rollout, content, *verdicts))
-    return groups
+def _sent(completion):
+    """Return a completion without its prompt, and with tensors of its own: pickle sends the whole storage of a view."""
+    rollout = completion.rollout
+    own = {name: None if (of := getattr(rollout, name)) is None else of.clone() for name in ("logps", "kept")}
+    return dataclasses.replace(completion, prompt=None, rollout=dataclasses.replace(rollout, **own))

@@ -2,7 +2,7 @@
 
 The text of a model is untrusted input and is never run. Python's parser turns it into a tree, of which whole numbers
 and the four operations alone are allowed, and the tree is computed in exact fractions. The limits on length and depth
-bound what a text can cost.
+bound what a text can cost. The columns `nums` and `target` have the numbers of each puzzle and the number to reach.
 """
 
 import ast
@@ -27,16 +27,6 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 def correctness(prompts: list, completions: list, nums: list, target: list, **columns: Any) -> list[float]:
     """Give 1.0 for an expression that has the target as its value and uses each number at most once, else 0.0.
 
-    Args:
-        prompts: Not used.
-        completions: Strings, or lists of messages.
-        nums: The numbers of each puzzle, from the column of this name.
-        target: The number to reach in each puzzle, from the column of this name.
-        columns: Not used.
-
-    Returns:
-        One reward per completion.
-
     Raises:
         ValueError: A row has something else than whole numbers in one of the columns.
 
@@ -50,15 +40,6 @@ def correctness(prompts: list, completions: list, nums: list, target: list, **co
 
 def format_reward(prompts: list, completions: list, nums: list, **columns: Any) -> list[float]:
     """Give 0.1 for an answer that uses each number at most once, whatever its value, else 0.0.
-
-    Args:
-        prompts: Not used.
-        completions: Strings, or lists of messages.
-        nums: The numbers of each puzzle, from the column of this name.
-        columns: Not used.
-
-    Returns:
-        One reward per completion.
 
     Raises:
         ValueError: A row has something else than a list of whole numbers in the column `nums`.

@@ -3,7 +3,9 @@
 Their sum cannot teach a model to say nothing: an empty completion gets `-LENGTH_PENALTY`, and no completion gets less.
 
 Each is called as TRL calls reward functions: ``reward(prompts, completions, completion_ids=..., trainer_state=...,
-**columns)``. Every argument but the trainer state has one item per completion, and so has the list that is returned.
+**columns)``. Completions are strings or lists of messages. `answer` has the references: texts such as ``#### 42``, or
+only the answer. Each argument but the trainer state has one item per completion, and so has the list that is returned;
+a list of another length raises ValueError.
 """
 
 import re
@@ -21,19 +23,7 @@ _ANSWER = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
 def correctness(prompts: list, completions: list, answer: list, **columns: list) -> list[float | None]:
     r"""Give 1.0 for the value of the reference, and 0.0 for another value or for none that can be read.
 
-    Args:
-        prompts: Not used.
-        completions: Strings, or lists of messages.
-        answer: The references, from the data set's column of this name. Each is a text such as ``... #### 42``, or
-            only the answer.
-        columns: Not used.
-
-    Returns:
-        One reward per completion. None, which leaves the completion unjudged, where its reference has no digit or
-        cannot be read (see `answers_match`).
-
-    Raises:
-        ValueError: There are not as many references as completions.
+    It is None, which leaves the completion unjudged, where the reference has no digit or cannot be read.
 
     Examples:
         >>> correctness(["6 x 7?"] * 2, ["<answer>42</answer>", "#### 41"], answer=["6 x 7 = 42\n#### 42"] * 2)
@@ -52,14 +42,6 @@ def format_reward(prompts: list, completions: list, **columns: list) -> list[flo
     A tag counts where it appears exactly once and on the right side of its partner: an opening tag with no closing tag
     before it, a closing tag with an opening tag before it. The number counts where the last ``<answer>``, closed or
     not, holds a number that ``read_number`` reads.
-
-    Args:
-        prompts: Not used.
-        completions: Strings, or lists of messages.
-        columns: Not used.
-
-    Returns:
-        One reward from 0.0 to 0.5 per completion.
 
     Examples:
         >>> format_reward(["6 x 7?"] * 2, ["<think>6 x 7</think><answer>42</answer>", "42"])
@@ -88,17 +70,7 @@ def digits_reward(prompts: list, completions: list, answer: list, **columns: lis
     It is for references that are whole numbers, and reads the number that `format_reward` counts. Missing digits, and
     digits beyond the length of the reference, count as wrong.
 
-    Args:
-        prompts: Not used.
-        completions: Strings, or lists of messages.
-        answer: The references, as in `correctness`.
-        columns: Not used.
-
-    Returns:
-        One reward from 0.0 to 1.0 per completion; 0.0 where the completion or its reference holds no whole number.
-
-    Raises:
-        ValueError: There are not as many references as completions.
+    It is 0.0 where the completion or its reference holds no whole number.
 
     Examples:
         >>> digits_reward(["?"] * 3, ["<answer>43</answer>", "<answer>3</answer>", "23"], ["#### 23"] * 3)
@@ -129,14 +101,7 @@ def length_reward(
     gets ``-LENGTH_PENALTY`` too: otherwise silence would be the best answer to a problem that the model cannot solve.
 
     Args:
-        prompts: Not used.
-        completions: Strings, or lists of messages.
-        completion_ids: The token ids of each completion.
         trainer_state: Its attribute ``max_completion_length`` is the limit in tokens.
-        columns: Not used.
-
-    Returns:
-        One reward from ``-LENGTH_PENALTY`` to 0.0 per completion.
 
     Raises:
         ValueError: The trainer state has no positive limit.

@@ -222,3 +222,11 @@ def cores() -> int:
     """Count the cores that this rank may keep busy."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def shown(value: Any) -> str:
+    """Show the beginning of a value on one line, for an error message."""
+    try:
+        return " ".join(repr(value).split())[:60]
+    except Exception:  # such as that of an integer of more than 4,300 digits
+        return f"a value of type {type(value).__name__}"

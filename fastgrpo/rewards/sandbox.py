@@ -40,11 +40,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgrpo.data.prompts import shortened
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rewards.guard import cores
+from fastgrpo.rewards.guard import cores, shown
 from fastgrpo.rewards.jailed import canonical
-from fastgrpo.rewards.values import shown
 
 KINDS = {"sandbox:python": False, "sandbox:python-all": True}  # name -> whether the reward is all or nothing
 _LANGUAGES = ("", "python", "python3", "py")
@@ -605,6 +603,8 @@ class Sandbox:
 
 def _read_rows(tests, prompts):
     """Read the tests of each completion's row. Raises ValueError, which names the row by its prompt."""
+    from fastgrpo.data.prompts import shortened  # here, because jails need the standard library only
+
     rows = []
     for i, listed in enumerate(tests):
         try:

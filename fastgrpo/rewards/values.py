@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from fastgrpo.config.sections import LARGEST_REWARD
+from fastgrpo.rewards.guard import shown
 from fastgrpo.run.metrics import is_known
 
 NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words
@@ -85,14 +86,6 @@ def _integer(digits):
     if math.isinf(float(digits)):
         raise ValueError(f"{digits[:20]}... is beyond the numbers that JSON's readers hold")
     return int(digits)
-
-
-def shown(value: Any) -> str:
-    """Show the beginning of a value on one line, for an error message."""
-    try:
-        return " ".join(repr(value).split())[:60]
-    except Exception:  # such as that of an integer of more than 4,300 digits
-        return f"a value of type {type(value).__name__}"
 
 
 # The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.
