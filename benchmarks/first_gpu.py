@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from benchmarks.compare import KERNELS_ONLY, RESULTS, SAME_RUN, append, results_file, rows_of
 from benchmarks.first_sizes import (
     FLATTEN_SIZES,
-    FP32_SIZE,
     HEAD_SHAPES,
     PREDICTED,
     ROLLOUT_SIZE,
@@ -189,7 +188,7 @@ def parts() -> list[Part]:
             f"{ROLLOUT_SIZE}: graphs, times without", **KERNELS_ONLY),
         own("step", 110, f"{STEP_SIZE}: samples a second, times trl, {LAYERS}", **KERNELS_ONLY),
         own("choices", 45, *(f"{size_name(size)}: {bar}" for size in FLATTEN_SIZES for bar in flatten),
-            f"{size_name(FP32_SIZE)} in fp32: time of triton, of chunked", **interpreted, **KERNELS_ONLY),
+            **interpreted, **KERNELS_ONLY),
         own("trl", 75, *TRL_BARS, **KERNELS_ONLY),
         own("times", 45),
         # Without the caching allocator the sanitizer knows where each tensor ends. It watches the kernels alone.

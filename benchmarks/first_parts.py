@@ -23,7 +23,6 @@ from benchmarks.compare import compare, rows_of, versions
 from benchmarks.contestants import Contest, Contestant, contest, taking_part
 from benchmarks.first_sizes import (
     FLATTEN_SIZES,
-    FP32_SIZE,
     HEAD_SHAPES,
     ROLLOUT_SIZE,
     STEP_SIZE,
@@ -31,7 +30,6 @@ from benchmarks.first_sizes import (
 )
 from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_most, name_of, none_of
 from benchmarks.peers import PEERS, peers
-from fastgrpo import linear_grpo_loss
 from fastgrpo.kernel_checks import runner
 from fastgrpo.kernel_checks.cases import Case, modes_here
 from fastgrpo.kernel_checks.worker import find_cases
@@ -205,7 +203,7 @@ def time_trl() -> None:
 
 
 def compare_choices() -> None:
-    """Compare what was chosen without a GPU: `flatten` on and off, and the Triton path in fp32 with the one without."""
+    """Compare what was chosen without a GPU: `flatten` on and off."""
     from fastgrpo.kernels import head as head_kernels
     from fastgrpo.kernels import launch
     from fastgrpo.kernels.head import linear_logprob as anchored
@@ -215,7 +213,7 @@ def compare_choices() -> None:
 
         def call(flatten: bool, head: tuple = (hidden, weight, targets)) -> torch.Tensor:
             with torch.no_grad(), mock.patch.object(head_kernels, "flattens", lambda *options: flatten):
-                return anchored(*head, path="anchored")[0]
+                return anchored(*head)[0]
 
         name = size_name(size)
         different = (call(True) != call(False)).sum().item()
@@ -227,16 +225,6 @@ def compare_choices() -> None:
         else:  # two times of one and the same kernel: noise would decide
             tell(note="flatten changes nothing here, where the kernel has no descriptors")
         del hidden, weight, targets, call
-    hidden, weight, targets = _operands(FP32_SIZE, torch.float32)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    advantages = torch.ones(len(hidden), device=DEVICE)
-
-    def step(backend: str) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(linear_grpo_loss(*leaves, targets, advantages, backend=backend).loss, leaves)
-
-    times = compare({backend: partial(step, backend) for backend in ("triton", "chunked")}, ROUNDS, DEVICE, SECONDS)
-    ratio = times["triton"]["median_s"] / times["chunked"]["median_s"]
-    tell(bars={f"{size_name(FP32_SIZE)} in fp32: time of triton, of chunked": at_most(ratio, 1.0)})
 
 
 def _operands(size, dtype):

@@ -8,7 +8,6 @@ HEAD_SHAPES = SHAPES[: 1 if SMALL else 3]
 ROLLOUT_SIZE, STEP_SIZE = ("embedded", "0.8m") if SMALL else ("0.5b", "0.5b")
 # N, D and V of the first product with and without `flatten`, and of the loss in fp32.
 FLATTEN_SIZES = ((40, 16, 70),) if SMALL else ((8192, 896, 151_936), (8192, 4096, 128_256))
-FP32_SIZE = (40, 16, 70) if SMALL else (2048, 896, 151_936)
 TRL_BARS = [bench_trl.bar_name(name, case) for case in bench_trl.CASES for name in bench_trl.MEASURED.values()]
 
 

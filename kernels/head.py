@@ -1,43 +1,39 @@
-"""The fused loss: head, log-prob and policy loss in one pass over the vocabulary, with the gradients of all three.
+"""The language-model head in Triton: log-probs, entropy and the GRPO loss of hidden states, without logits in memory.
 
-    hidden -> z = softcap(H W^T + b) / T -> logp -> policy loss -> g = dloss/dlogp, h = dloss/dentropy
-    v E = dz,   dH = v (E W),   dW = E^T (v H),   dbias = E^T v          (E and v: linear_logprob.py)
+    y = softcap(h . w + b),   z = y / T,   softcap(x) = cap tanh(x / cap)
+    logp = z_t - log sum_v exp(z_v),   H = -sum_v p_v log p_v
+    dz_v = g (1[v = t] - p_v) - h p_v (log p_v + H)       for gradients g of logp and h of H
 
-A GRPO gradient is separable by token: g is known as soon as logp is. The exponentials that the forward computes are
-therefore the backward's operands, and the whole is three products. It takes one of three forms:
+1. Anchor: c_n = y at the target, as the diagonal of a product that rounds as the main one does.
+2. Exponentials: E_v = exp((y_v - c) / T), stored in bf16, which has the exponent range for it. Their sums over each
+   vocabulary tile are fp32.
+3. Reduce: S, the sum of E_v over v != t, in fixed order. Then logp = -log1p(S) and p_v = E_v / (S + 1).
+4. Guard: a row whose S reaches 2^86 (its target lies 60 nats below) gets its maximum as the anchor, in two passes that
+   return at once where no row is flagged.
+5. Finish: `Rows`, and the target's entry of E becomes -S. So dz_v = v E_v for v = -g / (S + 1): the forward's product
+   has become the backward's operand.
+6. Gradients, by cuBLAS: dH = v (E W), dW = E^T (v H), dbias = E^T v. With the forward, three products.
+
+A GRPO gradient is separable by token: g is known as soon as logp is. The loss takes one of three forms:
 
 - One chunk (M <= chunk_rows): E is kept, and both products of the gradient run in the backward. Nothing is wasted under
   no_grad or in a checkpointed region, and dW comes in the weight's dtype.
 - More tokens than a chunk holds: the forward goes chunk by chunk, forms the gradients at once and sums dW in fp32. A
   sequence-level factor needs all log-probs of its sequence: chunks then end where sequences end, and a sequence that is
   longer than a chunk costs a forward-only pass over all tokens.
-- fp16 and fp32, and an entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products.
-
-Shapes: N rows of hidden states (tokens), M <= N kept ones, V vocabulary, D hidden size, S sequences.
-
-Log-prob and entropy of hidden @ weight.T with no logits in memory, and their gradients, in Triton.
-
-    z = y / T,  y = softcap(h . w + b),   logp = z_t - log sum_v exp(z_v),   H = -sum_v p_v log p_v
-    dz_v = g (1[v = t] - p_v) - h p_v (log p_v + H)       for gradients g of logp and h of H
-
-There are two paths. The dtype decides which one runs, unless the caller names one, as tests do.
-
-- "anchored" (bf16). E_v = exp(z_v - c), with the target's own z as the anchor c, is stored in bf16, which has the
-  exponent range for it; S, the sum of E_v over v != t, is fp32. Then logp = -log1p(S) and p_v = E_v / (S + 1). With the
-  target's entry of E overwritten by -S, dz_v = v E_v for v = -g / (S + 1): the forward's product has become the
-  backward's operand. A row whose S reaches 2^86 (its target lies 60 nats below) gets its maximum as the anchor instead,
-  in two guarded passes.
-- "recompute" (fp16, whose range ends 11 nats above the anchor, and fp32). The forward is an online softmax. The
-  backward forms p_v from the log-sum-exp, chunk by chunk: four products in all. An anchored forward of more rows than a
-  chunk, or with an entropy gradient under a soft-cap, takes this backward too.
+- An entropy bonus under a soft-cap: g and h are kept, and the backward recomputes E: four products. The log-probs of
+  more rows than a chunk take this form too.
 
 A weight may be sharded by rows over processes (`group` is the name of their process group). Then c, the sums and the
 maxima of flagged rows [N] are all-reduced, so that every rank decides alike; only the rank that has a target patches
-its E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (softmax.py).
+its E; dH is summed over the ranks. Targets are then ids within the shard, or ELSEWHERE (head_torch.py).
 
-The operators are opaque to torch.compile, which would take their products apart.
+The kernels take bf16. In the interpreter they take fp32 too, so that tests can tell an error from rounding. All
+arithmetic after the products is fp32; exponents are kept in base 2, x2 = x log2(e) / T. Row kernels use pointer loads,
+since bulk copies combined with reductions are slower (triton issue 9703). The operators are opaque to torch.compile,
+which would take their products apart.
 
-Shapes: N rows of hidden states (tokens), V vocabulary, D hidden size.
+Shapes: N rows of hidden states (tokens), M <= N kept ones, n rows of a chunk, V vocabulary, D hidden size, S sequences.
 """
 
 from collections.abc import Sequence
@@ -110,7 +106,7 @@ def tanh(x):
 
 
 @triton.jit
-def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, precision: tl.constexpr, even_k: tl.constexpr,
+def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, even_k: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Return hidden[rows] @ weight[cols].T, [BLOCK_M, BLOCK_N] fp32.
 
@@ -122,7 +118,6 @@ def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, precision: tl.
         w_stride: Elements between two rows of weight.
         cols: [BLOCK_N] vocabulary entries in [0, V).
         depth: D.
-        precision: Input precision of the product, "ieee" or "tf32".
         even_k: Whether D is a multiple of BLOCK_K, so that no load needs a mask.
         BLOCK_M: Rows of the block.
         BLOCK_N: Vocabulary entries of the block.
@@ -139,7 +134,7 @@ def dot_rows(h_ptr, h_stride, rows, w_ptr, w_stride, cols, depth, precision: tl.
         else:
             h = tl.load(h_ptrs, mask=(start + k < depth)[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=(start + k < depth)[:, None], other=0.0)
-        acc = tl.dot(h, w, acc, input_precision=precision)
+        acc = tl.dot(h, w, acc)
         h_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
     return acc
@@ -149,7 +144,7 @@ class Head(NamedTuple):
     """What every launch of a head's kernel reads.
 
     Attributes:
-        hidden: [N, D] bf16, fp16 or fp32.
+        hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         bias: [V] or None.
         targets: [N] int64, ids of the vocabulary.
@@ -196,7 +191,6 @@ def product_options(head: Head, blocks: launch.Blocks) -> dict[str, Any]:
         "n_rows": n,
         "vocab": head.weight.shape[0],
         "depth": depth,
-        "PRECISION": launch.precision(head.hidden.dtype),
         "EVEN_K": depth % blocks.depth == 0,
         "BLOCK_M": blocks.rows,
         "BLOCK_K": blocks.depth,
@@ -311,12 +305,12 @@ def _store_sums(total_ptr, entropy_ptr, total, entropy, block_n, rows, n_rows):
 @triton.jit
 def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr, bias_ptr,
               inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-              PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+              EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute and store one tile of the kernel with pointer loads."""
     cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
-                   depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                   depth, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     e, total, entropy = _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr is not None,
                                       entropy_ptr is not None, BLOCK_N)  # fmt: skip
@@ -330,7 +324,7 @@ def _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, tar
 def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr,
                                mix_ptr, bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, flag_ptr, n_rows,
                                vocab, depth, SPLITS, LOOP: tl.constexpr, GROUP_M: tl.constexpr,
-                               PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+                               EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                                BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute one tile, or with LOOP every SPLITS-th tile of a row block; row blocks without a flag return."""
     block_m, split = _grouped(tl.program_id(0), tl.cdiv(n_rows, BLOCK_M), SPLITS, GROUP_M)
@@ -342,23 +336,23 @@ def _linear_exp_ptr_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride
         for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
             _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                       bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, block_n,
-                      PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                      EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
     else:  # the loop costs 40 registers, and at 256 columns it would spill
         _exp_tile(h_ptr, h_stride, w_ptr, w_stride, e_ptr, e_stride, anchor_ptr, target_ptr, patch_ptr, mix_ptr,
                   bias_ptr, inv_t, inv_t_ptr, cap, total_ptr, entropy_ptr, n_rows, vocab, depth, rows, split,
-                  PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                  EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
 
 
 @triton.jit(**ROWS_VARY)
 def _anchor_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, cap, out_ptr, n_rows, vocab, depth,
-                       PRECISION: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+                       EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute y at the targets of one row block, as the diagonal of a product."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     target = tl.load(target_ptr + rows, mask=rows < n_rows, other=0)
     legal = (target >= 0) & (target < vocab)
     target = tl.where(legal, target, 0).to(tl.int32)
-    acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, target, depth, PRECISION, EVEN_K,
+    acc = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, target, depth, EVEN_K,
                     BLOCK_M, BLOCK_M, BLOCK_K)  # fmt: skip
     # The diagonal of this product is rounded as the main product is. A gather followed by a dot product is not: its
     # one-sided error of 1e-4 would go into every log-prob.
@@ -385,7 +379,7 @@ def anchor_fwd(head: Head) -> torch.Tensor:
     """
     n = len(head.hidden)
     out = torch.empty(n, dtype=torch.float32, device=head.hidden.device)
-    blocks = blocks_of(launch.anchor_blocks(head.hidden.dtype))
+    blocks = blocks_of(launch.ANCHOR_BLOCKS)
     _anchor_fwd_kernel[(triton.cdiv(n, blocks.rows),)](
         head.hidden, head.hidden.stride(0), head.weight, head.weight.stride(0), head.targets, head.bias, head.softcap,
         out, **product_options(head, blocks),
@@ -435,8 +429,7 @@ def linear_exp_fwd(
     if by_descriptor:
         blocks = blocks_of(launch.exp_blocks(major, head.softcap is not None, head.bias is not None))
     else:
-        tf32 = launch.precision(head.hidden.dtype) == "tf32"
-        blocks = blocks_of(launch.exp_ptr_blocks(major, minor, head.hidden.dtype, tf32, plain))
+        blocks = blocks_of(launch.exp_ptr_blocks(major, minor, plain))
     tiles = triton.cdiv(vocab, blocks.cols)
     outputs = [
         torch.empty(tiles, n, dtype=torch.float32, device=head.hidden.device) if wanted else None
@@ -446,7 +439,7 @@ def linear_exp_fwd(
     options = {**product_options(head, blocks), "BLOCK_N": blocks.cols, "GROUP_M": GROUP_M}
     common = (anchor, head.targets, patch, mix, head.bias, head.temperature, head.temperatures, head.softcap, *outputs)
     if by_descriptor:
-        del options["PRECISION"], options["EVEN_K"]
+        del options["EVEN_K"]
         count = min(launch.programs(head.hidden.device), row_blocks * tiles)
         descriptors = (
             TensorDescriptor.from_tensor(head.hidden, [blocks.rows, blocks.depth]),
@@ -466,7 +459,7 @@ def linear_exp_fwd(
 
 @triton.jit(**ROWS_VARY)
 def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, inv_t, inv_t_ptr, cap, max_ptr,
-                       total_ptr, entropy_ptr, flag_ptr, n_rows, vocab, depth, SPLITS, PRECISION: tl.constexpr,
+                       total_ptr, entropy_ptr, flag_ptr, n_rows, vocab, depth, SPLITS,
                        EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr):  # fmt: skip
     """Compute the online softmax of one row block over the vocabulary tiles of one split."""
@@ -475,9 +468,8 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
     split = tl.program_id(0) // num_m
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = rows < n_rows
-    if flag_ptr is not None:  # noqa: SIM102 - known at compile time, unlike the inner one
-        if tl.max(flagged(flag_ptr, rows, n_rows).to(tl.int32)) == 0:
-            return
+    if tl.max(flagged(flag_ptr, rows, n_rows).to(tl.int32)) == 0:
+        return
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
     target = tl.load(target_ptr + rows, mask=row_ok, other=0).to(tl.int32)
     top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
@@ -486,7 +478,7 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
     for block_n in range(split, tl.cdiv(vocab, BLOCK_N), SPLITS):
         cols = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
         y = dot_rows(h_ptr, h_stride, tl.minimum(rows, n_rows - 1), w_ptr, w_stride, tl.minimum(cols, vocab - 1),
-                      depth, PRECISION, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
+                      depth, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + cols, mask=cols < vocab, other=0.0).to(tl.float32)[None, :]
         if cap is not None:
@@ -510,26 +502,18 @@ def _online_fwd_kernel(h_ptr, h_stride, w_ptr, w_stride, target_ptr, bias_ptr, i
         tl.store(entropy_ptr + offset, entropy, mask=row_ok)
 
 
-def online_fwd(
-    head: Head, entropy: bool = False, flags: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Compute the online softmax of every vocabulary split, the target's column left out.
+def online_fwd(head: Head, flags: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute the online softmax of every vocabulary split of flagged rows, the target's column left out.
 
-    Args:
-        head: The checked arguments of the head.
-        entropy: Whether the entropy sums are computed.
-        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed, the others
-            stay unwritten. None computes all.
+    Only row blocks that hold a flagged row are computed; what the outputs hold of the others is not written.
 
     Returns:
         [splits, N] fp32 each: the maxima of x2, the sums of 2^(x2 - maximum), and the sums of 2^(x2 - maximum) times
         (x2 - maximum), or None without `entropy`.
     """
     n, device = len(head.hidden), head.hidden.device
-    dtype = head.hidden.dtype
-    blocks = blocks_of(launch.online_blocks(dtype, launch.precision(dtype) == "tf32"))
+    blocks, splits = blocks_of(launch.ONLINE_BLOCKS), launch.GUARD_SPLITS
     row_blocks = triton.cdiv(n, blocks.rows)
-    splits = launch.GUARD_SPLITS if flags is not None else launch.online_splits(row_blocks, device)
     top, total, ent = (
         torch.empty(splits, n, dtype=torch.float32, device=device) if wanted else None
         for wanted in (True, True, entropy)
@@ -588,23 +572,17 @@ def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, 
 def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_ptr, split_total_ptr,
                        split_entropy_ptr, target_ptr, e_ptr, e_stride, inv_t, inv_t_ptr, cap, n_rows, n_splits,
                        WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):  # fmt: skip
-    """Compute `Rows` from the sums of each row.
-
-    With total_ptr, the splits of the online softmax count for flagged rows alone; without it, for all rows.
-    """
+    """Compute `Rows` from the sums of each row; the splits of the online softmax count for flagged rows only."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = rows < n_rows
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
     c = tl.load(target_y_ptr + rows, mask=ok, other=0.0)
     c2 = c * scale
-    total = tl.zeros((ROWS,), dtype=tl.float32)
+    total = tl.load(total_ptr + rows, mask=ok, other=0.0)
     entropy = tl.zeros((ROWS,), dtype=tl.float32)
-    moved = ok
-    if total_ptr is not None:
-        total = tl.load(total_ptr + rows, mask=ok, other=0.0)
-        moved = total >= GUARD
-        if WITH_ENTROPY:
-            entropy = tl.load(entropy_ptr + rows, mask=ok, other=0.0)
+    moved = total >= GUARD
+    if WITH_ENTROPY:
+        entropy = tl.load(entropy_ptr + rows, mask=ok, other=0.0)
     split = tl.arange(0, BLOCK_SPLITS)
     offset = split.to(tl.int64)[:, None] * n_rows + rows[None, :]
     here = (split < n_splits)[:, None] & (moved & ok)[None, :]
@@ -680,26 +658,13 @@ def reduce_fwd(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def finish_fwd(
-    head: Head,
-    target_y: torch.Tensor,
-    total: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    splits: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    exps: torch.Tensor | None,
-    with_entropy: bool,
-) -> torch.Tensor:
-    """Compute what the loss and the backward need for each row.
+    head: Head, target_y: Tensor, total: Tensor, entropy: Tensor | None,
+    splits: tuple[Tensor, Tensor, Tensor | None], exps: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute what the loss and the backward need for each row, and patch E [N, V] at the targets, where it is given.
 
-    Args:
-        head: The checked arguments of the head.
-        target_y: [N] fp32, y at the target.
-        total: [N] fp32, the sum of E over the tokens other than the target, with the target as the anchor; None where
-            the splits alone are known.
-        entropy: [N] fp32, the sum of E x2 over the same tokens, or None.
-        splits: Maxima, sums and entropy sums of the online softmax (`online_fwd`), which count for flagged rows, or for
-            all where `total` is None.
-        exps: [N, V] E, whose entries at the targets are patched, or None.
-        with_entropy: Whether the entropy is computed.
+    `total` and `entropy` [N] are the sums of E and of E x2 over the tokens other than the target, with the target as
+    the anchor. `splits` is what `online_fwd` returned, which counts for flagged rows.
 
     Returns:
         [7, N] fp32, see `Rows`.
@@ -708,8 +673,8 @@ def finish_fwd(
     out = torch.empty(7, n, dtype=torch.float32, device=target_y.device)
     _finish_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
         out, target_y, total, entropy, *splits, head.targets, exps, 0 if exps is None else exps.stride(0),
-        head.temperature, head.temperatures, head.softcap, n, len(splits[0]), WITH_ENTROPY=with_entropy,
-        ROWS=launch.REDUCE_ROWS, BLOCK_SPLITS=launch.MAX_SPLITS if total is None else launch.GUARD_SPLITS,
+        head.temperature, head.temperatures, head.softcap, n, len(splits[0]), WITH_ENTROPY=entropy is not None,
+        ROWS=launch.REDUCE_ROWS, BLOCK_SPLITS=launch.GUARD_SPLITS,
     )  # fmt: skip
     return out
 
@@ -873,9 +838,6 @@ def wanted(
     return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
 
 
-PATHS = {torch.bfloat16: "anchored", torch.float16: "recompute", torch.float32: "recompute"}
-
-
 def chunk_slices(total: int, size: int) -> list[slice]:
     """Cut rows into equal chunks, rounded to 128 rows."""
     count = max(1, -(-total // size))
@@ -883,34 +845,23 @@ def chunk_slices(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + step, total)) for start in range(0, max(total, 1), step)]
 
 
-def rows_fwd(
-    head: Head, anchored: bool, exps: Tensor | None = None, entropy: bool = False, group: str | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute what the loss and the backward need for each row, and fill E.
-
-    Args:
-        head: The checked arguments of the head, N > 0.
-        anchored: Whether the path is the anchored one.
-        exps: [N, V], which the anchored path fills with E, or None.
-        entropy: Whether the entropy is computed.
-        group: Name of the process group of a sharded weight, or None.
+def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, group: str | None = None) -> Tensor:
+    """Compute what the loss and the backward need for each row, and fill E [N, V], where it is given.
 
     Returns:
-        [7, N] fp32, see `head_rows.Rows`.
+        [7, N] fp32, see `Rows`.
     """
     target_y = anchor_fwd(head)
     if group is not None:  # c comes from the rank that has the target; for a target that no rank has, all give NaN
         target_y = all_reduce_(torch.where(head.targets == ELSEWHERE, 0.0, target_y), group)
-    total = entropy_sum = None
-    if anchored:
-        sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
-        total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
+    sums = linear_exp_fwd(head, target_y, exps, entropy=entropy)
+    total, entropy_sum = (None if tiles is None else all_reduce_(reduce_fwd(tiles), group) for tiles in sums)
     # Both guarded passes are always launched, so that nothing waits for the flags; a program without a flag returns.
-    splits = online_fwd(head, entropy, flags=total)
+    splits = online_fwd(head, total, entropy)
     if group is not None:
         splits = merge_ranks(splits, group)
-    rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps, entropy)
-    if anchored and exps is not None:
+    rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps)
+    if exps is not None:
         stats = Rows(*rows.unbind(0))
         linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total)
     return rows
@@ -938,48 +889,34 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
 
 
 def recompute_exps(head: Head, rows: Rows, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
-    """Fill `exps` from the log-sum-exp, so that dz = v exps: the fourth product.
+    """Fill E [N, V] from the log-sum-exp: the fourth product. Returns v [N], with which dz = v E.
 
-    The larger of |g| and |h| goes into v, since fp16 holds probabilities, but not probabilities times the weight of a
-    token.
-
-    Args:
-        head: The checked arguments of the head.
-        rows: What the forward computed.
-        g: [N] fp32, gradient of the log-probs.
-        h: [N] fp32, gradient of the entropies, or None.
-        exps: [N, V], which is filled.
-
-    Returns:
-        v [N] fp32.
+    g [N] is the gradient of the log-probs, h [N] that of the entropies, or None. With h, E has both gradients in it.
     """
     rows = rows.normalized()
     if h is None:
         linear_exp_fwd(head, rows.anchor, exps, patch=rows.patch, sums=False)
         return g * rows.slope
-    size = torch.maximum(g.abs(), h.abs()).clamp_(min=1e-30)
-    g, h = g / size, h / size
     mix = torch.stack([g + h * rows.entropy, h * LN2.value])
     patch = g * rows.patch + h * rows.mass * (rows.logp + rows.entropy)
     linear_exp_fwd(head, rows.anchor, exps, patch=patch, mix=mix, sums=False)
-    return size * rows.slope
+    return rows.slope
 
 
 @launch.operator("fastgrpo::linear_logprob_fwd")
 def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
-                       temperatures: Tensor | None, softcap: float | None, anchored: bool, keep: bool, entropy: bool,
+                       temperatures: Tensor | None, softcap: float | None, keep: bool, entropy: bool,
                        chunk_rows: int, group: str | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute log-probs, entropy and what the backward needs; without `keep` by chunks, at the cost of one product.
 
     Args:
-        hidden: [N, D] bf16, fp16 or fp32.
+        hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         bias: [V] or None.
         targets: [N] int64.
         temperature: T of all rows, read where `temperatures` is None.
         temperatures: [N] T of each row, or None.
         softcap: Cap of the logits, or None.
-        anchored: Whether the path is the anchored one.
         keep: Whether E is kept for the backward.
         entropy: Whether the entropy is computed.
         chunk_rows: The most rows of a chunk.
@@ -995,13 +932,13 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         if n == 0:
             return hidden.new_zeros(7, 0, dtype=torch.float32), exps
         if keep:
-            return rows_fwd(head, anchored, exps, entropy, group), exps
-        parts = [rows_fwd(head.cut(part), anchored, None, entropy, group) for part in chunk_slices(n, chunk_rows)]
+            return rows_fwd(head, exps, entropy, group), exps
+        parts = [rows_fwd(head.cut(part), None, entropy, group) for part in chunk_slices(n, chunk_rows)]
         return (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]), exps
 
 
 @linear_logprob_fwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored, keep, entropy, chunk_rows, group):
+def _(hidden, weight, bias, targets, temperature, temperatures, softcap, keep, entropy, chunk_rows, group):
     n, vocab = len(hidden), weight.shape[0]
     return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
 
@@ -1050,7 +987,7 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
     """Recompute E by chunks and compute the gradients from it.
 
     Args:
-        hidden: [N, D] bf16, fp16 or fp32.
+        hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         bias: [V] or None.
         targets: [N] int64.
@@ -1096,13 +1033,13 @@ class LinearLogprob(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy, anchored,
+    def forward(ctx, hidden, weight, bias, targets, temperature, temperatures, softcap, needs, return_entropy,
                 chunk_rows, group, sum_hidden_grad):  # fmt: skip
         ctx.set_materialize_grads(False)
         # Under a soft-cap its slope is in E, and an entropy gradient could not read log p back from that.
-        keep = any(needs) and anchored and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
-        rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, anchored,
-                                        keep, return_entropy, chunk_rows, group)  # fmt: skip
+        keep = any(needs) and len(hidden) <= chunk_rows and not (return_entropy and softcap is not None)
+        rows, exps = linear_logprob_fwd(hidden, weight, bias, targets, temperature, temperatures, softcap, keep,
+                                        return_entropy, chunk_rows, group)  # fmt: skip
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, targets, temperatures, rows, exps)
         ctx.options = (temperature, softcap, needs, chunk_rows, group if sum_hidden_grad else None, keep)
@@ -1122,7 +1059,7 @@ class LinearLogprob(torch.autograd.Function):
         else:
             gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
                                            h, list(needs), grad_dtype(weight), chunk_rows, group)  # fmt: skip
-        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 10
+        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 9
 
 
 def linear_logprob(
@@ -1136,13 +1073,12 @@ def linear_logprob(
     return_entropy: bool = False,
     group: str | None = None,
     sum_hidden_grad: bool = True,
-    path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probs of targets under softmax(softcap(hidden @ weight.T + bias) / temperature), differentiably.
 
     Args:
-        hidden: [N, D] bf16, fp16 or fp32.
+        hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         targets: [N] int64 in [0, V), or as `Vocabulary.located` gives them where the weight is sharded. A bad target
             gives NaN in its row.
@@ -1153,7 +1089,6 @@ def linear_logprob(
         group: Name of the process group of a sharded weight, or None.
         sum_hidden_grad: Whether the gradient of hidden is summed over the group. Otherwise each rank gets its shard's
             part.
-        path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most rows of hidden whose exponentials are held at once.
 
     Returns:
@@ -1163,7 +1098,7 @@ def linear_logprob(
     per_row = isinstance(temperature, torch.Tensor)
     logps, entropy = LinearLogprob.apply(
         hidden, weight, bias, targets, 1.0 if per_row else float(temperature), temperature if per_row else None,
-        softcap, needs, return_entropy, (path or PATHS[hidden.dtype]) == "anchored", chunk_rows, group,
+        softcap, needs, return_entropy, chunk_rows, group,
         sum_hidden_grad,
     )  # fmt: skip
     return logps, entropy if return_entropy else None
@@ -1177,7 +1112,7 @@ class LinearGRPO(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows,
+    def forward(ctx, hidden, weight, bias, rows, objective, needs, return_entropy, softcap, chunk_rows,
                 group):  # fmt: skip
         ctx.set_materialize_grads(False)
         bonus = rows.entropy_weights
@@ -1187,12 +1122,12 @@ class LinearGRPO(torch.autograd.Function):
 
         def head_fwd(part, keep):
             h = _gather(hidden, rows.index, rows.active, part)
-            stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap, anchored,
+            stats, exps = linear_logprob_fwd(h, weight, bias, rows.targets[part], t, cut(ts, part), softcap,
                                              keep, with_entropy, chunk_rows, group)  # fmt: skip
             return h, stats, exps
 
         m = len(rows.targets)
-        keeps = any(needs) and anchored and (bonus is None or softcap is None)
+        keeps = any(needs) and (bonus is None or softcap is None)
         everything = slice(0, m)
         ctx.form, known = "one", None
         parts = [(everything, slice(None))]
@@ -1243,7 +1178,7 @@ class LinearGRPO(torch.autograd.Function):
     @first_order("linear_grpo_loss")
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
-            return (None,) * 11
+            return (None,) * 10
         needs, t, softcap, chunk_rows, weight_dtype, group, shape = ctx.options
         saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
         if ctx.form == "many":
@@ -1253,7 +1188,7 @@ class LinearGRPO(torch.autograd.Function):
                 None if x is None else torch.mul(x, grad_loss, out=torch.empty_like(x, dtype=dtype))
                 for x, dtype in zip(sums, ctx.dtypes, strict=True)
             )
-            return _scatter(dh, index, shape), dw, db, *(None,) * 8
+            return _scatter(dh, index, shape), dw, db, *(None,) * 7
         hidden, weight, bias, index, active = saved[:5]
         h = _gather(hidden, index, active, slice(None))
         if ctx.form == "one":
@@ -1265,7 +1200,7 @@ class LinearGRPO(torch.autograd.Function):
             gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
                                            list(needs), weight_dtype, chunk_rows, group)  # fmt: skip
         dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
-        return _scatter(dh, index, shape), dw, db, *(None,) * 8
+        return _scatter(dh, index, shape), dw, db, *(None,) * 7
 
 
 def _gather(hidden, index, active, part):
@@ -1289,7 +1224,6 @@ def linear_grpo_loss(
     return_entropy: bool = False,
     softcap: float | None = None,
     group: str | None = None,
-    path: str | None = None,
     chunk_rows: int = launch.CHUNK_ROWS,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the loss from hidden states, differentiably.
@@ -1297,7 +1231,7 @@ def linear_grpo_loss(
         loss = sum_n w_n (I_n s_n + beta KL_n) - sum_n e_n H_n
 
     Args:
-        hidden: [N, D] bf16, fp16 or fp32.
+        hidden: [N, D] bf16.
         weight: [V, D] in the dtype of hidden.
         bias: [V] or None.
         rows: The M kept tokens; e_n are its entropy weights.
@@ -1305,14 +1239,12 @@ def linear_grpo_loss(
         return_entropy: Whether the entropy is returned.
         softcap: Cap of the logits, or None.
         group: Name of the process group of a sharded weight, with targets as `Vocabulary.located` gives them, or None.
-        path: "anchored" or "recompute". None chooses by the dtype of hidden.
         chunk_rows: The most tokens whose exponentials are held at once.
 
     Returns:
         The loss, a scalar; and log-probs and metrics by name, [M] each, with the entropy on request.
     """
     needs = needed(hidden, weight, bias)
-    anchored = (path or PATHS[hidden.dtype]) == "anchored"
     return LinearGRPO.apply(
-        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, anchored, chunk_rows, group
+        hidden, weight, bias, rows, objective, needs, return_entropy, softcap, chunk_rows, group
     )  # fmt: skip

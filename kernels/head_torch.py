@@ -15,7 +15,6 @@ dbias stay with their shard.
 """
 
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -84,20 +83,8 @@ def linear_fp32(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@cache
-def _adds_in_place(device, dtype):
-    """Tell whether addmm takes an fp32 sum beside 16-bit operands. torch before 2.10 refuses."""
-    try:
-        total = torch.zeros(16, 16, device=device)
-        operand = torch.zeros(16, 16, device=device, dtype=dtype)
-        torch.addmm(total, operand, operand, out_dtype=torch.float32, out=total)
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
 def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Add a product to an fp32 sum, total += a @ b, without a second tensor of its size where torch can.
+    """Add a product to an fp32 sum, total += a @ b; on a GPU without a second tensor of its size.
 
     Args:
         total: [n, m] fp32, changed in place.
@@ -106,7 +93,7 @@ def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
     """
     if a.dtype == torch.float32:
         return total.addmm_(a, b)
-    if a.is_cuda and _adds_in_place(a.device, a.dtype):
+    if a.is_cuda:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(mm_fp32(a, b))
 
@@ -130,49 +117,22 @@ def hidden_product(exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, gr
 
 
 def _scaled(hidden, v):
-    """Compute v H in the dtype of H, and the factor that was taken out of it for fp16, which would lose small v."""
-    if hidden.dtype != torch.float16:
-        return torch.mul(hidden, v[:, None], out=torch.empty_like(hidden)), None
-    factor = v.abs().amax().clamp(min=1e-30)
-    return torch.mul(hidden, (v / factor)[:, None], out=torch.empty_like(hidden)), factor
+    """Compute v H in the dtype of H."""
+    return torch.mul(hidden, v[:, None], out=torch.empty_like(hidden))
 
 
 def weight_product(exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute dW = E^T (v H), accumulated in fp32.
-
-    Args:
-        exps: E [n, V].
-        v: [n] fp32.
-        hidden: H [n, D].
-        dtype: Dtype of the result.
-
-    Returns:
-        dW [V, D].
-    """
-    scaled, factor = _scaled(hidden, v)
-    if factor is None and dtype == exps.dtype:
-        return exps.T @ scaled
-    product = mm_fp32(exps.T, scaled)
-    return (product if factor is None else product.mul_(factor)).to(dtype)
+    """Compute dW [V, D] = E^T (v H), accumulated in fp32."""
+    scaled = _scaled(hidden, v)
+    return exps.T @ scaled if dtype == exps.dtype else mm_fp32(exps.T, scaled).to(dtype)
 
 
 def add_weight_product_(
     total: torch.Tensor, exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, first: bool
 ) -> torch.Tensor:
-    """Add a chunk to dW: total += E^T (v H).
-
-    Args:
-        total: [V, D] fp32, changed in place.
-        exps: E [n, V].
-        v: [n] fp32.
-        hidden: H [n, D].
-        first: Whether this is the first chunk, which overwrites `total`, so that it need not be zeroed before.
-    """
-    scaled, factor = _scaled(hidden, v)
-    if factor is None:
-        return mm_fp32(exps.T, scaled, out=total) if first else add_mm_(total, exps.T, scaled)
-    product = mm_fp32(exps.T, scaled)
-    return torch.mul(product, factor, out=total) if first else total.addcmul_(product, factor)
+    """Add a chunk to dW [V, D] fp32: total += E^T (v H). The first one overwrites it, so that it need not be zeroed."""
+    scaled = _scaled(hidden, v)
+    return mm_fp32(exps.T, scaled, out=total) if first else add_mm_(total, exps.T, scaled)
 
 
 def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

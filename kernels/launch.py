@@ -33,8 +33,8 @@ ROWS_VARY = {
 }  # fmt: skip
 INTERPRET = triton.knobs.runtime.interpret  # as it was when the kernels were decorated
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DTYPES = DTYPES if INTERPRET else (torch.bfloat16,)  # the interpreter computes bf16 wrongly
 CHUNK_ROWS = 8192  # rows whose exponentials are held at once: 2 * 8192 * V bytes in bf16
-MAX_SPLITS = 64  # the most splits of the vocabulary that an online softmax has
 # Vocabulary splits of the passes over flagged rows, whose programs nearly always return at once.
 GUARD_SPLITS = 4 if INTERPRET else 16
 REDUCE_ROWS, REDUCE_TILES = 32, 64
@@ -140,10 +140,7 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "ieee"
-    matmul = torch.backends.cuda.matmul
-    # allow_tf32 raises where a program used the newer setting; the newer one, since torch 2.9, knows both.
-    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    return "tf32" if allowed else "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def exp_blocks(major: int, has_softcap: bool, has_bias: bool) -> Blocks:
@@ -156,50 +153,20 @@ def exp_blocks(major: int, has_softcap: bool, has_bias: bool) -> Blocks:
     return Blocks(128, 128 if has_softcap or (has_bias and major == 10) else 256, 64, 8, 3)
 
 
-def exp_ptr_blocks(major: int, minor: int, dtype: torch.dtype, tf32: bool, plain: bool) -> Blocks:
+def exp_ptr_blocks(major: int, minor: int, plain: bool) -> Blocks:
     """Return the block sizes of the kernel with pointer loads.
 
-    Args:
-        major: Major compute capability.
-        minor: Minor compute capability.
-        dtype: Dtype of the operands.
-        tf32: Whether products of fp32 may use TF32.
-        plain: Whether the epilogue has no soft-cap and no entropy, D is a multiple of the block, and a program computes
-            one tile.
+    `plain` says that the epilogue has no soft-cap and no entropy, that D is a multiple of the block, and that a program
+    computes one tile.
     """
-    if dtype == torch.float32:
-        return Blocks(128, 128, 32, 8, 3) if tf32 else Blocks(32, 64, 32, 4, 3)
     if plain and major == 8:
         # sm_80 has 163 KiB of shared memory a block, sm_86 and sm_89 have 99 KiB.
         return Blocks(128, 256, 64, 8, 3) if minor == 0 else Blocks(128, 256, 32, 8, 3)
     return Blocks(128, 128, 64, 8, 3)
 
 
-def online_blocks(dtype: torch.dtype, tf32: bool) -> Blocks:
-    """Return the block sizes of the online softmax, which keeps its running maxima beside the tile.
-
-    Args:
-        dtype: Dtype of the operands.
-        tf32: Whether products of fp32 may use TF32.
-    """
-    if dtype == torch.float32:
-        return Blocks(128, 128, 32, 8, 3) if tf32 else Blocks(64, 64, 32, 8, 3)
-    return Blocks(128, 128, 64, 8, 3)
-
-
-def anchor_blocks(dtype: torch.dtype) -> Blocks:
-    """Return the block sizes of the anchor: square, since only the diagonal counts, and small, for more programs."""
-    return Blocks(64, 64, 32 if dtype == torch.float32 else 64, 4, 3)
-
-
-def online_splits(row_blocks: int, device: torch.device) -> int:
-    """Return the vocabulary splits of an online softmax, a power of two.
-
-    Each multiprocessor gets about eight programs, so that the last wave is short beside the whole.
-    """
-    if device.type == "cpu":
-        return 2
-    return min(MAX_SPLITS, max(1, triton.next_power_of_2(8 * programs(device) // max(row_blocks, 1))))
+ONLINE_BLOCKS = Blocks(128, 128, 64, 8, 3)  # the online softmax keeps its running maxima beside the tile
+ANCHOR_BLOCKS = Blocks(64, 64, 64, 4, 3)  # square, since only the diagonal counts, and small, for more programs
 
 
 def uses_descriptors(*matrices: torch.Tensor) -> bool:
@@ -249,7 +216,7 @@ def decode_splits(programs_without: int, length: int, blocks: Blocks, device: to
     return max(1, min(wanted, triton.cdiv(length, 2 * blocks.cols), 32))
 
 
-def check_device(tensor: torch.Tensor, name: str) -> None:
+def check_device(tensor: torch.Tensor, name: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Check that the kernels run on a tensor's device and take its dtype."""
     if tensor.device.type == "cpu" and not INTERPRET:
         raise ValueError(
@@ -261,9 +228,9 @@ def check_device(tensor: torch.Tensor, name: str) -> None:
             f"backend='triton' needs an NVIDIA GPU of compute capability 8.0 or later, got {name} on {tensor.device}; "
             "use backend='chunked'"
         )
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in dtypes:
         raise ValueError(
-            f"backend='triton' takes bf16, fp16 and fp32, got {name} {tensor.dtype}; use backend='chunked'"
+            f"backend='triton' takes {', '.join(map(str, dtypes))}, got {name} {tensor.dtype}; use backend='chunked'"
         )
 
 

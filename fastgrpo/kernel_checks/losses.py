@@ -76,7 +76,7 @@ def products_of(head: Head) -> int:
 
 
 def fused_loss(
-    place: Place, *, path: str = "anchored", chunks: int = 1, bonus: bool = False, sharded: bool = False,
+    place: Place, *, chunks: int = 1, bonus: bool = False, sharded: bool = False,
     objective: Objective = DAPO, **options: Any,
 ) -> Trial | None:  # fmt: skip
     """Make the trial of the fused loss."""
@@ -100,7 +100,7 @@ def fused_loss(
         else:
             loss, outputs = head_kernels.linear_grpo_loss(
                 leaves["hidden"], leaves["weight"], leaves.get("bias"), rows._replace(targets=targets), objective,
-                path=path, **options,
+                **options,
             )  # fmt: skip
             logps = outputs["logps"]
         gradients = torch.autograd.grad(loss, list(leaves.values()))
@@ -112,7 +112,7 @@ def fused_loss(
     )  # fmt: skip
 
 
-def logprob(place: Place, *, path: str = "anchored", entropy: bool = True, **options: Any) -> Trial | None:
+def logprob(place: Place, *, entropy: bool = True, **options: Any) -> Trial | None:
     """Make the trial of the log-probs."""
     head = head_at(place, **options)
     if head is None:
@@ -130,7 +130,7 @@ def logprob(place: Place, *, path: str = "anchored", entropy: bool = True, **opt
             found = linear_logprob(*operands, logit_softcap=head.softcap, backend="chunked", **keywords)
             logps, entropies = found if entropy else (found, None)
         else:
-            logps, entropies = head_kernels.linear_logprob(*operands, softcap=head.softcap, path=path, **keywords)
+            logps, entropies = head_kernels.linear_logprob(*operands, softcap=head.softcap, **keywords)
         gradients = torch.autograd.grad(scalar(logps, entropies), list(leaves.values()))
         found = {"logps": logps, **({"entropy": entropies} if entropy else {})}
         return {**found, **dict(zip(leaves, gradients, strict=True))}

@@ -74,9 +74,11 @@ def choose_backend(backend: str, chunked_alone: Sequence[str] = (), **tensors: t
     """Choose the code path of a loss."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if HAS_TRITON:
+        dtypes = launch.HEAD_DTYPES if "weight" in tensors else launch.DTYPES
     if backend == "auto":
         one_dtype = len({t.dtype for t in tensors.values()}) == 1
-        fits = HAS_TRITON and not chunked_alone and one_dtype and all(_fits(tensor) for tensor in tensors.values())
+        fits = HAS_TRITON and not chunked_alone and one_dtype and all(_fits(t, dtypes) for t in tensors.values())
         backend = "triton" if fits else "chunked"
         if not torch.compiler.is_compiling():
             _log_choice(backend, f", the only one that computes {chunked_alone[0]}" if chunked_alone else "")
@@ -91,7 +93,7 @@ def choose_backend(backend: str, chunked_alone: Sequence[str] = (), **tensors: t
         if len(dtypes) > 1:
             raise ValueError(f"backend='triton' needs {' and '.join(tensors)} of one dtype, got {dtypes}")
         for name, tensor in tensors.items():
-            launch.check_device(tensor, name)
+            launch.check_device(tensor, name, dtypes)
     return backend
 
 
@@ -146,6 +148,6 @@ def _log_choice(backend, why):
     logger.info("backend='auto' runs the %s path%s", backend, why)
 
 
-def _fits(tensor):
+def _fits(tensor, dtypes):
     """Whether the Triton kernels take a tensor of this device and dtype."""
-    return tensor.is_cuda and tensor.dtype in launch.DTYPES and launch.runs_on(tensor.device)
+    return tensor.is_cuda and tensor.dtype in dtypes and launch.runs_on(tensor.device)

@@ -56,7 +56,7 @@ def linear_logprob(
         sum_hidden_grad: Whether the gradient of hidden is summed over the ranks of process_group. False leaves on each
             rank the part that comes from its shard, for callers that sum the parts themselves, as
             integrations/verl.py does. Without process_group there is one part.
-        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked), "chunked" or "triton".
+        backend: "auto" (triton for bf16 on CUDA, else chunked), "chunked" or "triton".
         backward_tolerance: As in `linear_grpo_loss`; not with return_entropy.
 
     Returns:

@@ -106,7 +106,7 @@ def linear_grpo_loss(
             forward pass first. "sync" waits until the host knows these rows, and leaves them out.
         process_group: An argument for trainers of your own; the engine here does not pass it. It holds the ranks over
             which the rows of weight and bias are sharded, as in `linear_logprob`.
-        backend: "auto" (triton for bf16, fp16 and fp32 on CUDA, else chunked, and chunked for kl="full" and for a
+        backend: "auto" (triton for bf16 on CUDA, else chunked, and chunked for kl="full" and for a
             backward_tolerance), "chunked" or "triton".
         objective: The objective, in place of `knobs`.
         entropy_weights: [B, T] or [N], the e_n of the entropy bonus in place of 1 / tokens of the step; the mask still

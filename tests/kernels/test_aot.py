@@ -108,72 +108,47 @@ def absent(kernel, variant, *more):
     return {name: None for name in optional - present if name in kernel.arg_names}
 
 
-def sizes(blocks, dtype, **more):
-    tf32 = launch.precision(dtype)
-    return {
-        "PRECISION": tf32,
-        "BLOCK_M": blocks.rows,
-        "BLOCK_N": blocks.cols,
-        "BLOCK_K": blocks.depth,
-        **more,
-    }
+def sizes(blocks, **more):
+    return {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.cols, "BLOCK_K": blocks.depth, **more}
 
 
-def matrix_types(dtype):
-    name = NAMES[dtype]
-    return {"h_ptr": f"*{name}", "w_ptr": f"*{name}", "e_ptr": f"*{name}", "bias_ptr": f"*{name}", "target_ptr": "*i64"}
-
-
-def of_descriptors(capability, variant, dtype, *left_out):
-    """The persistent kernel with tensor descriptors, which sm_90 and sm_100 have."""
-    if capability not in (90, 100):
-        return None
-    kernel, options, name = head_kernels._linear_exp_fwd_kernel, VARIANTS[variant], NAMES[dtype]
-    blocks = launch.exp_blocks(capability // 10, "softcap" in options, "bias" in options)
-    flatten = head_kernels.flattens("bias" in options)
-    constants = sizes(blocks, dtype, PROGRAMS=132, GROUP_M=head_kernels.GROUP_M, FLATTEN=flatten)
-    constants |= absent(kernel, options, "mix_ptr", *left_out)
-    types = matrix_types(dtype) | {
-        "h_desc": f"tensordesc<{name}[{blocks.rows}, {blocks.depth}]>",
-        "w_desc": f"tensordesc<{name}[{blocks.cols}, {blocks.depth}]>",
-        "e_desc": f"tensordesc<{name}[{blocks.rows}, {blocks.cols}]>",
-    }
-    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages)
+MATRICES = dict.fromkeys(("h_ptr", "w_ptr", "e_ptr", "bias_ptr"), "*bf16") | {"target_ptr": "*i64"}
 
 
 def descriptor(capability, variant, form):
-    left_out = ("patch_ptr",) if form == "stored" else ("patch_ptr", "e_desc")
-    case = of_descriptors(capability, variant, torch.bfloat16, *left_out)
-    if case is not None:
-        case.slow = form == "forward-only" and variant not in ENDS
-    return case
+    """The persistent kernel with tensor descriptors, which sm_90 and sm_100 have."""
+    if capability not in (90, 100) or (form == "recomputing" and variant not in ("base", "softcap", "bias")):
+        return None
+    kernel, options = head_kernels._linear_exp_fwd_kernel, VARIANTS[variant]
+    blocks = launch.exp_blocks(capability // 10, "softcap" in options, "bias" in options)
+    flatten = head_kernels.flattens("bias" in options)
+    constants = sizes(blocks, PROGRAMS=132, GROUP_M=head_kernels.GROUP_M, FLATTEN=flatten)
+    left_out = {"stored": ("patch_ptr",), "forward-only": ("patch_ptr", "e_desc"), "recomputing": ("total_ptr",)}[form]
+    constants |= absent(kernel, options, "mix_ptr", *left_out)
+    types = MATRICES | {
+        "h_desc": f"tensordesc<bf16[{blocks.rows}, {blocks.depth}]>",
+        "w_desc": f"tensordesc<bf16[{blocks.cols}, {blocks.depth}]>",
+        "e_desc": f"tensordesc<bf16[{blocks.rows}, {blocks.cols}]>",
+    }
+    slow = form == "forward-only" and variant not in ENDS
+    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages, slow=slow)
 
 
-@over(descriptor, VARIANTS, ("stored", "forward-only"))
+@over(descriptor, VARIANTS, ("stored", "forward-only", "recomputing"))
 def test_descriptor_kernel(case, compiled):
-    case.check(compiled[case].result())
-
-
-def recomputing_descriptor(capability, variant):
-    return of_descriptors(capability, variant, torch.float16, "total_ptr")
-
-
-@over(recomputing_descriptor, ("base", "softcap", "bias"))
-def test_descriptor_kernel_that_recomputes(case, compiled):
-    """The backward of fp16: probabilities with the target's entry patched, no sums."""
+    """The recomputing backward stores probabilities with the target's entry patched, and no sums."""
     case.check(compiled[case].result())
 
 
 def pointer(capability, variant, depth):
     kernel, options = head_kernels._linear_exp_ptr_fwd_kernel, VARIANTS[variant]
     plain = depth == "even" and not {"softcap", "entropy"} & set(options)
-    blocks = launch.exp_ptr_blocks(*divmod(capability, 10), torch.bfloat16, False, plain)
-    constants = sizes(blocks, torch.bfloat16, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M)
+    blocks = launch.exp_ptr_blocks(*divmod(capability, 10), plain)
+    constants = sizes(blocks, LOOP=False, EVEN_K=depth == "even", GROUP_M=head_kernels.GROUP_M)
     constants |= absent(kernel, options, "patch_ptr", "mix_ptr", "flag_ptr")
     # From sm_90 on, this kernel runs where a matrix has no aligned rows, which is rare.
     slow = depth != "even" or (capability >= 90 and variant not in ENDS)
-    types = matrix_types(torch.bfloat16)
-    return Compilation(kernel, capability, constants, types, blocks.warps, blocks.stages, slow=slow)
+    return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages, slow=slow)
 
 
 @over(pointer, VARIANTS, ("even", "ragged-depth"))
@@ -181,52 +156,39 @@ def test_pointer_kernel(case, compiled):
     case.check(compiled[case].result())
 
 
-def rewriting_pointer(capability, use, dtype):
-    if (use == "guard") != (dtype == torch.bfloat16):
-        return None  # bf16 is guarded, the others recompute
+def rewriting_pointer(capability, use):
     kernel = head_kernels._linear_exp_ptr_fwd_kernel
     options = ("bias", "temperatures", "softcap") if use != "recompute" else ()
-    blocks = launch.exp_ptr_blocks(*divmod(capability, 10), dtype, False, use == "recompute")
-    constants = sizes(blocks, dtype, LOOP=use == "guard", EVEN_K=True, GROUP_M=head_kernels.GROUP_M)
+    blocks = launch.exp_ptr_blocks(*divmod(capability, 10), use == "recompute")
+    constants = sizes(blocks, LOOP=use == "guard", EVEN_K=True, GROUP_M=head_kernels.GROUP_M)
     left_out = {"guard": ("mix_ptr",), "entropy-gradient": ("flag_ptr",)}.get(use, ("mix_ptr", "flag_ptr"))
     constants |= absent(kernel, options, "total_ptr", *left_out)
-    matrix = dtype != torch.float32
-    return Compilation(kernel, capability, constants, matrix_types(dtype), blocks.warps, blocks.stages, matrix)
+    return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages)
 
 
-@over(rewriting_pointer, ("guard", "recompute", "recompute-all", "entropy-gradient"), NAMES)
+@over(rewriting_pointer, ("guard", "recompute", "recompute-all", "entropy-gradient"))
 def test_pointer_kernel_that_rewrites(case, compiled):
     """The guard's second pass, and the recomputing backward without and with an entropy gradient."""
     case.check(compiled[case].result())
 
 
-def online_softmax(capability, dtype, precision, variant):
-    if precision == "tf32" and dtype != torch.float32:
-        return None  # fp32 alone has a choice
-    kernel, blocks = head_kernels._online_fwd_kernel, launch.online_blocks(dtype, precision == "tf32")
-    # bf16 comes here for flagged rows alone, the others for all rows.
-    left_out = () if dtype == torch.bfloat16 else ("flag_ptr",)
-    constants = sizes(blocks, dtype, EVEN_K=True) | absent(kernel, VARIANTS[variant], *left_out)
-    constants["PRECISION"] = precision
-    matrix = precision == "tf32" or dtype != torch.float32
-    case = Compilation(kernel, capability, constants, matrix_types(dtype), blocks.warps, blocks.stages, matrix)
-    case.slow = precision == "tf32" and variant == "base"  # torch does not take TF32 unless it is asked to
-    return case
+def online_softmax(capability, variant):
+    kernel, blocks = head_kernels._online_fwd_kernel, launch.ONLINE_BLOCKS
+    constants = sizes(blocks, EVEN_K=True) | absent(kernel, VARIANTS[variant])
+    return Compilation(kernel, capability, constants, MATRICES, blocks.warps, blocks.stages)
 
 
-@over(online_softmax, NAMES, ("ieee", "tf32"), ENDS)
+@over(online_softmax, ENDS)
 def test_online_kernel(case, compiled):
     case.check(compiled[case].result())
 
 
-def anchor(capability, dtype):
-    kernel, blocks = head_kernels._anchor_fwd_kernel, launch.anchor_blocks(dtype)
-    matrix = dtype != torch.float32
-    constants = sizes(blocks, dtype, EVEN_K=True)
-    return Compilation(kernel, capability, constants, matrix_types(dtype), blocks.warps, blocks.stages, matrix)
+def anchor(capability):
+    kernel, blocks = head_kernels._anchor_fwd_kernel, launch.ANCHOR_BLOCKS
+    return Compilation(kernel, capability, sizes(blocks, EVEN_K=True), MATRICES, blocks.warps, blocks.stages)
 
 
-@over(anchor, (torch.bfloat16, torch.float32))
+@over(anchor)
 def test_anchor_kernel(case, compiled):
     case.check(compiled[case].result())
 
@@ -236,11 +198,6 @@ FINISH = {"WITH_ENTROPY": True, "ROWS": launch.REDUCE_ROWS}
 ROW_KERNELS = {
     "reduce": (head_kernels._reduce_fwd_kernel, {"ROWS": launch.REDUCE_ROWS, "TILES": launch.REDUCE_TILES}, 4),
     "finish": (head_kernels._finish_fwd_kernel, {**FINISH, "BLOCK_SPLITS": launch.GUARD_SPLITS}, 4),
-    "finish-recompute": (
-        head_kernels._finish_fwd_kernel,
-        {**FINISH, "BLOCK_SPLITS": launch.MAX_SPLITS, "total_ptr": None, "e_ptr": None},
-        4,
-    ),
     "entropy": (head_kernels._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
     "policy": (policy_loss._policy_loss_fwd_kernel, {**POLICY, "BLOCK": policy_loss.BLOCK}, 4),
     "logits": (

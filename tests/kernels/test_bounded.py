@@ -178,5 +178,5 @@ def test_the_entropy_has_no_bound():
 def test_triton_refuses_a_tolerance(loss):
     arguments = (torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2]))
     arguments += (torch.ones(3),) if loss == "linear_grpo_loss" else ()
-    with pytest.raises(ValueError, match="^backend='triton' does not compute backward_tolerance"):
+    with pytest.raises(ValueError, match="does not compute backward_tolerance; use"):
         getattr(fastgrpo, loss)(*arguments, backward_tolerance=0.01, backend="triton")

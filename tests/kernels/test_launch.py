@@ -34,7 +34,7 @@ def test_which_gpus_the_kernels_run_on(monkeypatch):
         monkeypatch.setattr(launch, "capability", lambda device, capability=capability: capability)
         assert launch.runs_on(device) == (kind != "none")
         assert launch.uses_descriptors(aligned) == (kind == "descriptors")
-        blocks = launch.exp_ptr_blocks(*capability, torch.bfloat16, False, True)
+        blocks = launch.exp_ptr_blocks(*capability, True)
         if capability != (8, 0):  # 99 KiB a block on sm_86, sm_89 and sm_120
             assert (blocks.rows + blocks.cols) * blocks.depth * 2 * blocks.stages <= 99 * 1024
     monkeypatch.setattr(torch.version, "hip", "6.4")

@@ -258,7 +258,7 @@ def test_the_losses_of_logits_and_log_probs_refuse_it():
 def test_auto_takes_the_chunked_path_and_says_why(caplog, monkeypatch):
     """Also where the Triton kernels would take the tensors."""
     monkeypatch.setattr(fastgrpo.loss.checks, "HAS_TRITON", True)
-    monkeypatch.setattr(fastgrpo.loss.checks, "_fits", lambda tensor: True)
+    monkeypatch.setattr(fastgrpo.loss.checks, "_fits", lambda *_: True)
     fastgrpo.loss.checks._log_choice.cache_clear()
     calls = []
     apply = head_torch.LinearGRPO.apply

@@ -5,7 +5,6 @@ import torch
 from fastgrpo.kernels import head as head_kernels
 from fastgrpo.kernels import launch
 
-PATHS = ("anchored", "recompute")
 OPTIONS = [
     {},
     {"bias": True},
@@ -16,12 +15,12 @@ OPTIONS = [
 ]
 
 
-def run_logprob(head, *, path, entropy=True, chunk_rows=launch.CHUNK_ROWS):
+def run_logprob(head, *, entropy=True, chunk_rows=launch.CHUNK_ROWS):
     """Return log-probs, entropy and their gradients for the head's grad_logps and grad_entropy."""
     leaves = head.leaves()
     logps, h = head_kernels.linear_logprob(
         leaves["hidden"], leaves["weight"], head.targets, bias=leaves.get("bias"), temperature=head.temperature,
-        softcap=head.softcap, return_entropy=entropy, path=path, chunk_rows=chunk_rows,
+        softcap=head.softcap, return_entropy=entropy, chunk_rows=chunk_rows,
     )  # fmt: skip
     loss = weighted(head, entropy)(logps, h)
     grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
@@ -38,12 +37,12 @@ def weighted(head, entropy=True):
     return scalar
 
 
-def run_grpo(head, objective, *, path, chunk_rows=launch.CHUNK_ROWS, factor=1.0, **fields):
+def run_grpo(head, objective, *, chunk_rows=launch.CHUNK_ROWS, factor=1.0, **fields):
     """Return loss, log-probs and gradients of the fused loss, the gradients times `factor`."""
     leaves = head.leaves()
     loss, outputs = head_kernels.linear_grpo_loss(
         leaves["hidden"], leaves["weight"], leaves.get("bias"), head.rows(objective, **fields), objective,
-        softcap=head.softcap, path=path, chunk_rows=chunk_rows,
+        softcap=head.softcap, chunk_rows=chunk_rows,
     )  # fmt: skip
     grads = torch.autograd.grad(loss * factor, list(leaves.values()))
     return {"loss": loss, "logps": outputs["logps"], **dict(zip(leaves, grads, strict=True))}

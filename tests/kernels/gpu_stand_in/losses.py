@@ -1,9 +1,9 @@
 """Every public loss and log-prob, forward and backward, through Triton's launch path for a GPU that is not there.
 
-The head's kernels see dtype, temperature, bias, soft-cap and entropy, which are crossed with each other: in pairs for
-every commit, and all together in the slow tests. They do not see the objective: it reaches the loss of log-probs alone,
-and is crossed with its own options there. The kept rows reach gather and scatter, and the kernels over given logits.
-Every test makes its arguments dtype first.
+The head's kernels take bf16. They see temperature, bias, soft-cap and entropy, which are crossed with each other: in
+pairs for every commit, and all together in the slow tests. They do not see the objective: it reaches the loss of
+log-probs alone, and is crossed with its own options there. The kept rows reach gather and scatter, and the kernels over
+given logits.
 """
 
 from itertools import combinations, product
@@ -75,28 +75,28 @@ def pairwise(cases):
     return chosen
 
 
-def head(dtype, biased=False, vocab=V, depth=D):
+def head(biased=False, vocab=V, depth=D):
     """Return the arguments of a head: hidden, weight and targets, and its bias."""
-    hidden, weight = (torch.randn(rows, depth).to(dtype).requires_grad_() for rows in (N, vocab))
-    bias = torch.zeros(vocab, dtype=dtype, requires_grad=True) if biased else None
+    hidden, weight = (torch.randn(rows, depth).bfloat16().requires_grad_() for rows in (N, vocab))
+    bias = torch.zeros(vocab, dtype=torch.bfloat16, requires_grad=True) if biased else None
     return hidden, weight, torch.randint(vocab, (N,)), bias
 
 
-@crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=ENTROPIES)
-def test_head_of_the_loss(dtype, temperature, bias, softcap, entropy, launches):
-    hidden, weight, targets, bias = head(DTYPES[dtype], bias)
+@crossed(temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=ENTROPIES)
+def test_head_of_the_loss(temperature, bias, softcap, entropy, launches):
+    hidden, weight, targets, bias = head(bias)
     out = linear_grpo_loss(
         hidden, weight, targets, torch.randn(N), bias=bias, temperature=TEMPERATURES[temperature],
         logit_softcap=softcap, backend="triton", **ENTROPIES[entropy], **INPUTS["ratio"],
     )  # fmt: skip
     out.loss.backward()
-    assert has_descriptors(DTYPES[dtype], entropy=entropy == "bonus") == ("_linear_exp_fwd_kernel" in launches)
+    assert has_descriptors() == ("_linear_exp_fwd_kernel" in launches)
 
 
-@crossed(dtype=DTYPES, temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=(False, True),
+@crossed(temperature=TEMPERATURES, bias=(False, True), softcap=(None, 30.0), entropy=(False, True),
          grad=(False, True))  # fmt: skip
-def test_log_probs(dtype, temperature, bias, softcap, entropy, grad, launches):
-    hidden, weight, targets, bias = head(DTYPES[dtype], bias)
+def test_log_probs(temperature, bias, softcap, entropy, grad, launches):
+    hidden, weight, targets, bias = head(bias)
     with torch.set_grad_enabled(grad):
         out = linear_logprob(
             hidden, weight, targets, bias=bias, temperature=TEMPERATURES[temperature], logit_softcap=softcap,
@@ -104,30 +104,30 @@ def test_log_probs(dtype, temperature, bias, softcap, entropy, grad, launches):
         )  # fmt: skip
     if grad:
         sum(part.sum() for part in (out if entropy else (out,))).backward()
-    assert has_descriptors(DTYPES[dtype], backward=grad, entropy=entropy) == ("_linear_exp_fwd_kernel" in launches)
+    assert has_descriptors() == ("_linear_exp_fwd_kernel" in launches)
 
 
-@crossed(dtype=DTYPES, rows=ROWS, inputs=INPUTS)
-def test_rows_of_the_head(dtype, rows, inputs, launches):
-    hidden, weight, targets, _ = head(DTYPES[dtype])
+@crossed(rows=ROWS, inputs=INPUTS)
+def test_rows_of_the_head(rows, inputs, launches):
+    hidden, weight, targets, _ = head()
     out = linear_grpo_loss(
         hidden, weight, targets, torch.randn(N), cu_seqlens=CU_SEQLENS, backend="triton", **rows_for(rows, inputs),
         **INPUTS[inputs],
     )  # fmt: skip
     out.loss.backward()
-    assert has_descriptors(DTYPES[dtype]) == ("_linear_exp_fwd_kernel" in launches)
+    assert has_descriptors() == ("_linear_exp_fwd_kernel" in launches)
     assert launches.count("_policy_loss_fwd_kernel") == 1
 
 
-@crossed(dtype=DTYPES, vocab=(999, 1001, 1008), depth=(128, 136, 100), softcap=(None, 30.0))
-def test_sizes_that_no_block_divides(dtype, vocab, depth, softcap, launches):
-    hidden, weight, targets, _ = head(DTYPES[dtype], vocab=vocab, depth=depth)
+@crossed(vocab=(999, 1001, 1008), depth=(128, 136, 100), softcap=(None, 30.0))
+def test_sizes_that_no_block_divides(vocab, depth, softcap, launches):
+    hidden, weight, targets, _ = head(vocab=vocab, depth=depth)
     out = linear_grpo_loss(
         hidden, weight, targets, torch.randn(N), logit_softcap=softcap, backend="triton", **INPUTS["ratio"]
     )
     out.loss.backward()
     aligned = depth * hidden.itemsize % 16 == 0  # otherwise the tensor-memory accelerator cannot read the rows
-    assert (has_descriptors(DTYPES[dtype]) and aligned) == ("_linear_exp_fwd_kernel" in launches)
+    assert (has_descriptors() and aligned) == ("_linear_exp_fwd_kernel" in launches)
 
 
 @crossed(dtype=("bf16", "fp32"), rows=ROWS, inplace=(False, True), inputs=INPUTS, entropy=("without", "bonus"))
@@ -175,15 +175,9 @@ def test_importance_weights(mode, level, launches):
     assert launches == ["_policy_loss_fwd_kernel"]
 
 
-def has_descriptors(dtype, backward=True, entropy=False):
-    """Tell whether the head goes through the kernel with tensor descriptors.
-
-    bf16 does so in the forward pass. fp16, whose range is too small for exponentials that are kept, does so where the
-    backward pass recomputes them, unless the entropy has a gradient too.
-    """
-    if launch.capability(None)[0] not in launch.DESCRIPTOR_MAJORS:
-        return False
-    return dtype == torch.bfloat16 or (dtype == torch.float16 and backward and not entropy)
+def has_descriptors():
+    """Tell whether the head goes through the kernel with tensor descriptors."""
+    return launch.capability(None)[0] in launch.DESCRIPTOR_MAJORS
 
 
 def rows_for(rows, inputs):

@@ -13,8 +13,8 @@ from fastgrpo.kernels.sampling import sample as fused
 from fastgrpo.loss import self_check
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout import sampling as sampling_module
-from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.attention import GroupDecode
+from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams, draws_differ
 from fastgrpo.rollout.slots import Cache
 

@@ -66,26 +66,26 @@ def test_rounding_is_to_the_nearest_with_the_fixture(bf16):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
 def test_logprob(options, bf16):
     head = random_head(*SHAPE, BF16, **options)
-    check(run_logprob(head, path="anchored"), head, weighted(head))
+    check(run_logprob(head), head, weighted(head))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_surrogate(name, bf16):
     head, objective = random_head(*SHAPE, BF16), Objective(**OBJECTIVES[name])
-    check(run_grpo(head, objective, path="anchored"), head, policy_scalar(head, objective))
+    check(run_grpo(head, objective), head, policy_scalar(head, objective))
 
 
 @pytest.mark.parametrize("softcap", (None, 5.0), ids=("exponentials", "recomputed"))
 def test_entropy_bonus(softcap, bf16):
     head, objective = random_head(*SHAPE, BF16, softcap=softcap), Objective(beta=0.1, entropy_coef=0.3)
     bonus = torch.full(SHAPE[:1], 0.3 / SHAPE[0])
-    ours = run_grpo(head, objective, path="anchored", entropy_weights=bonus)
+    ours = run_grpo(head, objective, entropy_weights=bonus)
     check(ours, head, policy_scalar(head, objective, entropy_weights=bonus))
 
 
 def test_chunks(bf16):
     head, objective = random_head(*SHAPE, BF16, bias=True, temperature="row"), Objective(beta=0.1)
-    check(run_grpo(head, objective, path="anchored", chunk_rows=128), head, policy_scalar(head, objective))
+    check(run_grpo(head, objective, chunk_rows=128), head, policy_scalar(head, objective))
 
 
 def test_targets_far_below_the_rest(bf16):
@@ -94,7 +94,7 @@ def test_targets_far_below_the_rest(bf16):
     head.hidden[::16] *= 20
     head.targets[::16] = (head.hidden.float() @ head.weight.float().T)[::16].argmin(-1)
     assert truth(head, weighted(head))["logps"].min() < -60
-    check(run_logprob(head, path="anchored"), head, weighted(head))
+    check(run_logprob(head), head, weighted(head))
 
 
 def test_the_public_loss_takes_bf16(bf16, batch):

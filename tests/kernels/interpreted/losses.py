@@ -16,14 +16,7 @@ from loss_runs import OBJECTIVES, D, N, V, check_compiled, device_only_mask, run
 import fastgrpo.loss.losses
 import fastgrpo.loss.values
 from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
-from fastgrpo.kernels import head as head_kernels
 from fastgrpo.kernels import launch
-
-
-@pytest.fixture(autouse=True, params=("anchored", "recompute"))
-def path(request, monkeypatch):
-    monkeypatch.setitem(head_kernels.PATHS, torch.float32, request.param)
-    return request.param
 
 
 @pytest.mark.parametrize("known_to", ("host", "device"))
@@ -165,7 +158,7 @@ def test_micro_batches_sum_to_the_batch(batch):
     torch.testing.assert_close(sum(g[1] for _, g in halves), whole_grads[1])
 
 
-def test_autocast(batch, path):
+def test_autocast(batch):
     """fp32 tensors are cast to autocast's dtype, as nn.Linear would; its products stay as they are."""
     hidden, weight, kwargs = batch
     half = (hidden.half(), weight.half())
@@ -177,9 +170,7 @@ def test_autocast(batch, path):
 
 
 @pytest.mark.parametrize("name", ("dapo", "gspo"))
-def test_torch_compile_over_several_chunks(name, batch, path, monkeypatch):
-    if path == "recompute":
-        pytest.skip("chunks are its operator's own affair")
+def test_torch_compile_over_several_chunks(name, batch, monkeypatch):
     several_chunks(monkeypatch, 8)
     hidden, weight, kwargs = batch
     kwargs |= OBJECTIVES[name]
@@ -194,10 +185,8 @@ def test_torch_compile_over_several_chunks(name, batch, path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("chunk_rows", (launch.CHUNK_ROWS, 8))
-def test_torch_compile_with_inductor(chunk_rows, batch, path, monkeypatch):
+def test_torch_compile_with_inductor(chunk_rows, batch, monkeypatch):
     """It lays out the operators' results anew and takes their mutations apart."""
-    if path == "recompute":
-        pytest.skip("no pitch, no chunks outside of the operator")
     several_chunks(monkeypatch, chunk_rows)
     hidden, weight, kwargs = batch
     kwargs |= OBJECTIVES["dapo"]

@@ -51,32 +51,29 @@ def results(head, rest, ref, group):
     """Everything the two public functions return, and every gradient, by name."""
     found = {}
     whole = head_kernels.linear_grpo_loss
-    for path in ("anchored", "recompute"):
-        head_kernels.PATHS[torch.float32] = path
-        # One chunk; chunks of sequences, which the recomputing way knows in its backward alone.
-        for chunk_rows in (launch.CHUNK_ROWS, 9) if path == "anchored" else (9,):
-            head_kernels.linear_grpo_loss = partial(whole, chunk_rows=chunk_rows)
-            for name, knobs in CASES.items():
-                leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-                out = linear_grpo_loss(
-                    **leaves, ref_logps=ref if "beta" in knobs else None, return_entropy=True, process_group=group,
-                    backend="triton", **rest, **knobs,
-                )  # fmt: skip
-                (1.5 * out.loss).backward()
-                outputs = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
-                found[path, chunk_rows, name] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
-        head_kernels.linear_grpo_loss = whole
-        for summed in (True, False):
+    for chunk_rows in (launch.CHUNK_ROWS, 9):
+        head_kernels.linear_grpo_loss = partial(whole, chunk_rows=chunk_rows)
+        for name, knobs in CASES.items():
             leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
-            logps, entropy = linear_logprob(
-                **leaves, targets=rest["targets"], temperature=0.8, return_entropy=True, process_group=group,
-                sum_hidden_grad=summed, backend="triton",
+            out = linear_grpo_loss(
+                **leaves, ref_logps=ref if "beta" in knobs else None, return_entropy=True, process_group=group,
+                backend="triton", **rest, **knobs,
             )  # fmt: skip
-            (logps * rest["advantages"] + entropy).sum().backward()
-            if group is not None and not summed:
-                dist.all_reduce(leaves["hidden"].grad)
-            outputs = {"logps": logps.detach(), "entropy": entropy.detach()}
-            found[path, "linear_logprob", summed] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
+            (1.5 * out.loss).backward()
+            outputs = {"loss": out.loss.detach(), "logps": out.logps, "entropy": out.metrics["entropy"]}
+            found[chunk_rows, name] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
+    head_kernels.linear_grpo_loss = whole
+    for summed in (True, False):
+        leaves = {key: value.detach().clone().requires_grad_() for key, value in head.items()}
+        logps, entropy = linear_logprob(
+            **leaves, targets=rest["targets"], temperature=0.8, return_entropy=True, process_group=group,
+            sum_hidden_grad=summed, backend="triton",
+        )  # fmt: skip
+        (logps * rest["advantages"] + entropy).sum().backward()
+        if group is not None and not summed:
+            dist.all_reduce(leaves["hidden"].grad)
+        outputs = {"logps": logps.detach(), "entropy": entropy.detach()}
+        found["linear_logprob", summed] = outputs | {key: leaf.grad for key, leaf in leaves.items()}
     return found
 
 
