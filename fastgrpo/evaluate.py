@@ -15,6 +15,7 @@ from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_
 from fastgrpo.config.fields import (
     Count,
     Several,
+    Temperature,
     settings_class,
 )
 from fastgrpo.config.recipe import take_flag, task_defaults
@@ -27,6 +28,7 @@ from fastgrpo.config.sections import (
     OutputConfig,
     PromptConfig,
     RewardConfig,
+    TokenFilterConfig,
 )
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
@@ -48,6 +50,7 @@ class EvaluateConfig(
     EvaluationConfig,
     RewardConfig,
     EngineConfig,
+    TokenFilterConfig,
     CompletionConfig,
     DatasetConfig,
     PromptConfig,
@@ -60,6 +63,8 @@ class EvaluateConfig(
     """Folders, hub ids or GGUF files of causal LMs, which are compared in one table."""
     max_eval_samples: Count | None = None
     """Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."""
+    temperature: Temperature = 1.0
+    """Temperature at which the completions of eval_num_generations are drawn."""
     output: str | None = None
     """New file to write every completion to, one JSON object per line. None writes no file."""
 
@@ -73,7 +78,6 @@ def parse(argv: list[str]) -> EvaluateConfig:
     config = parse_flags(
         EvaluateConfig, argv, prog="python -m fastgrpo.evaluate", description=__doc__,
         defaults={**recipe, "task": task},
-        aliases={"--top_p": "--eval_top_p", "--top_k": "--eval_top_k"},
     )  # fmt: skip
     if not config.models:
         raise ValueError("name at least one model: python -m fastgrpo.evaluate MODEL [MODEL ...]")
@@ -127,9 +131,9 @@ def _evaluate_model(path, tokenizer, config, ranks):
     )
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     sampling = SamplingParams(
-        temperature=config.eval_temperature,
-        top_p=config.eval_top_p,
-        top_k=config.eval_top_k,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
         max_tokens=config.max_completion_length,
         stop_token_ids=stop_token_ids(policy, tokenizer),
         seed=config.seed,

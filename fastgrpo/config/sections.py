@@ -132,18 +132,9 @@ class JudgingConfig:
     reward_device: str = "auto"
     """Device of reward models: cuda, cuda:1, cpu, or auto, which is that of the policy. Their weights are bfloat16 on a
     GPU and float32 on a CPU."""
-    prm_step_separator: str = "\n\n"
-    """Text that separates the steps of a completion for a process reward model."""
-    prm_aggregation: Literal["min", "mean", "last", "product"] = "min"
-    """How a process reward model's rewards of steps become that of the completion: min is the weakest step's, as in
-    Math-Shepherd (arXiv 2312.08935), so that further steps cannot make up for a wrong one."""
-    prm_step_tag: str | None = None
-    """Text that stands after each step in what a process reward model reads. None is ки for a causal LM; for a token
-    classifier it is <extra_0> where its tokenizer has such a token, and prm_step_separator elsewhere."""
-    prm_good_token: str = "+"
-    """Token with which a process reward model that is a causal LM says that a step is right."""
-    prm_bad_token: str = "-"
-    """Token with which a process reward model that is a causal LM says that a step is wrong."""
+    prm_kwargs: Keywords | None = None
+    """Arguments of process reward models (separator, aggregation, step_tag, good_token, bad_token), as a dictionary or
+    its JSON text, for example {"aggregation": "mean"}."""
     reward_timeout: Positive | None = None
     """Seconds that a reward function may take for one completion. The functions then run in processes of their own;
     what takes longer is killed, and its reward counts as not given. For a server it is the limit of one try of a
@@ -151,14 +142,8 @@ class JudgingConfig:
 
     @property
     def prm(self) -> dict[str, Any]:
-        """The settings of process reward models, as arguments of `ProcessRewardModel`."""
-        return {
-            "separator": self.prm_step_separator,
-            "aggregation": self.prm_aggregation,
-            "step_tag": self.prm_step_tag,
-            "good_token": self.prm_good_token,
-            "bad_token": self.prm_bad_token,
-        }
+        """The arguments of process reward models by name."""
+        return keywords("prm_kwargs", self.prm_kwargs)
 
 
 @settings_class
@@ -180,15 +165,8 @@ class EvaluationConfig:
     max_eval_samples: Count | None = 500
     """Number of held-out prompts to evaluate on, the first ones of the data set. None evaluates on all of them."""
     eval_num_generations: Size = 0
-    """Number of completions to draw for each held-out prompt, which give pass@k and maj@k. The accuracy always comes
-    from one greedy completion; 0 draws no others."""
-    eval_temperature: Temperature = 1.0
-    """Temperature at which an evaluation draws completions."""
-    eval_top_p: Share = 1.0
-    """Draw an evaluation's completions from the smallest set of tokens that holds this much probability; 1 turns it
-    off."""
-    eval_top_k: Size = 0
-    """Draw an evaluation's completions from this many of the likeliest tokens; 0 turns it off."""
+    """Number of completions to draw for each held-out prompt as training draws them, which give pass@k and maj@k. The
+    accuracy always comes from one greedy completion; 0 draws no others."""
 
 
 @settings_class
@@ -317,9 +295,6 @@ class OptimizerConfig:
     """Number that AdamW adds to the root of the second moment."""
     max_tokens_per_microbatch: Count = 16384
     """Largest number of tokens of one forward and backward pass. Memory grows with it; the result does not depend on
-    it."""
-    share_prompt: bool = True
-    """Compute the prompt once for all of its completions in forward and backward passes. The result does not depend on
     it."""
 
     @property

@@ -203,6 +203,7 @@ class SFTConfig(
     """
 
     command = "sft"
+    temperature, top_p, top_k = 1.0, 1.0, 0  # how evaluations draw
 
     learning_rate: Positive = 2e-05
     """Learning rate of AdamW after the warmup."""

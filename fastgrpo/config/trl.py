@@ -66,10 +66,9 @@ TRANSLATED = [
      "gradient_accumulation_steps, a whole number, is updates_per_rollout. max_tokens_per_microbatch alone decides how "
      "many tokens go through the model at once; the result does not depend on it."),
     ({"num_generations_eval": None},
-     "eval_num_generations. The completions are drawn at the temperature, top_p and top_k of training, also those of "
-     "generation_kwargs, unless eval_temperature, eval_top_p or eval_top_k say otherwise; min_p and repetition_penalty "
-     "have no effect on them. The accuracy comes from a greedy completion besides, and where this argument is not "
-     "stated, from that one alone: TRL would draw num_generations, which is that many times the cost."),
+     "eval_num_generations. The completions are drawn at the temperature, top_p and top_k of training; min_p and "
+     "repetition_penalty have no effect on them. The accuracy comes from a greedy completion besides, and where this "
+     "argument is not stated, from that one alone: TRL would draw num_generations."),
     ({"eval_strategy": "no"},
      "steps is eval_steps, or logging_steps where that is None. no evaluates after the last step alone. epoch is "
      "refused: give eval_steps. Where eval_strategy is given, eval_on_start is False unless it is given too."),
@@ -323,17 +322,6 @@ def evaluation(stated: Stated) -> dict[str, Any]:
     return {"eval_steps": steps, "eval_on_start": stated.get("eval_on_start", OTHER_DEFAULTS["eval_on_start"])}
 
 
-def draws(stated: Stated) -> dict[str, Any]:
-    """Translate num_generations_eval. TRL draws an evaluation's completions as those of training."""
-    count = stated["num_generations_eval"]
-    if count is None:
-        return {}
-    like = {**stated, **(generation(stated) if stated.get("generation_kwargs") else {})}
-    like = {name: like[name] for name in ("temperature", "top_p", "top_k") if name in like}
-    like = {f"eval_{name}": value for name, value in like.items() if f"eval_{name}" not in stated}
-    return {"eval_num_generations": count, **like}
-
-
 def saving(stated: Stated) -> dict[str, Any]:
     """Translate save_strategy."""
     strategy = stated["save_strategy"]
@@ -447,7 +435,7 @@ def _is_neutral(name, value):
 TRANSLATIONS: dict[tuple[str, ...], Callable[[Stated], dict[str, Any]]] = {
     BATCH: batch,
     ("eval_strategy",): evaluation,
-    ("num_generations_eval",): draws,
+    ("num_generations_eval",): lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
     ("save_strategy",): saving,
     ("logging_strategy",): logging,
     ("bf16", "fp16", "model_init_kwargs"): precision,

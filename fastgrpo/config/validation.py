@@ -8,15 +8,13 @@ import dataclasses
 import inspect
 from typing import Any
 
+from fastgrpo.config.fields import keywords
+
 # The condition, in words that follow "has an effect only where" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
     "rollout_backend is fast": (
         lambda s: s.rollout_backend == "fast",
         "rollout_attention rollout_memory_utilization rollout_enforce_eager",
-    ),
-    "eval_num_generations is above 0": (
-        lambda s: s.eval_num_generations > 0,
-        "eval_temperature eval_top_p eval_top_k",
     ),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
     "task is gsm8k": (lambda s: s.task == "gsm8k", "curriculum_iters"),
@@ -55,8 +53,8 @@ ONLY_WHERE = {
 CONDITIONS = {name: (text, holds) for text, (holds, names) in ONLY_WHERE.items() for name in names.split()}
 # What a resumed run may change; it then continues bit for bit.
 RESUME_MAY_CHANGE = """
-reward_timeout reward_errors reward_workers max_eval_samples eval_num_generations eval_temperature eval_top_p
-eval_top_k quiet logging_samples log_completions num_completions_to_print output_dir overwrite_output_dir
+reward_timeout reward_errors reward_workers max_eval_samples eval_num_generations
+quiet logging_samples log_completions num_completions_to_print output_dir overwrite_output_dir
 logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
 metric_for_best_model greater_is_better resume_from_checkpoint resume_ignore profile report_to run_name project
 push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
@@ -64,7 +62,7 @@ push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
 # What it may change with a warning, because it then does not continue bit for bit.
 RESUME_INEXACT = """
 dtype device max_num_seqs rollout_attention rollout_memory_utilization rollout_enforce_eager reward_device
-use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch share_prompt
+use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
 ref_device fsdp_reshard_after_forward fsdp_cpu_offload
 """
 RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
@@ -194,6 +192,13 @@ def _tokens_can_have_advantages(
             )
 
 
+def _process_reward_models_take_these(prm_kwargs):
+    known = ("separator", "aggregation", "step_tag", "good_token", "bad_token")
+    for name in keywords("prm_kwargs", prm_kwargs):
+        if name not in known:
+            raise ValueError(f"prm_kwargs has an unknown argument {name!r}; it takes {', '.join(known)}")
+
+
 def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
     if entropy_coef_min > entropy_coef_max:
         raise ValueError(
@@ -266,6 +271,7 @@ RULES = (
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,
     _tokens_can_have_advantages,
+    _process_reward_models_take_these,
     _the_entropy_bonus_has_room,
     _the_gradient_has_a_bound,
     _there_are_steps,

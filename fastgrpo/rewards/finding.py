@@ -4,7 +4,6 @@ An existing folder and ORG/MODEL are reward models, prm: with one of them is a p
 programs, http://HOST:PORT/PATH is a scorer on a server, and module:function is a function.
 """
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -108,13 +107,11 @@ def found(
 def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
     """Read the settings of process reward models."""
     names = [*(rewards if isinstance(rewards, (list, tuple)) else [rewards]), *config.reward_funcs]
-    if not any(isinstance(name, str) and name.startswith(PRM) for name in names):
-        for field in dataclasses.fields(config):
-            if field.name.startswith("prm_") and getattr(config, field.name) != field.default:
-                raise ValueError(
-                    f"{field.name} has an effect only where reward_funcs names a process reward model ({PRM}DIR); "
-                    "leave it out, or pass it to the ProcessRewardModel that you make"
-                )
+    if config.prm and not any(isinstance(name, str) and name.startswith(PRM) for name in names):
+        raise ValueError(
+            f"prm_kwargs has an effect only where reward_funcs names a process reward model ({PRM}DIR); leave it out, "
+            "or pass them to the ProcessRewardModel that you make"
+        )
     return config.prm
 
 

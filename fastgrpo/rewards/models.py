@@ -302,9 +302,9 @@ class ProcessRewardModel(Judge):
     ) -> None:
         super().__init__(model, tokenizer, template, trust_remote_code)
         if aggregation not in PRM_AGGREGATIONS:
-            raise ValueError(f"prm_aggregation must be one of {', '.join(PRM_AGGREGATIONS)}, got {aggregation!r}")
+            raise ValueError(f"aggregation must be one of {', '.join(PRM_AGGREGATIONS)}, got {aggregation!r}")
         if not separator:
-            raise ValueError("prm_step_separator must not be empty: it separates the steps of a completion")
+            raise ValueError("separator must not be empty: it separates the steps of a completion")
         self.separator, self.aggregation, self.policy_tokenizer = separator, aggregation, None
         if step_tag is None:
             tag_known = QWEN_TAG in self.tokenizer.get_vocab()
@@ -313,7 +313,7 @@ class ProcessRewardModel(Judge):
         if self._by_tokens:
             self._prepare_tokens(good_token, bad_token)
         elif not self._ids(step_tag):
-            raise ValueError(f"prm_step_tag {step_tag!r} of {self.__name__} has no tokens in its tokenizer")
+            raise ValueError(f"step_tag {step_tag!r} of {self.__name__} has no tokens in its tokenizer")
 
     @property
     def _by_tokens(self):
@@ -338,7 +338,7 @@ class ProcessRewardModel(Judge):
                 "where the step tags stand; pass its fast one as reward_processing_classes"
             )
         self.choices = []
-        for name, text in (("prm_good_token", good_token), ("prm_bad_token", bad_token)):
+        for name, text in (("good_token", good_token), ("bad_token", bad_token)):
             ids = self._ids(text)
             if not ids or self.tokenizer.decode(ids[-1:]).strip() != text.strip():
                 raise ValueError(
@@ -347,10 +347,10 @@ class ProcessRewardModel(Judge):
                 )
             self.choices.append(ids[-1])  # some tokenizers put a token for a space in front
         if self.choices[0] == self.choices[1]:
-            raise ValueError(f"prm_good_token and prm_bad_token are one token of {self.__name__}: {good_token!r}")
+            raise ValueError(f"good_token and bad_token are one token of {self.__name__}: {good_token!r}")
         if None in self._text_with_tags("1", ["1", "1"])[1]:
             raise ValueError(
-                f"prm_step_tag {self.step_tag!r} does not end in a token of {self.__name__}; name the text that the "
+                f"step_tag {self.step_tag!r} does not end in a token of {self.__name__}; name the text that the "
                 "model was trained to read after each step"
             )
 

@@ -134,7 +134,6 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
             self.schedule,
             max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch,
-            share_prompt=args.share_prompt,
             timer=self.timer,
             ranks=self.ranks,
         )

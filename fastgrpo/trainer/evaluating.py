@@ -38,9 +38,9 @@ class Evaluating:
         draws = self.args.eval_num_generations
         sampling = dataclasses.replace(
             self.sampling,
-            temperature=self.args.eval_temperature,
-            top_p=self.args.eval_top_p,
-            top_k=self.args.eval_top_k,
+            temperature=self.args.temperature,
+            top_p=self.args.top_p,
+            top_k=self.args.top_k,
             min_p=0.0,
             repetition_penalty=1.0,
             seed=self.args.seed,

@@ -44,7 +44,6 @@ CASES = {
     "parallel is fsdp2": ({"parallel": "fsdp2"}, {"parallel": "ddp"}),
     "use_adaptive_entropy is True": ({"use_adaptive_entropy": True}, {}),
     "mask_truncated_completions is True": ({"mask_truncated_completions": True}, {}),
-    "eval_num_generations is above 0": ({"eval_num_generations": 4}, {}),
 }
 
 
@@ -213,7 +212,6 @@ def test_paths_become_text():
         ({"learning_rate": 10**400}, "learning_rate must be a number, got 1000"),
         ({"num_train_epochs": 1e308}, r"num_train_epochs must be in \(0, 1000000\], got 1e\+308"),
         ({"temperature": 1e-40}, "temperature must be at least 1e-30, got 1e-40"),
-        ({"eval_num_generations": 2, "eval_temperature": 1e-40}, "eval_temperature must be at least 1e-30"),
     ],
 )
 def test_values_of_another_type_or_size_are_refused_by_name(settings, match):

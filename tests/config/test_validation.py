@@ -38,6 +38,10 @@ CASES = {
         {"process_rewards": "token", "importance_sampling_level": "sequence"},
         "importance_sampling_level=sequence has one ratio for a whole completion; leave one of the two out",
     ),
+    "_process_reward_models_take_these": (
+        {"prm_kwargs": {"agregation": "min"}},
+        "prm_kwargs has an unknown argument 'agregation'; it takes separator, aggregation,",
+    ),
     "_the_entropy_bonus_has_room": (
         {"use_adaptive_entropy": True, "entropy_coef_min": 2.0},
         "entropy_coef_min=2 must not be above entropy_coef_max=1; change one of them",
@@ -121,7 +125,5 @@ def test_rules_hold_for_every_record_that_has_their_settings():
     assert Measuring(max_num_seqs=4).max_num_seqs == 4  # it has no num_generations to hold
     with pytest.raises(ValueError, match="max_num_seqs=4 must hold the eval_num_generations=8"):
         Measuring(max_num_seqs=4, eval_num_generations=8)
-    with pytest.raises(ValueError, match="eval_top_k has an effect only where eval_num_generations is above 0"):
-        Measuring(eval_top_k=3)
     with pytest.raises(TypeError, match="Measuring: unknown setting 'max_num_seq'; did you mean 'max_num_seqs'"):
         Measuring(max_num_seq=4)

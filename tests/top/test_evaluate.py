@@ -11,7 +11,7 @@ import torch
 from ranks import start
 
 from fastgrpo.config.fields import hints
-from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.records import Rollout, TrainerState
 from fastgrpo.evaluate import EvaluateConfig, main, parse
 from fastgrpo.evaluation import heldout
@@ -248,7 +248,7 @@ def test_the_command(tmp_path, capsys):
     rows.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(5)))
     output = tmp_path / "completions.jsonl"
     argv = [*models, "--task", "gsm8k", "--dataset_name", str(rows), "--max_eval_samples", "3", "--device", "cpu"]
-    argv += ["--system_prompt", "", "--eval_num_generations", "2", "--eval_temperature", "0.9", "--top_p", "0.9"]
+    argv += ["--system_prompt", "", "--eval_num_generations", "2", "--temperature", "0.9", "--top_p", "0.9"]
     argv += ["--top_k", "20", "--max_completion_length", "4", "--output", str(output)]
     assert main(argv) == 0
     table = capsys.readouterr().out
@@ -291,14 +291,14 @@ def test_the_settings_are_those_of_training():
     """Each has the meaning, the default and the bounds that it has there, and none is about training."""
     config = EvaluateConfig(models="m")
     assert config.models == ("m",)
-    training = {field.name: field for field in dataclasses.fields(GRPOConfig)}
+    training = {field.name: field for field in dataclasses.fields(TrainConfig)}
     for field in dataclasses.fields(EvaluateConfig):
-        if field.name not in ("models", "output", "max_eval_samples"):
+        if field.name not in ("models", "output", "max_eval_samples", "temperature"):
             other = training[field.name]
             assert (field.default, field.metadata) == (other.default, other.metadata)
-            assert hints(EvaluateConfig)[field.name] == hints(GRPOConfig)[field.name]
+            assert hints(EvaluateConfig)[field.name] == hints(TrainConfig)[field.name]
     # A person waits for the evaluations of a run, and asks this command for all rows.
-    assert config.max_eval_samples is None and GRPOConfig().max_eval_samples == 500
+    assert config.max_eval_samples is None and TrainConfig().max_eval_samples == 500
     assert not {"learning_rate", "num_generations", "dataset_train_split"} & {*dir(config)}
     with pytest.raises(ValueError, match="max_num_seqs=4 must hold the eval_num_generations=8"):
         EvaluateConfig(models="m", max_num_seqs=4, eval_num_generations=8)
@@ -346,7 +346,7 @@ def test_two_processes_give_the_completions_and_the_table_of_one(tmp_path, capsy
         "--eval_num_generations",
         "2",
     ]
-    argv += ["--system_prompt", "", "--max_completion_length", "6", "--eval_temperature", "0.9", "--output"]
+    argv += ["--system_prompt", "", "--max_completion_length", "6", "--temperature", "0.9", "--output"]
     assert main([*argv, str(tmp_path / "one.jsonl")]) == 0
     table = capsys.readouterr().out
     with start(["-m", "fastgrpo.evaluate", *argv, tmp_path / "two.jsonl"]) as job:

@@ -130,7 +130,7 @@ def test_a_process_reward_model_trains_beside_a_function(tmp_path, named):
     if named:
         model.save_pretrained(tmp_path / "prm")
         tokenizer.save_pretrained(tmp_path / "prm")
-        given, settings["prm_step_separator"] = f"prm:{tmp_path / 'prm'}", "a"
+        given, settings["prm_kwargs"] = f"prm:{tmp_path / 'prm'}", {"separator": "a"}
     else:
         given = ProcessRewardModel(model, tokenizer, separator="a")
     trainer = script(tmp_path, [given, share_of_a], **settings)

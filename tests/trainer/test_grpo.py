@@ -321,7 +321,7 @@ def test_short_runs_leave_samples(tmp_path):
 def test_draws_of_held_out_prompts(tmp_path):
     """Their metrics, with intervals, at the start, every eval_steps and the end."""
     make_trainer(
-        tmp_path, eval_rows=PROMPTS, eval_steps=1, eval_num_generations=4, eval_top_k=5, eval_temperature=0.8
+        tmp_path, eval_rows=PROMPTS, eval_steps=1, eval_num_generations=4, top_k=5, temperature=0.8
     ).train()  # fmt: skip
     rows = [row for row in lines(tmp_path / "run" / "metrics.jsonl") if "eval/accuracy" in row]
     assert [row["step"] for row in rows] == [0, 1, 2]

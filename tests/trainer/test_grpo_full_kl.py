@@ -11,9 +11,8 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.batch import Batch
+from fastgrpo.policy.batch import Batch, micro_batches
 from fastgrpo.policy.load import prepare
-from fastgrpo.policy.batch import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
@@ -180,7 +179,7 @@ def test_a_run_is_the_same_however_it_is_split(tmp_path):
     whole = measured(tmp_path / "whole")
     assert whole[0] == pytest.approx(0, abs=1e-6)  # the policy is its own reference at first
     assert whole[1] > 1e-5
-    split = measured(tmp_path / "split", max_tokens_per_microbatch=16, share_prompt=False)
+    split = measured(tmp_path / "split", max_tokens_per_microbatch=16)
     assert split == pytest.approx(whole, rel=0.02, abs=1e-6)
 
 

@@ -81,7 +81,6 @@ CASES = {
         flags(lr_scheduler_type="constant", warmup_steps=5),
         "warmup_steps has an effect only where lr_scheduler_type is not constant .constant_with_warmup is",
     ),
-    "draws that nobody makes": (flags(eval_top_k=5), "eval_top_k .* only where eval_num_generations is above 0"),
     "another loss's temperature": (flags(sapo_temperature_neg=2), "_neg has an effect only where loss_type is sapo"),
     "a KL estimator without KL": (flags(kl="k2"), "kl has an effect only where beta is above 0; leave it out"),
     "a reference that should move": (

@@ -18,9 +18,6 @@ CASES = {
         lambda c: [str(c.model), "--output", str(c.rows)], "train.jsonl exists already; choose another",
     ),
     "evaluate: setting of training": (words("m --learning_rate 1"), "Unrecognized options: --learning_rate, 1"),
-    "evaluate: draws that nobody makes": (
-        words("m --top_k 5"), "eval_top_k has an effect only where eval_num_generations is above 0; leave it out",
-    ),
     "evaluate: empty task": (lambda c: [str(c.model), "--task", ""], "task must be one of .*, got ''"),
     "evaluate: flag without value": (words("m --task"), "--task needs a value"),
     "evaluate: unknown flag": (words("m --eval_num_generation 2"), "did you mean --eval_num_generations"),

@@ -3,7 +3,7 @@
 import pytest
 from mistakes import check
 
-from fastgrpo import sft, train
+from fastgrpo import train
 from fastgrpo.config.recipe import parse
 
 CASES = {
@@ -12,10 +12,6 @@ CASES = {
         train,
         "--task bandit --beta 0",
         "kl has an effect only where beta is above 0; leave it out or, where a recipe sets it, pass --kl k3",
-    ),
-    "a filter of draws that are not made": (
-        sft, "--task pizza --eval_num_generations 0 --eval_top_k 5",
-        "eval_top_k has an effect only where eval_num_generations is above 0; leave it out or, .* pass --eval_top_k 0",
     ),
 }  # fmt: skip
 
