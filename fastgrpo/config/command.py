@@ -83,13 +83,11 @@ def several_processes() -> bool:
 
 def _end_of_rank(error, text, debug):
     """Report what ends one rank of several. Returns the exit code: 2 for a mistake, 1 for the rest."""
-    from fastgrpo.ranks import RankLost
-    from fastgrpo.ranks.failure import end
-    from fastgrpo.ranks.join import notes_of_process
+    from fastgrpo.ranks import RankLost, end
 
     trace = "\n" + traceback.format_exc().rstrip()
     told = trace if text is None else f"{text}{trace}" if debug else text
-    end(error, notes_of_process(), told)
+    end(error, told)
     return 1 if text is None or isinstance(error, RankLost) else 2
 
 

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from fastgrpo.ranks import ALONE, RankLost, Ranks
-from fastgrpo.ranks.apart import together
+from fastgrpo.ranks import ALONE, RankLost, Ranks, together
 from fastgrpo.run.folder import RunFolder
 
 if TYPE_CHECKING:  # transformers takes seconds to import

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.ranks import ALONE, RankLost, Ranks
-from fastgrpo.ranks.apart import apart, together
+from fastgrpo.ranks import ALONE, RankLost, Ranks, apart, together
 from fastgrpo.run.checkpoint import prune, step_of, sync, write_checkpoint
 from fastgrpo.run.folder import RunFolder
 

@@ -33,8 +33,7 @@ from transformers.utils import logging
 from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
-from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.ranks.apart import together
+from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 from fastgrpo.run.host_copies import HostCopies
 from fastgrpo.run.shards import full_disk, read_tensors, share_of, tensors_in, write_tensors

@@ -277,7 +277,7 @@ class Trainer(Opening, Evaluating, Finishing, Leaving, ABC):
         """
         self._go_on_from(resume_from_checkpoint)
         with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext():
-            with self.checkpoints, self.ranks.failing():
+            with self.checkpoints:
                 stopped_after = self._run(stop)
             if stopped_after is None:
                 self.log.close_bar()

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fastgrpo.ranks import join
-from fastgrpo.ranks.devices import check_group, claim_gpu, own_gpu
+from fastgrpo.ranks import check_group, claim_gpu, join, own_gpu
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from fastgrpo import chat, train
-from fastgrpo.ranks import ALONE, RankLost, join, launched, refuse_ranks
-from fastgrpo.ranks.join import early_notes, meet
+from fastgrpo.ranks import ALONE, RankLost, _attempt, join, launched, refuse_ranks
 
 LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -17,16 +16,13 @@ def launcher(monkeypatch):
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    early_notes.cache_clear()
-    yield
-    early_notes.cache_clear()
 
 
-def all_meet(store, size):
+def all__attempt(store, size):
     """Let ranks meet, each in a thread, and return what each of them got."""
     names = {}
     threads = [
-        threading.Thread(target=lambda rank=rank: names.update({rank: meet(store, rank, size, 30)}))
+        threading.Thread(target=lambda rank=rank: names.update({rank: _attempt(store, rank, size, 30)}))
         for rank in range(size)
     ]
     for thread in threads:
@@ -38,17 +34,19 @@ def all_meet(store, size):
 
 def test_each_attempt_has_a_name_that_all_its_ranks_know():
     store = dist.HashStore()
-    first, second = all_meet(store, 3), all_meet(store, 3)
+    first, second = all__attempt(store, 3), all__attempt(store, 3)
     assert len(set(first)) == len(set(second)) == 1 and None not in first + second and first != second
 
 
 def test_who_does_not_start_is_named():
     store = dist.HashStore()
-    all_meet(store, 3)  # an earlier attempt says nothing of this one
-    with pytest.raises(RankLost, match=r"^rank 0 stops while it waits for all 3 ranks to start: 1, 2 did not come$"):
-        meet(store, 0, 3, 0.1)
+    all__attempt(store, 3)  # an earlier attempt says nothing of this one
+    with pytest.raises(
+        RankLost, match=r"^rank 0 stops while it waits for all 3 ranks to start: rank 1, 2 did not come$"
+    ):
+        _attempt(store, 0, 3, 0.1)
     with pytest.raises(RankLost, match=r"^rank 2 stops while it waits for all 3 ranks to start: rank 0 did not come$"):
-        meet(store, 2, 3, 0.1)
+        _attempt(store, 2, 3, 0.1)
 
 
 def test_who_finds_nobody_to_meet_says_where_it_looked(launcher):
@@ -80,10 +78,3 @@ def test_what_one_process_does_is_refused(launcher):
 def test_commands_of_one_process_are_refused_before_they_begin(launcher, command, argv):
     with pytest.raises(ValueError, match="runs in one process: start it without torchrun"):
         command(argv)
-
-
-def test_without_torchrun_nobody_keeps_notes_before_the_ranks_meet(launcher):
-    notes = early_notes()
-    assert (notes.rank, notes.size) == (1, 2)
-    notes.fail("no such model")
-    assert notes.missing() is None and not notes.said_by_lead("no such model")

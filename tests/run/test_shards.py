@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
 from transformers import set_seed
 
-from fastgrpo.ranks import RankLost, Ranks
-from fastgrpo.ranks.apart import apart
+from fastgrpo.ranks import RankLost, Ranks, apart
 from fastgrpo.run import shards
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
 from fastgrpo.run.followed import open_log

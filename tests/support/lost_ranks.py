@@ -29,6 +29,7 @@ def exchange(end, name):
     with ranks.waiting("step 3"):
         EXCHANGES[name](ranks, "the first")
         if end == "hang":
+            ranks.timeout = timedelta(seconds=HANG)
             for group in (None, ranks.group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=HANG), group)
         if ranks.rank == 1:

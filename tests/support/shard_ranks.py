@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from toy_parts import about, addresses, differences, draws, make_parts, settings, trained_parts
 from transformers import set_seed
 
-from fastgrpo.ranks import RankLost, Ranks, join
-from fastgrpo.ranks.apart import apart, together
+from fastgrpo.ranks import RankLost, Ranks, apart, join, together
 from fastgrpo.run import checkpoint, shards, snapshot
 from fastgrpo.run.checkpoint import checkpoints, write_checkpoint
 from fastgrpo.run.checkpointer import Checkpointer

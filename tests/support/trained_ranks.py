@@ -18,8 +18,7 @@ from pathlib import Path
 import ranks as support
 from resumed import Crash, crash, make_trainer
 
-from fastgrpo.ranks import join
-from fastgrpo.ranks.notes import Notes
+from fastgrpo.ranks import Ranks, join
 
 STEPS = {
     "max_steps": 6,
@@ -98,11 +97,12 @@ def killed(top, run, mode, which, kind, moment):
             if mine and kind == of_kind and now:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    enter, fsync = Notes.enter, os.fsync
+    waiting, fsync = Ranks.waiting, os.fsync
 
-    def entered(notes, what):
-        reached("exchange", what)
-        enter(notes, what)
+    def entered(ranks, what):
+        if ranks.size > 1:
+            reached("exchange", " in ".join(reversed([*ranks._inside, what])))
+        return waiting(ranks, what)
 
     def synced(descriptor):
         reached("file", "os.fsync")
@@ -113,7 +113,7 @@ def killed(top, run, mode, which, kind, moment):
             reached("file", f"{event} {Path(arguments[0]).name}")
 
     if which:
-        Notes.enter, os.fsync = entered, synced
+        Ranks.waiting, os.fsync = entered, synced
         sys.addaudithook(audited)
     go_on(top, run, mode)
 

@@ -78,7 +78,7 @@ def test_kills_inside_of_saves_cost_nothing_that_was_saved(two):
         assert ended(f"kill-{kill}")[1][0].startswith("begins with ['.tmp-checkpoint-4', 'checkpoint-2']\n")
     lost = ended("kill-0")[1][0].strip().splitlines()[-1]
     # Which exchange notices it depends on the threads, and a process may be there for a moment after its connections.
-    assert re.match("rank 0 stops while it waits for .*: rank 1 (died|does not answer)", lost), lost
+    assert re.match("rank 0 stops while it waits for .*: (rank 1|another rank) died", lost), lost
     assert not list((top / "killed").glob(".tmp-*"))
     assert_same_run(top / "killed", top / "fsdp2-whole")
 

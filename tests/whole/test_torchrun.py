@@ -35,7 +35,7 @@ def restarted(folder):
 
 def test_a_run_goes_on_by_itself_after_a_rank_died(folder, restarted):
     first, second, told = restarted
-    lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 died; it was last at "
+    lost = "rank 0 stops while it waits for the completions that the ranks drew in step 3: rank 1 died or did not come"
     assert first.splitlines()[-1].startswith(lost), told
     assert f"going on from {folder / 'killed' / 'checkpoint-'}" in second, told
     assert_same_run(folder / "killed", folder / "whole")
@@ -123,8 +123,5 @@ def test_accelerate_starts_a_run_as_torchrun_does(tmp_path, folder, restarted):
 def test_what_one_process_does_is_refused_under_torchrun():
     with start(["-m", "fastgrpo.train", "--sweep", "learning_rate=1e-3,1e-4"]) as job:
         assert job.wait() == 1
-        assert job.rank(0) == (
-            "error on rank 0: a sweep (--sweep, --sweep_seeds) runs in one process: start it without torchrun "
-            "(or accelerate launch)\n"
-        )
-        assert job.rank(1) == ""
+        told = sorted(job.rank(rank) for rank in (0, 1))
+        assert told[0] == "" and "a sweep (--sweep, --sweep_seeds) runs in one process: start it without" in told[1]
