@@ -137,7 +137,7 @@ def test_what_is_shared_is_sent_contiguous(sent):
 def test_the_error_that_a_rank_reported_is_the_reason():
     ranks = two_ranks()
     ranks.store.set("cause", json.dumps([1, "KeyError: 'a bug'"]))
-    with pytest.raises(RankLost, match="rank 1 failed: KeyError: 'a bug'$") as lost, ranks.waiting("step 3"):
+    with pytest.raises(RankLost, match=r"rank 1 failed: KeyError: 'a bug'$") as lost, ranks.waiting("step 3"):
         raise RuntimeError(CLOSED)
     assert not lost.value.is_root
 

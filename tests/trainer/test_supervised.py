@@ -15,8 +15,7 @@ from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
 from fastgrpo.data.examples import to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.policy.batch import Batch
-from fastgrpo.policy.batch import Dealer
+from fastgrpo.policy.batch import Batch, Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.trainer.supervised import learn, mean_loss
