@@ -1,4 +1,4 @@
-"""python -m fastgrpo.chat MODEL: talk to a model, interactively or with --prompt; its answer streams to the terminal.
+r"""python -m fastgrpo.chat MODEL: talk to a model, interactively or with --prompt; its answer streams to the terminal.
 
 Where the tokenizer has a chat template, every turn contains the conversation so far, and /new begins another
 conversation. Without a chat template, each line is continued as plain text. /exit or the end of the input ends the

@@ -53,7 +53,7 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
 
 
 def check_runs(runs: Sequence[SweepRun]) -> None:
-    """Check all runs of a sweep as `make_trainer` checks one before its warm start. The seed changes nothing of this."""
+    """Check all runs of a sweep as `make_trainer` checks one before its warm start. Seeds do not matter for it."""
     from fastgrpo.policy.load import load_tokenizer
 
     load = functools.cache(load_tokenizer)

@@ -1,5 +1,6 @@
-"""YAML without what a file of settings has no use for: keys given twice, and aliases of lists and
-dictionaries, with which a short file can describe a huge value.
+"""Load YAML, but refuse keys given twice and aliases of lists and dictionaries.
+
+A short file with aliases can describe a huge value.
 
 PyYAML is imported with this module, so `recipe.py` imports it where a file is read.
 """

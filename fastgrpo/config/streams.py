@@ -29,7 +29,7 @@ def prepare_streams() -> None:
 
 
 def escape_controls(text: str) -> str:
-    """Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
+    r"""Spell the characters that a terminal would obey as escapes, and keep tabs and newlines.
 
     Example:
         >>> print(escape_controls("a" + chr(27) + "[2J"))

@@ -238,7 +238,6 @@ class Dealer:
 
     def passes(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> list[list[int]]:
         """Split the share of this rank into micro-batches."""
-
         mine = shares[self.ranks.rank]
         parts = [[mine[i] for i in part] for part in self._split(samples, mine)]
         return parts + [[]] * ((self.agreed(samples, shares) or 0) - len(parts))

@@ -101,7 +101,11 @@ def length_reward(
     gets ``-LENGTH_PENALTY`` too: otherwise silence would be the best answer to a problem that the model cannot solve.
 
     Args:
+        prompts: Not read.
+        completions: Texts, or conversations whose last message is read.
+        completion_ids: The token ids of each completion.
         trainer_state: Its attribute ``max_completion_length`` is the limit in tokens.
+        columns: Not read.
 
     Raises:
         ValueError: The trainer state has no positive limit.

@@ -429,7 +429,7 @@ class Assertion:
 
 
 def program_of(text: str) -> str | None:
-    """Find the program of a completion.
+    r"""Find the program of a completion.
 
     Examples:
         >>> program_of("Try ```x```:\\n```python\\nprint(1)\\n```")

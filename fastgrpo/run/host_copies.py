@@ -1,4 +1,4 @@
-"""Copies of a run's tensors in host memory, made while its GPUs go on computing.
+r"""Copies of a run's tensors in host memory, made while its GPUs go on computing.
 
     the GPU's own stream    update of step n  ->  rollout, forward, backward of step n + 1  ->  update of step n + 1
     the stream of copies                      \\-> copies of step n's weights -----------------/
