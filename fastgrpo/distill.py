@@ -1,5 +1,8 @@
 """python -m fastgrpo.distill MODEL: complete the task's training prompts, and keep what is worth learning from.
 
+This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3), which fine-tunes the base model on what
+a policy trained by reinforcement wrote: correct, readable, and not repetitive.
+
 Where torchrun starts several processes, each loads the model and completes its share of the prompts. What is kept is
 what one process would keep, and rank 0 alone writes it.
 """
@@ -9,23 +12,26 @@ import math
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command, whole_file
 from fastgrpo.config.recipe import take_flag, task_defaults
-from fastgrpo.config.settings import DistillConfig
-from fastgrpo.data.records import TrainerState
+from fastgrpo.config.settings import DistillConfig, SelectionConfig
+from fastgrpo.data.records import Completion, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
-from fastgrpo.evaluation.heldout import complete
-from fastgrpo.evaluation.selection import REASONS, select
+from fastgrpo.evaluation.heldout import complete, full_mark
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
 from fastgrpo.ranks import join
-from fastgrpo.rewards.call import Rewards, judge_together, rewards_settings
+from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rewards.call import Rewards, judge_together, reward_matrix, rewards_settings
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task, needed_rewards
 
+# Why a completion is left out, in the order in which the reasons are looked for.
+REASONS = ("wrong", "empty", "malformed", "truncated", "repetitive", "duplicate", "beyond max_per_prompt")
 CHUNK = 256  # prompts that are completed before what is kept of them is written
 DISTILLATION = """Complete the task's training prompts, and keep what is worth learning from.
 
@@ -38,12 +44,9 @@ def parse(argv: list[str]) -> DistillConfig:
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     recipe = {name: value for name, value in task_defaults(task).items() if name == "max_completion_length"}
+    defaults = {**recipe, "task": task}
     return parse_flags(
-        DistillConfig,
-        argv,
-        prog="python -m fastgrpo.distill",
-        description=DISTILLATION,
-        defaults={**recipe, "task": task},
+        DistillConfig, argv, prog="python -m fastgrpo.distill", description=DISTILLATION, defaults=defaults
     )
 
 
@@ -110,6 +113,66 @@ def chosen_rows(rows: Rows, config: DistillConfig) -> Rows:
     if config.max_prompts is not None and config.max_prompts < len(indices):
         indices = sorted(random.Random(config.seed).sample(indices, config.max_prompts))
     return Rows([rows[index] for index in indices], lambda n: rows.where(indices[n]))
+
+
+def repetition(ids: Sequence[int], length: int) -> float:
+    """Measure how much of a completion repeats itself.
+
+    repetition = 1 - (distinct runs of `length` tokens) / (runs of `length` tokens)
+    """
+    runs = [tuple(ids[i : i + length]) for i in range(len(ids) - length + 1)]
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
+
+
+def select(
+    completions: Sequence[Completion], rewards: Rewards, config: SelectionConfig
+) -> tuple[list[tuple[Completion, float]], Counter]:
+    """Keep the completions that are worth learning from, at most max_per_prompt of each prompt.
+
+    Kept are those that the first reward function calls right, that have text and the full mark of every function named
+    ...format_reward, that ended by themselves, that do not repeat themselves, and that no other one equals. Of more
+    than max_per_prompt, those with the highest reward are kept, and of equal ones the first.
+    """
+    totals = rewards.total(reward_matrix(completions)).tolist()
+    forms = [
+        (name, full_mark(function))
+        for function, name in zip(rewards.functions, rewards.names, strict=True)
+        if name.endswith("format_reward")
+    ]
+    dropped, kept, seen = Counter(), {}, set()
+    for completion, total in zip(completions, totals, strict=True):
+        prompt = json.dumps(completion.prompt.prompt)
+        key = (prompt, json.dumps(completion.content))
+        reason = _reason(completion, forms, config)
+        if reason is None and key in seen:
+            reason = "duplicate"
+        if reason is None:
+            seen.add(key)
+            kept.setdefault(prompt, []).append((completion, total))
+        else:
+            dropped[reason] += 1
+    chosen = []
+    for of_prompt in kept.values():
+        best = sorted(range(len(of_prompt)), key=lambda i, of_prompt=of_prompt: -of_prompt[i][1])
+        best = sorted(best[: config.max_per_prompt])
+        dropped["beyond max_per_prompt"] += len(of_prompt) - len(best)
+        chosen += [of_prompt[i] for i in best]
+    return chosen, +dropped
+
+
+def _reason(completion, forms: list[tuple[str, Callable]], config):
+    """Say why a completion by itself is not worth learning from; None where it is."""
+    if not next(iter(completion.rewards.values())) >= 1:
+        return "wrong"
+    if not completion_text(completion.content):
+        return "empty"
+    if not all(reached(completion.rewards[name]) for name, reached in forms):
+        return "malformed"
+    if completion.rollout.truncated:
+        return "truncated"
+    if repetition(completion.rollout.ids, config.repetition_n_grams) > config.max_repetition:
+        return "repetitive"
+    return None
 
 
 def _line(completion, reward):

@@ -1,21 +1,30 @@
-"""`LigerFusedLinearGRPOLoss` with the signature and the results of Liger-Kernel 0.8.5, computed by `linear_grpo_loss`.
+"""The GRPO losses of Liger-Kernel 0.8.5 under its names: `LigerFusedLinearGRPOLoss` and `triton_grpo_loss`.
 
-A trainer written to Liger changes its import alone. `triton_grpo_loss`, which takes logits, is in liger_triton.py, and
-liger_terms.py says for both what Liger's arguments are in our terms. docs/integrations.md lists where Liger's own
-results differ from the formulas of the objectives. Liger itself is not imported.
+A trainer written to Liger changes its imports alone. Signatures and results are Liger's; docs/integrations.md lists
+where Liger's own results differ from the formulas of the objectives. Liger itself is not imported.
 
-Shapes: B sequences, T tokens of each (padded), V vocabulary, D hidden.
+`linear_grpo_loss` computes the class, and `logits_grpo_loss` the function. The function returns the loss of each token,
+or their sum under the weights of the loss type. Either way the forward reads the logits and keeps vectors over the
+tokens, and the backward reads them again: with dloss [B, T], the gradient that each token's loss receives, the gradient
+of the logits is that of our loss with dloss as its `token_weights`.
+
+Shapes: B sequences, T tokens of each (padded), V vocabulary, D hidden. The function gets T + 1 rows of logits a
+sequence, as a model returns them; the last is not read, so the tokens get one more column, which the mask leaves out.
 """
 
 import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.integrations.liger_terms import objective_of, step_tokens, translate
-from fastgrpo.integrations.liger_triton import triton_grpo_loss
+from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
+from fastgrpo.kernels.objectives import Tokens, compute_dtype, first_order, policy_loss_fwd, vespo_phi
+from fastgrpo.loss.inputs import TokenInputs
 from fastgrpo.loss.logprobs import linear_logprob
-from fastgrpo.loss.losses import linear_grpo_loss
-from fastgrpo.loss.objective import LOSS_TYPES
+from fastgrpo.loss.losses import linear_grpo_loss, logits_grpo_loss
+from fastgrpo.loss.objective import LOSS_TYPES, POSITIVE, Objective
+from fastgrpo.loss.rows import keep_rows
 
 __all__ = ["LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 
@@ -154,3 +163,254 @@ class LigerFusedLinearGRPOLoss(torch.nn.Module):
         if self.beta == 0.0:
             return out.loss, (clipped,)
         return out.loss, (out.metrics["kl"] * share * terms.kl_scale, clipped)
+
+
+def triton_grpo_loss(
+    logits: Tensor, old_logp: Tensor | None, ref_logp: Tensor | None, completion_ids: Tensor, advantages: Tensor,
+    completion_mask: Tensor | None = None, temperature: float = 0.9, beta: float = 0.04, eps_low: float = 0.2,
+    eps_high: float = 0.4, inplace: bool = True, loss_type: str = "dapo", max_completion_length: int | None = None,
+    importance_sampling_level: str = "token", reduce: bool = False, sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05, vllm_is_ratio: Tensor | None = None, delta: float | None = None,
+    use_bias_correction_kl: bool = False, num_items_in_batch: float | Tensor | None = None, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+) -> tuple[Tensor, Tensor | None, Tensor] | tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Compute the GRPO loss of logits, per token or reduced, as Liger-Kernel 0.8.5 has it under this name.
+
+    Args:
+        logits: [B, T + 1, V] floating point, before the temperature.
+        old_logp: [B, T] log-probs under the policy that drew the tokens, or None where they equal the current ones.
+        ref_logp: [B, T] log-probs under the reference, needed where beta is not 0.
+        completion_ids: [B, T] integers.
+        advantages: [B]; [B, T] is taken too.
+        completion_mask: [B, T], 0 where a token does not count; None is everywhere.
+        temperature: Temperature of the softmax.
+        beta: Coefficient of the KL to the reference (k3).
+        eps_low: The ratio is clipped to at least 1 - eps_low.
+        eps_high: The ratio is clipped to at most 1 + eps_high; for cispo the cap on the ratio itself.
+        inplace: Whether the backward writes the gradient over the logits, so that there is no second tensor of their
+            size.
+        loss_type: "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo" or "vespo".
+        max_completion_length: The constant length that dr_grpo divides by; None is T.
+        importance_sampling_level: "token" or "sequence". Cispo and sapo take the ratio of a sequence here too.
+        reduce: Whether the losses of the tokens are summed under the weights of the loss type.
+        sapo_temperature_pos: Temperature of SAPO's gate for tokens with a positive advantage.
+        sapo_temperature_neg: Temperature of SAPO's gate for all other tokens.
+        vllm_is_ratio: [B, T], [B, 1] or [B]: weight of the surrogate against the sampler, or None.
+        delta: Upper bound on the unclipped ratio, or None.
+        use_bias_correction_kl: Whether the KL is multiplied by the ratio.
+        num_items_in_batch: Tokens of the whole step on all processes, or None for those of this call on all processes.
+        vespo_k_pos: k of VESPO's weight for tokens with advantage >= 0.
+        vespo_lambda_pos: lambda of VESPO's weight for tokens with advantage >= 0.
+        vespo_k_neg: k of VESPO's weight for tokens with a negative advantage.
+        vespo_lambda_neg: lambda of VESPO's weight for tokens with a negative advantage.
+
+    Returns:
+        With `reduce` the loss and a list of means over the tokens: [kl, clip_ratio], or [clip_ratio] where beta is 0.
+        Otherwise [B, T] each, 0 outside of the mask: the loss of the tokens, which alone carries gradient; their KL, or
+        None where beta is 0; and 1 where the ratio is clipped, else 0.
+
+    Raises:
+        ValueError: A shape does not fit, or a setting is refused by `Objective` or `logits_grpo_loss`.
+    """
+    if (
+        completion_ids.ndim != 2
+        or logits.ndim != 3
+        or logits.shape[:2] != (len(completion_ids), completion_ids.shape[1] + 1)
+    ):
+        raise ValueError(
+            f"logits must be [B, T + 1, V] for completion_ids [B, T], got {tuple(logits.shape)} for "
+            f"{tuple(completion_ids.shape)}"
+        )
+    batch, length = completion_ids.shape
+    mask = torch.ones_like(completion_ids, dtype=torch.bool) if completion_mask is None else completion_mask != 0
+    objective = objective_of(
+        loss_type, eps_high, epsilon=eps_low, delta=delta, beta=beta,
+        max_completion_length=length if max_completion_length is None else max_completion_length,
+        importance_sampling_level=importance_sampling_level, use_bias_correction_kl=use_bias_correction_kl,
+        sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg, vespo_k_pos=vespo_k_pos,
+        vespo_lambda_pos=vespo_lambda_pos, vespo_k_neg=vespo_k_neg, vespo_lambda_neg=vespo_lambda_neg,
+    )  # fmt: skip
+    terms = translate(objective, eps_high, advantages, mask, old_logp, vllm_is_ratio)
+    loss, kl, clipped = TokenLosses.apply(logits, completion_ids, mask, ref_logp, temperature, terms, inplace)
+    if not reduce:
+        return loss, kl if beta != 0.0 else None, clipped
+    starts = torch.arange(batch + 1, device=mask.device) * length
+    items = step_tokens(objective, mask, num_items_in_batch)
+    weights = objective.token_weights(mask.flatten(), starts, items, loss.dtype).view(mask.shape)
+    tokens = mask.sum().clamp(min=1)
+    metrics = [value.sum() / tokens for value in (kl, clipped)]
+    return (loss * weights).sum(), metrics if beta != 0.0 else metrics[1:]
+
+
+class TokenLosses(torch.autograd.Function):
+    """Returns loss, KL and clipping of each token [B, T], of which the loss is differentiable by the logits."""
+
+    @staticmethod
+    def forward(ctx, logits, completion_ids, mask, ref_logp, temperature, terms, inplace):
+        ctx.set_materialize_grads(False)
+        inputs = _inputs(completion_ids, mask, ref_logp, temperature, terms)
+        logps = _loss(logits.detach(), inputs, terms).logps.flatten()
+        kept = keep_rows(inputs, terms.objective, compact=False, dtype=compute_dtype(logits))
+        logps = logps if kept.index is None else logps[kept.index]
+        loss, _, metrics = policy_loss_fwd(logps, kept, terms.objective)
+        clipped = (metrics["clipped_low"] | metrics["clipped_high"]).to(loss.dtype)
+        ctx.save_for_backward(logits)
+        ctx.inputs, ctx.terms, ctx.inplace = inputs, terms, inplace
+
+        def spread(values):
+            values = values if kept.index is None else torch.zeros_like(values).index_copy_(0, kept.index, values)
+            return values.view(inputs.mask.shape)[:, :-1].contiguous()
+
+        loss, kl, clipped = map(spread, (loss, metrics["kl"] * terms.kl_scale, clipped))
+        if terms.all_clipped:
+            clipped = ((inputs.advantages[:, :-1] > 0) & mask).to(loss.dtype)
+        ctx.mark_non_differentiable(kl, clipped)
+        return loss, kl, clipped
+
+    @staticmethod
+    @first_order("triton_grpo_loss")
+    def backward(ctx, dloss, *_):
+        if dloss is None:
+            return (None,) * 7
+        (logits,) = ctx.saved_tensors
+        leaf = logits.detach().requires_grad_()
+        with torch.enable_grad():
+            out = _loss(leaf, ctx.inputs._replace(token_weights=_wider(dloss)), ctx.terms, inplace=ctx.inplace)
+            (grad,) = torch.autograd.grad(out.loss, leaf)
+        return grad, *(None,) * 6
+
+
+def _wider(values):
+    """Add a column of zeros to [B, T]; None passes."""
+    return None if values is None else torch.nn.functional.pad(values, (0, 1))
+
+
+def _inputs(completion_ids, mask, ref_logp, temperature, terms):
+    """What the losses are told of the tokens, [B, T + 1], with weights of 1."""
+    advantages = terms.advantages if terms.advantages.ndim == 2 else terms.advantages[:, None].expand(mask.shape)
+    mask = _wider(mask)
+    return TokenInputs(
+        _wider(completion_ids), _wider(advantages), mask, old_logps=_wider(terms.old_logps),
+        ref_logps=None if ref_logp is None else _wider(ref_logp.detach()), sampler_logps=_wider(terms.sampler_logps),
+        token_weights=mask.to(advantages.dtype), temperature=temperature,
+    )  # fmt: skip
+
+
+def _loss(logits, inputs, terms, inplace=False):
+    fields = {name: value for name, value in inputs._asdict().items() if value is not None}
+    return logits_grpo_loss(
+        logits, fields.pop("targets"), fields.pop("advantages"), **fields, inplace=inplace, objective=terms.objective
+    )
+
+
+class Terms(NamedTuple):
+    """A batch of Liger's in our terms.
+
+    Attributes:
+        objective: The objective to compute.
+        advantages: [B] or [B, T], which carry the importance weights against the sampler and a cap below 1.
+        old_logps: [B, T] or None.
+        sampler_logps: [B, T], for vespo alone, or None.
+        kl_scale: Liger's KL of a token is the objective's times this.
+        all_clipped: Whether every token with a positive advantage counts as clipped, whatever its ratio.
+    """
+
+    objective: Objective
+    advantages: Tensor
+    old_logps: Tensor | None
+    sampler_logps: Tensor | None = None
+    kl_scale: float = 1.0
+    all_clipped: bool = False
+
+
+def objective_of(loss_type: str, epsilon_high: float, **knobs: Any) -> Objective:
+    """Make the objective that Liger means by its settings.
+
+    LUSPO with ratios per token, which `Objective` refuses by that name, is a sum over the tokens of a sequence and a
+    mean over sequences: dr_grpo with the constant 1. A cap of CISPO below 1 is left to `translate`. A setting that the
+    surrogate does not read may have any value, as in Liger.
+    """
+    surrogate = LOSS_TYPES.get(loss_type, ("clip",))[0]
+    if surrogate == "cispo":
+        POSITIVE.check("epsilon_high", epsilon_high)
+        epsilon_high = max(epsilon_high, 1.0)
+    knobs["epsilon_high"] = epsilon_high
+    unread = {name for names in READ.values() for name in names} - {*READ[surrogate]}
+    knobs = {name: value for name, value in knobs.items() if name not in unread}
+    if loss_type == "luspo" and knobs["importance_sampling_level"] == "token":
+        loss_type, knobs = "dr_grpo", knobs | {"max_completion_length": 1}
+    if loss_type == "vespo":
+        knobs |= vespo_knobs({name: knobs[name] for name in READ["vespo"] if name in knobs})
+    return Objective(loss_type=loss_type, **knobs)
+
+
+def translate(
+    objective: Objective, epsilon_high: float, advantages: Tensor, mask: Tensor, old_logps: Tensor | None,
+    ratio: Tensor | None,
+) -> Terms:  # fmt: skip
+    """Say what Liger is given of a batch in our terms.
+
+    The importance weight I of a token is at least 0, and every surrogate but vespo's is linear in the advantage on each
+    side of 0, so I s(A) = s(I A).
+
+    Args:
+        objective: What `objective_of` made.
+        epsilon_high: Liger's, the cap where the loss is cispo.
+        advantages: [B] or [B, T].
+        mask: [B, T] bool.
+        old_logps: [B, T], or None.
+        ratio: I: [B, T], or [B, 1] or [B] for one of the whole sequence, or None.
+
+    Raises:
+        ValueError: The ratio has another shape.
+    """
+    advantages = advantages.detach().to(compute_dtype(advantages))
+    old_logps = None if old_logps is None else old_logps.detach().to(compute_dtype(old_logps))
+    if ratio is not None:
+        ratio = ratio.detach()[:, None] if ratio.ndim == 1 else ratio.detach()
+        if ratio.shape not in (mask.shape, (len(mask), 1)):
+            raise ValueError(
+                f"vllm_is_ratio must be [B], [B, 1] or [B, T]={tuple(mask.shape)}, got {tuple(ratio.shape)}"
+            )
+        advantages = (advantages[:, None] if advantages.ndim == 1 else advantages).expand(mask.shape)
+        if objective.surrogate == "vespo":
+            return _vespo(objective, advantages, mask, old_logps, ratio)
+        advantages = advantages * ratio
+    if objective.surrogate != "cispo" or epsilon_high >= 1:
+        return Terms(objective, advantages, old_logps)
+    capped, gains, moved = cap_below_1(epsilon_high, objective, advantages, old_logps)
+    scale = 1.0 if old_logps is None or not objective.use_bias_correction_kl else epsilon_high
+    return Terms(capped, gains, moved, kl_scale=scale, all_clipped=old_logps is None)  # a ratio of 1 is above the cap
+
+
+def _vespo(objective, advantages, mask, old_logps, ratio):
+    """VESPO takes the weights into W, the product over the tokens that count; that of a whole sequence counts once."""
+    ratio = ratio.masked_fill(~mask, 1) if ratio.shape == mask.shape else ratio
+    log_ratio = shared_log_weights(ratio, mask).expand(mask.shape)
+    if old_logps is not None:
+        return Terms(objective, advantages, old_logps, sampler_logps=old_logps - log_ratio)
+    # Without old log-probs W is known: -phi(W) A logp is CISPO's loss for the advantages phi(W) A, its ratio being 1.
+    importance = log_ratio.masked_fill(~mask, 0).exp().flatten()
+    lengths = torch.full((len(mask),), mask.shape[1], device=mask.device)
+    tokens = Tokens(None, torch.zeros_like(importance), None, advantages.flatten(), importance, lengths)
+    phi = vespo_phi(tokens, objective).view(mask.shape)
+    return Terms(replace(objective, loss_type="cispo", epsilon_high=1.0), advantages * phi, None)
+
+
+def step_tokens(objective: Objective, mask: Tensor, num_items_in_batch: float | Tensor | None) -> float | Tensor | None:
+    """Count the tokens of the step as Liger does, divided by the number of processes.
+
+    Args:
+        objective: The objective; where its weights do not read this count, no process asks the others.
+        mask: [B, T] bool.
+        num_items_in_batch: The tokens of all processes and micro-batches, or None for those of this call on all
+            processes.
+    """
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    processes = torch.distributed.get_world_size() if ranks else 1
+    if processes == 1 or LOSS_TYPES[objective.loss_type][1] != "step_tokens":
+        return num_items_in_batch
+    if num_items_in_batch is None:
+        num_items_in_batch = mask.sum().float()
+        torch.distributed.all_reduce(num_items_in_batch)
+    return num_items_in_batch / processes

@@ -4,24 +4,44 @@
     trainer = patch(trainer)                                # or: a GRPOTrainer that is there already
 
 TRL calls the model with `fused_lm_head=True` for log-probs and entropies, and takes its loss of these. Here the model's
-forward (trl_head.py) makes them: without gradient by `linear_logprob`, and in a step by `linear_grpo_loss`
-(trl_loss.py), whose gradient is that of the whole loss. TRL's own `_compute_loss` then runs on these numbers, which
-carry no gradient. It makes the metrics, moves the entropy coefficient and adds the loss of mixtures of experts.
+forward makes them: without gradient by `linear_logprob`, and in a step by `linear_grpo_loss`, whose gradient is that of
+the whole loss. TRL's own `_compute_loss` then runs on these numbers, which carry no gradient. It makes the metrics,
+moves the entropy coefficient and adds the loss of mixtures of experts.
+
+What TRL multiplies the surrogate of a token by (masks, importance weights) multiplies its advantage here: every
+surrogate of TRL is proportional to the advantage as long as its sign stays. Vespo alone has the importance weight
+inside. What TRL divides the sums by is in the weights of the tokens.
+
+Shapes: B completions, L their length with prompts, less 1, T their padded length; V vocabulary, D hidden.
 """
 
 import functools
 import math
-from dataclasses import replace
-from typing import Any
+import types
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, send_to_device
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from trl import GRPOTrainer
 
-from fastgrpo.integrations.trl_head import attach
-from fastgrpo.integrations.trl_loss import SURROGATES, objective_of, score
+from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
+from fastgrpo.loss import Objective, linear_grpo_loss, linear_logprob
 from fastgrpo.loss.checks import check_backward_tolerance
+
+try:
+    from trl import GRPOTrainer
+    from trl.trainer.utils import FusedCausalLMOutput
+except ImportError as error:
+    raise ImportError(
+        "fastgrpo.integrations.trl needs trl >= 1.15, < 2, whose trainer asks the model for log-probs; install it by "
+        f"pip install 'trl>=1.15,<2' ({error})"
+    ) from error
+
+__all__ = ["FusedGRPOTrainer", "patch"]
 
 # A class that has these of its own would lose them here, or have its loss without the gradient that belongs to it.
 OURS = ("_compute_loss", "_get_per_token_logps_and_entropies")
@@ -156,3 +176,214 @@ def _compare(ours, theirs, advantages, accelerator):
                 f"this version of TRL has another loss than fastgrpo knows: {theirs} of the same log-probs, and not "
                 f"{ours} (on rank {rank})"
             )
+
+
+class Scores(NamedTuple):
+    """What TRL asks of the head.
+
+    Attributes:
+        logps: [B, T] or [B, L] log-probs, 0 where the label is -100.
+        entropies: The same of the entropies in nats, or None.
+    """
+
+    logps: torch.Tensor
+    entropies: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a model with the states that it reads.
+
+    Attributes:
+        hidden: [B, L, D], the states that predict the labels.
+        labels: [B, L] token ids, -100 where TRL scores none.
+        weight: [V, D].
+        bias: [V] or None.
+        temperature: That of the logits, with the model's own scale of them in it.
+        softcap: The cap of the logits under that scale, or None.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+    softcap: float | None
+
+    def score(self, chosen: torch.Tensor, with_entropy: bool) -> Scores:
+        """Compute log-probs of the chosen tokens, and their entropies.
+
+        Args:
+            chosen: [B, L] bool.
+            with_entropy: Whether to compute entropies.
+        """
+        found = linear_logprob(
+            self.hidden[chosen], self.weight, self.labels[chosen], bias=self.bias, logit_softcap=self.softcap,
+            temperature=self.temperature, return_entropy=with_entropy,
+        )  # fmt: skip
+        values = found if with_entropy else (found,)
+        placed = [value.new_zeros(chosen.shape).masked_scatter(chosen, value) for value in values]
+        return Scores(*placed) if with_entropy else Scores(placed[0], None)
+
+
+def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: bool) -> None:
+    """Replace the forward that TRL gave a model, for calls with `fused_lm_head=True`. All others stay TRL's.
+
+    Args:
+        model: A causal language model after `add_fused_lm_head` of TRL.
+        temperature: Temperature of the logits.
+        cast_lm_head_to_fp32: Whether the head computes in fp32, also under autocast.
+    """
+    theirs, config = model.forward, model.config.get_text_config()
+    scale, softcap = _logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    if not scale > 0:
+        raise ValueError(f"fastgrpo cannot serve a model that multiplies its logits by {scale}")
+    # cap tanh(s x / cap) / T = (cap / s) tanh(x / (cap / s)) / (T / s)
+    temperature, softcap = temperature / scale, None if softcap is None else softcap / scale
+
+    @functools.wraps(type(model).forward)  # generate() checks its arguments against this signature
+    def forward(self, *args, fused_lm_head=False, labels=None, score=None, with_entropy=True, **kwargs):
+        if not fused_lm_head:
+            return theirs(*args, labels=labels, **kwargs)
+        found = self.base_model(*args, use_cache=False, **kwargs)
+        layer = self.get_output_embeddings()
+        weight, bias = (p.full_tensor() if isinstance(p, DTensor) else p for p in (layer.weight, layer.bias))
+        hidden, labels = found.last_hidden_state[:, :-1].to(weight.device), labels[:, 1:].to(weight.device)
+        exact = torch.autocast(hidden.device.type, enabled=False) if cast_lm_head_to_fp32 else nullcontext()
+        with exact:
+            hidden = hidden.float() if cast_lm_head_to_fp32 else hidden
+            head = Head(hidden, labels, weight, bias, temperature, softcap)
+            loss, scores = (None, head.score(labels != -100, with_entropy)) if score is None else score(head)
+        aux_loss = _aux_loss(found, config, kwargs) if kwargs.get("output_router_logits") else None
+        return FusedCausalLMOutput(loss=loss, log_probs=scores.logps, entropy=scores.entropies, aux_loss=aux_loss)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _logit_scale(config):
+    """What a model multiplies its logits by, before the soft-cap."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere; Muse Glimmer; Falcon-H1
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    scaling = getattr(config, "logits_scaling", None)  # Granite divides by it, and HyperCLOVA X multiplies
+    return 1.0 if scaling is None else scaling if config.model_type == "hyperclovax" else 1 / scaling
+
+
+def _aux_loss(found, config, kwargs):
+    """The load-balancing loss of a mixture of experts, which all models of transformers take from Mixtral's."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    return load_balancing_loss_func(found.router_logits, experts, chosen, kwargs.get("attention_mask"))
+
+
+# TRL's loss type -> a loss type of this package that has its surrogate.
+SURROGATES = {
+    **dict.fromkeys(("grpo", "bnpo", "dapo", "dr_grpo", "luspo"), "dapo"),
+    **{name: name for name in ("cispo", "sapo", "vespo")},
+}
+
+
+def objective_of(trainer: GRPOTrainer) -> Objective:
+    """Translate TRL's settings into the surrogate and the KL of the loss."""
+    args, loss_type = trainer.args, SURROGATES[trainer.loss_type]
+    knobs = {"beta": trainer.beta, "use_bias_correction_kl": args.use_bias_correction_kl}
+    if loss_type != "vespo":  # which has no ratio but that of the sequence
+        knobs["importance_sampling_level"] = trainer.importance_sampling_level
+    if loss_type == "dapo":
+        knobs |= {"epsilon": trainer.epsilon_low, "epsilon_high": trainer.epsilon_high, "delta": args.delta}
+    elif loss_type == "cispo":
+        knobs["epsilon_high"] = max(trainer.epsilon_high, 1)  # `score` knows lower caps
+    else:
+        own = {name: getattr(args, name) for name in READ[loss_type]}
+        knobs |= vespo_knobs(own) if loss_type == "vespo" else own
+    return Objective(loss_type=loss_type, **knobs)
+
+
+def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> tuple[torch.Tensor, Scores]:
+    """Compute TRL's loss of a micro-batch, and the scores of all completions, of which TRL makes its metrics.
+
+    Returns:
+        The loss, without that of mixtures of experts, and the scores [B, T], without gradient.
+    """
+    inputs = send_to_device(inputs, head.weight.device)
+    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    width = mask.shape[1]
+    head = replace(head, hidden=head.hidden[:, -width:], labels=head.labels[:, -width:])
+    scored, coefficient = head.labels != -100, _entropy_coefficient(trainer)
+    windows = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
+    some_alone = trainer.top_entropy_quantile < 1
+    known = chosen = None
+    if some_alone or trainer.off_policy_mask_threshold is not None:  # what is masked depends on the scores
+        with torch.no_grad():
+            known = head.score(scored, with_entropy=True)
+    if some_alone:
+        chosen = trainer.get_high_entropy_mask(known.entropies, mask, 1 - trainer.top_entropy_quantile)
+    # Anew each time: a callback may have changed a setting of the trainer.
+    objective = replace(objective_of(trainer), entropy_coef=coefficient)
+    gains, old_logps = _gains(trainer, inputs, mask, known, chosen), inputs.get("old_per_token_logps")
+    sampler_logps = _sampler(trainer, inputs, mask)
+    if trainer.loss_type == "cispo" and trainer.epsilon_high < 1:
+        objective, gains, old_logps = cap_below_1(trainer.epsilon_high, objective, gains, old_logps)
+    counted = mask if chosen is None else mask * chosen  # the bonus is a mean over these tokens
+    out = linear_grpo_loss(
+        head.hidden, head.weight, head.labels, gains.expand(mask.shape), mask=mask, old_logps=old_logps,
+        ref_logps=inputs["ref_per_token_logps"] if trainer.beta != 0 else None, sampler_logps=sampler_logps,
+        token_weights=_token_weights(trainer, mask, inputs["num_items_in_batch"], windows),
+        entropy_weights=counted / (counted.sum().clamp(min=1) * windows) if coefficient != 0 else None,
+        temperature=head.temperature, bias=head.bias, logit_softcap=head.softcap, return_entropy=known is None,
+        compact="sync", objective=objective, backward_tolerance=trainer.backward_tolerance,
+    )  # fmt: skip
+    if known is None:
+        with torch.no_grad():
+            rest = head.score(scored & ~out.active, with_entropy=True)  # no gradient flows to them: one product
+        known = Scores(out.logps + rest.logps, out.entropies + rest.entropies)
+    return out.loss, known
+
+
+def _gains(trainer, inputs, mask, known, chosen):
+    """The advantages [B, 1] or [B, T], times what the surrogate is multiplied by."""
+    advantages = inputs["advantages"]
+    gains = advantages = advantages[:, None] if advantages.dim() == 1 else advantages
+    if trainer.off_policy_mask_threshold is not None:
+        sampler = inputs.get("sampling_per_token_logps", inputs.get("old_per_token_logps", known.logps))
+        threshold = trainer.off_policy_mask_threshold
+        gains = gains * trainer.get_off_policy_mask(advantages, known.logps, sampler, mask, threshold)
+    if chosen is not None:
+        gains = gains * chosen
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction and trainer.loss_type != "vespo":
+        gains = gains * inputs["importance_sampling_ratio"]
+    return gains
+
+
+def _sampler(trainer, inputs, mask):
+    """Log-probs of a sampler [B, T] that give vespo TRL's importance weights; None for all others."""
+    ratio = inputs.get("importance_sampling_ratio")
+    if trainer.loss_type != "vespo" or ratio is None:
+        return None
+    # TRL's product is over the whole row. Where there is a ratio, it has the old log-probs that the ratio is made of.
+    return inputs["old_per_token_logps"] - shared_log_weights(ratio, mask)
+
+
+def _token_weights(trainer, mask, num_items, windows):
+    """The weight of each token [B, T] as TRL's loss type has it, for one of `windows` micro-batches of an update."""
+    kind = trainer.loss_type
+    if kind in ("grpo", "sapo"):
+        divisor = mask.sum(-1, keepdim=True).clamp(min=1) * len(mask) * windows
+    elif kind == "bnpo":
+        divisor = mask.sum().clamp(min=1) * windows
+    elif kind == "dr_grpo":
+        divisor = len(mask) * trainer.max_completion_length * windows
+    elif kind == "luspo":
+        divisor = len(mask) * windows
+    else:  # num_items counts all processes and the whole rollout, of which an update takes `windows` parts
+        divisor = num_items.clamp(min=1) / trainer.accelerator.num_processes
+        divisor = divisor * windows / trainer.args.steps_per_generation if trainer.model.training else divisor
+    return mask / divisor
+
+
+def _entropy_coefficient(trainer):
+    """The coefficient that TRL gives the entropy of this micro-batch."""
+    if trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target:
+        return 0.0
+    return trainer.entropy_coef

@@ -10,17 +10,19 @@ level appear neither in the warm start nor in GRPO.
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.data import Curriculum, Level, ShuffledRows
-from fastgrpo.evaluation.probe import reaches
+from fastgrpo.data.prompts import to_prompt
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.tasks import Task, refuse_data
 
 HELD_OUT = 500
@@ -121,3 +123,29 @@ def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int]
     *_, carry, _ = pairs_by_level()
     rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
     return reaches(ENOUGH, policy, tokenizer, rows, correctness, max_tokens=28, first=CHECK_FROM, every=CHECK_STEPS)
+
+
+def reaches(
+    accuracy: float,
+    policy: Policy,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict],
+    reward: Callable,
+    *,
+    max_tokens: int,
+    first: int,
+    every: int,
+) -> Callable[[int], bool]:
+    """Make the test whether a policy's greedy completions reach an accuracy."""
+    ids = [to_prompt(row, tokenizer).ids for row in rows]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    engine = RolloutEngine(policy, max_num_seqs=len(rows))
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+
+    def look(step):
+        if step < first or step % every:
+            return False
+        texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(ids, 1, greedy)]
+        return sum(reward(ids, texts, **columns)) / len(rows) >= accuracy
+
+    return look

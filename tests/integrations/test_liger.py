@@ -12,7 +12,7 @@ import torch
 from liger_cases import CASES, CLOSE, FULL, RAGGED, TEMPERATURE, batch, gap, is_right, run_class, truth
 from paths import ROOT
 
-from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
+from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +199,6 @@ def test_liger_need_not_be_installed():
     code = "import fastgrpo.integrations.liger, sys; print([m for m in sys.modules if m.startswith('liger')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_both_names_are_imported_from_one_place():
-    from fastgrpo.integrations import liger_triton
-
-    assert triton_grpo_loss is liger_triton.triton_grpo_loss
 
 
 def run_cases(*arguments):

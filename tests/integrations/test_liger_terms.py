@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from fastgrpo import Objective
-from fastgrpo.integrations.liger_terms import objective_of, step_tokens, translate
+from fastgrpo.integrations.liger import objective_of, step_tokens, translate
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 ADVANTAGES = torch.tensor([2.0, -1.0])

@@ -24,7 +24,7 @@ from trl_pairs import (
     weights,
 )
 
-from fastgrpo.integrations import trl_loss
+from fastgrpo.integrations import trl as integration
 from fastgrpo.integrations.trl import FusedGRPOTrainer, patch
 
 TYPES = {
@@ -302,8 +302,8 @@ def test_several_gpus_in_one_process_are_refused(path, tmp_path):
 def test_another_formula_of_trl_is_noticed_after_the_first_loss(path, tmp_path, monkeypatch):
     """In the first one every ratio is 1, so that a version of TRL that clips otherwise has the same."""
     one = trainer(FusedGRPOTrainer, path, tmp_path, loss_type="grpo")
-    narrow = dataclasses.replace(trl_loss.objective_of(one), epsilon=1e-6, epsilon_high=1e-6)
-    monkeypatch.setattr(trl_loss, "objective_of", lambda trainer: narrow)
+    narrow = dataclasses.replace(integration.objective_of(one), epsilon=1e-6, epsilon_high=1e-6)
+    monkeypatch.setattr(integration, "objective_of", lambda trainer: narrow)
     gradients(one, make_inputs(one, old=False))
     with pytest.raises(RuntimeError, match="another loss than fastgrpo knows"):
         gradients(one, make_inputs(one))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from trl.trainer.utils import add_fused_lm_head
 from trl_pairs import gradients, make_inputs, pair
 
-from fastgrpo.integrations.trl_head import attach
+from fastgrpo.integrations.trl import attach
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -122,9 +122,9 @@ def test_logits_are_never_made(tmp_path, monkeypatch):
 
 def test_a_version_of_trl_without_such_a_head_is_refused(monkeypatch):
     monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
-    monkeypatch.delitem(sys.modules, "fastgrpo.integrations.trl_head")
+    monkeypatch.delitem(sys.modules, "fastgrpo.integrations.trl")
     with pytest.raises(ImportError, match=r"needs trl >= 1\.15, < 2, .* install it by pip install 'trl>=1\.15,<2'"):
-        importlib.import_module("fastgrpo.integrations.trl_head")
+        importlib.import_module("fastgrpo.integrations.trl")
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import tiny
 
-from fastgrpo.evaluation.probe import reaches
 from fastgrpo.policy.load import prepare
+from fastgrpo.tasks.arithmetic import reaches
 
 
 def test_it_looks_at_the_policy_from_a_step_on_and_compares_the_mean_reward():

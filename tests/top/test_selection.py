@@ -4,7 +4,7 @@ import torch
 
 from fastgrpo.config.settings import SelectionConfig
 from fastgrpo.data.records import Completion, Prompt, Rollout
-from fastgrpo.evaluation.selection import REASONS, repetition, select
+from fastgrpo.distill import REASONS, repetition, select
 from fastgrpo.rewards.call import Rewards
 
 LIMITS = SelectionConfig(max_per_prompt=2, repetition_n_grams=2, max_repetition=0.5)
