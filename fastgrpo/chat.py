@@ -12,12 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import (
-    Count,
-    NotNegative,
-    Seed,
-    settings_class,
-)
+from fastgrpo.config.fields import Count, NotNegative, Seed, settings_class
 from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
 from fastgrpo.config.streams import escape_controls
@@ -60,13 +55,9 @@ class Conversation:
     """A conversation with a model: the turns so far, and what answers the next one."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingParams,
-        system_prompt: str | None = None,
-        raw: bool = False,
-    ):
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams,
+        system_prompt: str | None = None, raw: bool = False,
+    ):  # fmt: skip
         self.policy = Policy(model)
         check_vocabulary(self.policy, tokenizer)
         self.model, self.tokenizer, self.system_prompt = model, tokenizer, system_prompt
@@ -74,15 +65,13 @@ class Conversation:
         self.streamer = TextStreamer if raw else _EscapingStreamer
         stops = stop_token_ids(self.policy, tokenizer)
         # The model's own generation config is replaced, since its penalties and filters would change the draws.
+        drawn = {} if sampling.temperature == 0 else {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k
+        }  # fmt: skip
         model.generation_config = GenerationConfig(
-            do_sample=sampling.temperature > 0,
-            temperature=sampling.temperature or None,
-            top_p=sampling.top_p if sampling.temperature else None,
-            top_k=sampling.top_k if sampling.temperature else None,
-            max_new_tokens=sampling.max_tokens,
-            eos_token_id=list(stops),
-            pad_token_id=stops[0],
-        )
+            do_sample=bool(drawn), max_new_tokens=sampling.max_tokens, eos_token_id=list(stops), pad_token_id=stops[0],
+            **drawn,
+        )  # fmt: skip
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
         self.reset()
@@ -124,9 +113,8 @@ def chat(argv: list[str]) -> None:
     if flags.prompt is not None:
         conversation.answer(flags.prompt)
         return
-    kind = (
-        "each line is continued as plain text" if tokenizer.chat_template is None else "/new forgets the turns so far"
-    )
+    plain = tokenizer.chat_template is None
+    kind = "each line is continued as plain text" if plain else "/new forgets the turns so far"
     print(f"{flags.model} on {model.device}; {kind}, /exit ends")
     talk(conversation)
 

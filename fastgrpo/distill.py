@@ -60,13 +60,9 @@ def distill(argv: list[str]) -> None:
     rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
     rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
     policy, _ = load_policy(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-        own_attention=config.rollout_backend == "hf",
-        tokenizer=tokenizer,
-    )
+        config.model, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
+        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
+    )  # fmt: skip
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     told = prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs)
     prompts = list(told)
@@ -77,13 +73,9 @@ def distill(argv: list[str]) -> None:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             sampling = SamplingParams(
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k,
-                max_tokens=config.max_completion_length,
-                stop_token_ids=stop_token_ids(policy, tokenizer),
-                seed=config.seed + start,
-            )
+                temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed + start,
+                max_tokens=config.max_completion_length, stop_token_ids=stop_token_ids(policy, tokenizer),
+            )  # fmt: skip
             share = len(chunk) / len(prompts)
             groups = complete(
                 engine, chunk, sampling, config.num_generations,

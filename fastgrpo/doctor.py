@@ -9,6 +9,7 @@ each of them.
 
 import math
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from fastgrpo.config.command import COMPLETION, TRAIN, parse_flags, pip_line, quiet_libraries, run_command
-from fastgrpo.config.fields import (
-    settings_class,
-)
+from fastgrpo.config.fields import settings_class
 from fastgrpo.config.recipe import take_flag
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.ranks import Ranks, join
@@ -108,12 +107,11 @@ def companions(ranks: Ranks, device: str) -> tuple[list[tuple[str, str]], float]
         index = torch.cuda.current_device()
         place, room = f"GPU {index}: {_gpu(index)}", memory_left(torch.device("cuda", index))
     told = ranks.gather((f"{socket.gethostname()}, {place}", room), "the device of each rank")
-    rows = []
-    if ranks.size > 1:
-        backend = torch.distributed.distributed_c10d.get_backend_config()
-        rows = [("ranks", f"{ranks.size}"), ("backend", backend)]
-        rows += [(f"rank {rank}", place) for rank, (place, _) in enumerate(told)]
-    return rows, min(room for _, room in told)
+    room = min(room for _, room in told)
+    if ranks.size == 1:
+        return [], room
+    rows = [("ranks", f"{ranks.size}"), ("backend", torch.distributed.distributed_c10d.get_backend_config())]
+    return rows + [(f"rank {rank}", place) for rank, (place, _) in enumerate(told)], room
 
 
 def attentions(device: torch.device) -> list[tuple[str, str]]:
@@ -125,7 +123,7 @@ def attentions(device: torch.device) -> list[tuple[str, str]]:
 
     dtype = torch.bfloat16
     kernel = kernel_for(torch.empty(0, 1, HEAD_WIDTH, device=device, dtype=dtype)).name
-    kernel = {"cpu": "torch's, padded within buckets", "math": "torch's, padded within buckets"}.get(kernel, kernel)
+    kernel = "torch's, padded within buckets" if kernel in ("cpu", "math") else kernel
     settings = TrainConfig()
     requests = [(PROMPT_TOKENS, [1] * settings.num_generations)] * settings.prompts_per_step
     copied = copied_tokens(requests, settings.max_num_seqs)
@@ -181,12 +179,7 @@ def doctor(argv: list[str]) -> int:
         print(__doc__.strip())
         return 0
     if {*COMPLETION} & {*argv}:
-        parse_flags(
-            DoctorConfig,
-            argv,
-            prog="python -m fastgrpo.doctor",
-            description=__doc__,
-        )
+        parse_flags(DoctorConfig, argv, prog="python -m fastgrpo.doctor", description=__doc__)
     device = take_flag(argv, "--device")[1] or "auto"
     ranks = join(device)
     others, room = companions(ranks, device)
@@ -197,9 +190,7 @@ def doctor(argv: list[str]) -> int:
     if missing:
         raise ValueError(f"training needs {', '.join(missing)}: {TRAIN}")
     checks = "--check" in argv
-    argv = [argument for argument in argv if argument != "--check"]
-    argv = ["--model_name_or_path" if argument == "--model" else argument for argument in argv]
-    argv = [argument.replace("--model=", "--model_name_or_path=", 1) for argument in argv]
+    argv = [re.sub("^--model(?==|$)", "--model_name_or_path", argument) for argument in argv if argument != "--check"]
     if any(argument.startswith("--model_name_or_path") for argument in argv):
         print("\n" + memory(argv, room if ranks.size > 1 else None, ranks.size))
     elif argv:

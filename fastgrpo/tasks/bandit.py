@@ -22,12 +22,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import ShuffledRows
 from fastgrpo.policy.characters import character_model
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.run.curves import PANELS as USUAL
 from fastgrpo.run.curves import Panel
-from fastgrpo.tasks import Task, refuse_data
+from fastgrpo.tasks import Task, refuse_data, shuffled
 
 CONTEXTS, TOKENS = "ABCDE", "0123456789"
 PREFERENCES_SEED = 42  # the same preferences in every run, so that runs can be compared
@@ -143,12 +142,9 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     refuse_data("bandit", config)
     rows = [{"prompt": context} for context in CONTEXTS]
 
-    def train():
-        return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
-
     made_with = {} if tokenizer is None else tokenizer.init_kwargs
     judge = learned_reward(made_with.get(JUDGE, config.seed))
-    return Task(train, lambda: rows, [judge, preferred], lambda: draws(config.seed))
+    return Task(lambda: shuffled(rows, config), lambda: rows, [judge, preferred], lambda: draws(config.seed))
 
 
 def draws(seed: int) -> list[dict[str, str]]:

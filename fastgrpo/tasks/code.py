@@ -22,10 +22,9 @@ import random
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import ShuffledRows
 from fastgrpo.policy.characters import END, character_model
 from fastgrpo.rewards.sandbox import Sandbox
-from fastgrpo.tasks import Task, refuse_data
+from fastgrpo.tasks import Task, as_prompt, refuse_data, shuffled
 
 STEPS = 3  # operations of a function
 SIGNS = {"+": "add {}", "-": "subtract {}", "*": "multiply by {}"}
@@ -75,8 +74,8 @@ def to_row(function: Function, tokenizer: PreTrainedTokenizerBase | None) -> dic
     if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
         prompt = "".join(f"{sign}{number}" for sign, number in function) + ":"
     else:
-        words = PROMPT.format(steps=", ".join(SIGNS[sign].format(number) for sign, number in function))
-        prompt = f"{words}\n" if tokenizer.chat_template is None else [{"role": "user", "content": words}]
+        steps = ", ".join(SIGNS[sign].format(number) for sign, number in function)
+        prompt = as_prompt(PROMPT.format(steps=steps), tokenizer)
     return {"prompt": prompt, "tests": [{"assert": f"assert f({x}) == {value(function, x)}"} for x in ARGUMENTS]}
 
 
@@ -85,11 +84,10 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     refuse_data("code", config)
     learned, held_out = functions()
 
-    def train():
-        rows = [to_row(function, tokenizer) for function in learned]
-        return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+    def rows(chosen):
+        return [to_row(function, tokenizer) for function in chosen]
 
-    return Task(train, lambda: [to_row(function, tokenizer) for function in held_out], [Sandbox()], examples)
+    return Task(lambda: shuffled(rows(learned), config), lambda: rows(held_out), [Sandbox()], examples)
 
 
 def examples() -> list[dict[str, str]]:

@@ -24,10 +24,10 @@ from typing import NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import Curriculum, Level, ShuffledRows
+from fastgrpo.data import Curriculum, Level
 from fastgrpo.policy.characters import END, character_model
 from fastgrpo.rewards.countdown import correctness, format_reward
-from fastgrpo.tasks import Task, refuse_data
+from fastgrpo.tasks import Task, as_prompt, refuse_data, shuffled
 
 LARGEST, LARGEST_VALUE = 10, 50
 HELD_OUT = 300
@@ -47,28 +47,17 @@ SHOWN = 16  # examples of each puzzle of three numbers; those of two numbers, wh
 
 
 class Puzzle(NamedTuple):
-    """What is given.
+    """What is given."""
 
-    Attributes:
-        numbers: The numbers in ascending order.
-        target: The number to reach.
-    """
-
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # in ascending order
     target: int
 
 
 class Try(NamedTuple):
-    """One try to reach the target.
+    """One try to reach the target."""
 
-    Attributes:
-        expression: The expression, such as "(7+3)*2".
-        steps: How it is computed, such as ("7+3=10", "10*2=20"); empty for a number alone.
-        value: Its value.
-    """
-
-    expression: str
-    steps: tuple[str, ...]
+    expression: str  # such as "(7+3)*2"
+    steps: tuple[str, ...]  # how it is computed, such as ("7+3=10", "10*2=20"); empty for a number alone
     value: int
 
 
@@ -148,8 +137,7 @@ def to_row(puzzle: Puzzle, tokenizer: PreTrainedTokenizerBase | None) -> dict:
     if tokenizer is None or tokenizer.get_vocab().keys() == {END, *CHARACTERS}:
         prompt = f"{' '.join(map(str, numbers))}={target}:"
     else:
-        words = PROMPT.format(numbers=numbers, target=target)
-        prompt = f"{words}\n" if tokenizer.chat_template is None else [{"role": "user", "content": words}]
+        prompt = as_prompt(PROMPT.format(numbers=numbers, target=target), tokenizer)
     return {"prompt": prompt, "nums": numbers, "target": target}
 
 
@@ -158,17 +146,15 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     refuse_data("countdown", config)
     two, three, held_out = puzzles_by_level()
 
-    def source(puzzles):
-        rows = [to_row(puzzle, tokenizer) for puzzle in puzzles]
-        return ShuffledRows(rows, seed=config.seed, shuffle=config.shuffle_dataset)
+    def rows(puzzles):
+        return [to_row(puzzle, tokenizer) for puzzle in puzzles]
 
     def train():
         # Half of the first level has three numbers, because a policy that never sees them unlearns them.
-        mixed = Level("two or three numbers", source([*two, *three[: len(two)]]), THRESHOLD)
-        return Curriculum([mixed, Level("three numbers", source(three))])
+        mixed = Level("two or three numbers", shuffled(rows([*two, *three[: len(two)]]), config), THRESHOLD)
+        return Curriculum([mixed, Level("three numbers", shuffled(rows(three), config))])
 
-    rewards = [correctness, format_reward]
-    return Task(train, lambda: [to_row(p, tokenizer) for p in held_out], rewards, examples)
+    return Task(train, lambda: rows(held_out), [correctness, format_reward], examples)
 
 
 def examples() -> list[dict[str, str]]:

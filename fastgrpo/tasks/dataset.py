@@ -8,8 +8,8 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import ShuffledRows, load_rows
-from fastgrpo.tasks import Task
+from fastgrpo.data import load_rows
+from fastgrpo.tasks import Task, shuffled
 
 
 def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Task:
@@ -17,15 +17,11 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase | None) -> Ta
     if config.dataset_name is None:
         raise ValueError("task=dataset needs --dataset_name: a hub id, a .jsonl file, or a folder of them")
     return Task(
-        partial(_train, config),
+        lambda: shuffled(_present(config, config.dataset_train_split), config),
         lambda: _rows(config, config.dataset_test_split),
         [],
         lambda: _present(config, config.dataset_train_split),
     )
-
-
-def _train(config):
-    return ShuffledRows(_present(config, config.dataset_train_split), seed=config.seed, shuffle=config.shuffle_dataset)
 
 
 def _present(config, split):

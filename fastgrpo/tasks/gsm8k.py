@@ -11,9 +11,9 @@ from reprlib import repr as brief
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import HUB_DATA, PromptConfig
-from fastgrpo.data import Curriculum, Level, ShuffledRows, load_rows
+from fastgrpo.data import Curriculum, Level, load_rows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
-from fastgrpo.tasks import Task
+from fastgrpo.tasks import Task, shuffled
 
 __all__ = ["SYSTEM_PROMPT", "build", "correctness", "format_reward", "length_reward", "sums", "to_row"]
 
@@ -44,12 +44,11 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         problems = rows(config.dataset_train_split)
         if problems is None:
             raise ValueError(f"{name} has no split {config.dataset_train_split!r}")
-        source = ShuffledRows(problems, seed=config.seed, shuffle=config.shuffle_dataset)
+        source = shuffled(problems, config)
         if not config.curriculum_iters:
             return source
         easy = [to_row(row, config.system_prompt, conversational) for row in sums()[0]]
-        easy = ShuffledRows(easy, seed=config.seed, shuffle=config.shuffle_dataset)
-        first = Level("sums", easy, until_steps=config.curriculum_iters)
+        first = Level("sums", shuffled(easy, config), until_steps=config.curriculum_iters)
         return Curriculum([first, Level("gsm8k", source)])
 
     return Task(train, lambda: rows(config.dataset_test_split), [correctness, format_reward, length_reward])

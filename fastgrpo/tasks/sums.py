@@ -10,9 +10,8 @@ rewards of many groups would be equal, and teach nothing.
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import PromptConfig
-from fastgrpo.data import ShuffledRows
 from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward
-from fastgrpo.tasks import Task, refuse_data
+from fastgrpo.tasks import Task, refuse_data, shuffled
 from fastgrpo.tasks.gsm8k import sums, to_row
 
 
@@ -21,8 +20,5 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     refuse_data("sums", config, ("dataset_name", "dataset_config"))
     conversational = tokenizer.chat_template is not None
     trained, held_out = ([to_row(row, config.system_prompt, conversational) for row in part] for part in sums())
-
-    def train():
-        return ShuffledRows(trained, seed=config.seed, shuffle=config.shuffle_dataset)
-
-    return Task(train, lambda: held_out, [correctness, format_reward, length_reward, digits_reward])
+    rewards = [correctness, format_reward, length_reward, digits_reward]
+    return Task(lambda: shuffled(trained, config), lambda: held_out, rewards)

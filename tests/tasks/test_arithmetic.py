@@ -13,3 +13,16 @@ def test_the_warm_start_ends_when_enough_answers_are_right(monkeypatch):
     monkeypatch.setattr(arithmetic, "ENOUGH", 0)
     enough = arithmetic.enough(policy, tokenizer)
     assert enough(arithmetic.CHECK_FROM) and not enough(arithmetic.CHECK_FROM - arithmetic.CHECK_STEPS)
+
+
+def test_the_share_of_right_answers_is_compared_from_a_step_on(monkeypatch):
+    model, tokenizer = arithmetic.make_model(0)
+    policy, asked = prepare(model, False, False), []
+    monkeypatch.setattr(arithmetic, "correctness", lambda prompts, texts, answers: asked.append(answers) or [1.0, 0.0])
+    for name, value in {"CHECK_PROMPTS": 2, "CHECK_FROM": 4, "CHECK_STEPS": 2, "ENOUGH": 0.5}.items():
+        monkeypatch.setattr(arithmetic, name, value)
+    look = arithmetic.enough(policy, tokenizer)
+    assert [look(step) for step in range(1, 8)] == [False, False, False, True, False, True, False]
+    assert len(asked) == 2 and len(asked[0]) == 2
+    monkeypatch.setattr(arithmetic, "ENOUGH", 0.51)
+    assert not look(4)
