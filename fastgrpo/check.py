@@ -18,8 +18,13 @@ from pydantic import Field
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings_class
 from fastgrpo.config.sections import (
-    CompletionConfig, DatasetConfig, EngineConfig, JudgingConfig, LoadingConfig, PromptConfig,
-)  # fmt: skip
+    CompletionConfig,
+    DatasetConfig,
+    EngineConfig,
+    JudgingConfig,
+    LoadingConfig,
+    PromptConfig,
+)
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, to_completion
 from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState

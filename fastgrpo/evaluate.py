@@ -126,13 +126,9 @@ def _evaluate_model(path, tokenizer, config, ranks):
     )  # fmt: skip
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     sampling = SamplingParams(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_tokens=config.max_completion_length,
-        stop_token_ids=stop_token_ids(policy, tokenizer),
-        seed=config.seed,
-    )
+        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed,
+        max_tokens=config.max_completion_length, stop_token_ids=stop_token_ids(policy, tokenizer),
+    )  # fmt: skip
     engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
