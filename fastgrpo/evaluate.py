@@ -12,12 +12,7 @@ import json
 import sys
 
 from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
-from fastgrpo.config.fields import (
-    Count,
-    Several,
-    Temperature,
-    settings_class,
-)
+from fastgrpo.config.fields import Count, Several, Temperature, settings_class
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.sections import (
     CompletionConfig,
