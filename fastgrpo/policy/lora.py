@@ -10,11 +10,14 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.integrations import peft as transformers_peft
 
 if TYPE_CHECKING:  # an extra
     from peft import PeftModel
@@ -62,8 +65,19 @@ def wrap_lora(
     return taken_over(wrapper)
 
 
+def _check_peft() -> None:
+    """Refuse a peft that is older than the installed transformers needs; saving would fail in the middle of a run."""
+    has, needs = version("peft"), transformers_peft.MIN_PEFT_VERSION
+    if Version(has) < Version(needs):
+        raise ValueError(
+            f"transformers {version('transformers')} needs peft {needs} or newer, and this is peft {has}; upgrade "
+            "peft, or install another transformers (5.24.0 asks for a peft that does not exist)"
+        )
+
+
 def taken_over(wrapper: "PeftModel") -> "PeftModel":
     """Make the adapters of a wrapped model those of the model itself, as `add_adapter` of transformers would."""
+    _check_peft()
     model = wrapper.get_base_model()
     model._hf_peft_config_loaded = True
     model.disable_input_require_grads()  # peft hooks the embedding as transformers did before it

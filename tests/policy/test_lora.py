@@ -267,3 +267,9 @@ def test_settings():
     for name in ("lora_r", "lora_alpha"):
         with pytest.raises(ValueError, match=f"{name} must be at least 1"):
             GRPOConfig(**{name: 0})
+
+
+def test_a_peft_that_transformers_cannot_save_with_is_refused_before_the_first_step(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "999.0")
+    with pytest.raises(ValueError, match=r"needs peft 999\.0 or newer, and this is peft "):
+        add_lora(tiny.model(), r=4)
