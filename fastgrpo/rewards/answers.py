@@ -154,17 +154,10 @@ class _Answer(NamedTuple):
 
 
 def completion_text(completion: str | list[dict]) -> str:
-    """Return the text that the model wrote in a plain or a conversational completion.
+    """Return the text that the model wrote: a string as it is, the assistant's messages joined by newlines.
 
-    Args:
-        completion: A string, or messages such as ``[{"role": "assistant", "content": "..."}]``. The content of a
-            message is a string, a list of parts with a text each, or None.
-
-    Returns:
-        The string, or the texts of the assistant's messages joined by newlines.
-
-    Raises:
-        TypeError: The completion is neither a string nor a list.
+    The content of a message is a string, a list of parts with a text each, or None. Raises TypeError where the
+    completion is neither a string nor a list of messages.
 
     Examples:
         >>> completion_text([{"role": "assistant", "content": "42"}])
@@ -184,13 +177,8 @@ def completion_text(completion: str | list[dict]) -> str:
 def extract_answer(text: str) -> str:
     r"""Return what the last marker of a text holds, or the text itself where it has no marker.
 
-    A tag or a brace that is left open reaches to the end of the text, and ``####`` to the end of its line.
-
-    Args:
-        text: Any text. Only its last ``MAX_TEXT_LENGTH`` characters are read.
-
-    Returns:
-        The answer as it stands in the text.
+    A tag or a brace that is left open reaches to the end of the text, and ``####`` to the end of its line. Only the
+    last ``MAX_TEXT_LENGTH`` characters are read.
 
     Examples:
         >>> extract_answer(r"#### 41, no, \boxed{\frac{1}{2}} indeed")
@@ -217,15 +205,9 @@ def read_number(text: str) -> Fraction | None:
     r"""Return the value of the final answer of a text, or None where it has none that can be read.
 
     Thousands separators, signs, decimals, currency, scientific notation, fractions and mixed numbers are read, plain
-    or in LaTeX. A percent sign and a unit are dropped.
-
-    Args:
-        text: Any text.
-
-    Returns:
-        The exact value. None where the number is part of an expression or a list, is divided by zero or is too long,
-        and where the last marker holds no number, even if a number stands before it: reading that one would reward a
-        text that withdraws its answer.
+    or in LaTeX. A percent sign and a unit are dropped. The value is exact. It is None where the number is part of an
+    expression or a list, is divided by zero or is too long, and where the last marker holds no number, even if a number
+    stands before it: reading that one would reward a text that withdraws its answer.
 
     Examples:
         >>> read_number("She pays $3.50 a day. #### -$1,234.50")
@@ -237,14 +219,9 @@ def read_number(text: str) -> Fraction | None:
 
 
 def final_answer(text: str) -> Fraction | str | None:
-    r"""Return what a text votes for in a majority vote.
+    r"""Return what a text votes for in a majority vote: the value of its final answer.
 
-    Args:
-        text: Any text.
-
-    Returns:
-        The value of the final answer. Where it has none, what the last marker holds, as a string without spaces. None
-        where there is no answer.
+    Where it has none, it is what the last marker holds, as a string without spaces, and None where there is no answer.
 
     Examples:
         >>> [final_answer(text) for text in ("so 7/14", r"\boxed{x + 1}", "I do not know")]
@@ -262,13 +239,8 @@ def answers_match(text: str, reference: str) -> bool | None:
     Numbers are compared exactly (``0.50`` is ``1/2``, ``0.33`` is not ``1/3``). Where either answer is an expression,
     math-verify compares them (`fastgrpo.rewards.symbolic`).
 
-    Args:
-        text: The text to judge. An answer that cannot be read, or exceeds the limits, is wrong.
-        reference: The text with the right answer.
-
-    Returns:
-        Whether they match. None where the reference gives nothing to compare with: it has no digit, or it is an
-        expression that cannot be read and the answer is not the same text.
+    An answer that cannot be read, or exceeds the limits, is wrong. The result is None where the reference gives nothing
+    to compare with: it has no digit, or it is an expression that cannot be read and the answer is not the same text.
 
     Examples:
         >>> answers_match("<answer>75%</answer>", "#### 75")

@@ -33,27 +33,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Judged:
-    """The verdicts of the reward functions on some completions.
+    """The verdicts of the reward functions on some completions."""
 
-    Attributes:
-        completions: The completions with `rewards`, `extras` and `steps` filled in.
-        errors: How many completions each function failed on, by name; empty where none did.
-        logged: The values that functions passed to log_metric, by name.
-        timeouts: For how many completions each function took too long, by name; empty where none did.
-    """
-
-    completions: list[Completion]
-    errors: Counter
-    logged: dict[str, list[float]]
-    timeouts: Counter = field(default_factory=Counter)
+    completions: list[Completion]  # with `rewards`, `extras` and `steps` filled in
+    errors: Counter  # how many completions each function failed on
+    logged: dict[str, list[float]]  # the values that functions passed to log_metric
+    timeouts: Counter = field(default_factory=Counter)  # for how many completions each function took too long
 
 
 def reward_matrix(completions: Sequence[Completion]) -> torch.Tensor:
-    """Put the rewards of completions side by side.
-
-    Returns:
-        [S, F] fp64, NaN where a function gave no verdict.
-    """
+    """Put the rewards of completions side by side: [S, F] fp64, NaN where a function gave no verdict."""
     return torch.tensor([list(completion.rewards.values()) for completion in completions], dtype=torch.float64)
 
 
@@ -141,7 +130,7 @@ class Rewards:
     def close(self) -> None:
         """End what the functions keep open: processes and connections. They open again where they are called again."""
         if self.pooled is not None:
-            self.pooled.close()
+            self.pooled.pool.close()
         for function in self.functions:
             if not pooled(function) and hasattr(function, "close"):
                 function.close()
@@ -269,14 +258,7 @@ class Rewards:
         ) from cause
 
     def total(self, per_function: torch.Tensor) -> torch.Tensor:
-        """Add up the verdicts that were given, by weight.
-
-        Args:
-            per_function: [S, F], NaN where a function gave no verdict.
-
-        Returns:
-            [S] fp64; NaN where no function gave one.
-        """
+        """Add up the verdicts that were given, by weight: [S, F] to [S] fp64, NaN where there is none."""
         total = (per_function * self.weights).nansum(1)
         return torch.where(per_function.isnan().all(1), math.nan, total)
 
@@ -398,9 +380,8 @@ class Pooled:
             if together:
                 results = self.pool.submit(name, given, seeds[0], limit, together=True)
             else:
-                results = [
-                    self.pool.submit(name, [one], seed, limit)[0] for one, seed in zip(given, seeds, strict=True)
-                ]
+                pairs = zip(given, seeds, strict=True)
+                results = [self.pool.submit(name, [one], seed, limit)[0] for one, seed in pairs]
             calls[name] = [(one.count, result) for one, result in zip(given, results, strict=True)]
         return calls
 
@@ -418,10 +399,6 @@ class Pooled:
             notes.take(own, len(verdicts))
             verdicts += outcome if isinstance(outcome, list) else [outcome] * count
         return verdicts
-
-    def close(self) -> None:
-        """End the processes. They start again where more is begun."""
-        self.pool.close()
 
 
 def pooled(function: Callable) -> bool:
@@ -482,9 +459,8 @@ class Judging:
         trainer_state: TrainerState | None = None,
         ranks: Ranks = ALONE,
     ):
-        self.rewards, self.prompts, self.tokenizer, self.state, self.ranks = (
-            rewards, prompts, tokenizer, trainer_state, ranks,
-        )  # fmt: skip
+        self.rewards, self.prompts, self.tokenizer = rewards, prompts, tokenizer
+        self.state, self.ranks = trainer_state, ranks
         self.columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of all ranks
         self.groups, self.begun = {}, {}
 

@@ -75,13 +75,9 @@ def _whole(column, value):
 def answer_value(text: str, numbers: list[int]) -> Fraction | None:
     """Compute the expression in the last ``<answer>...</answer>`` of a text.
 
-    Args:
-        text: Any text.
-        numbers: The numbers that the expression may use, each at most as often as it stands here.
-
-    Returns:
-        The exact value. None where there is no such answer, it is no expression of whole numbers with + - * / and
-        brackets, it is beyond ``MAX_LENGTH`` or ``MAX_DEPTH``, it uses other numbers, or it divides by zero.
+    It may use each of `numbers` as often as it stands there. The value is exact. It is None where there is no such
+    answer, it is no expression of whole numbers with + - * / and brackets, it is beyond ``MAX_LENGTH`` or
+    ``MAX_DEPTH``, it uses other numbers, or it divides by zero.
 
     Examples:
         >>> answer_value("3/2 is 1.5, so <answer>3/2*7</answer>", [2, 3, 7])

@@ -100,15 +100,7 @@ def length_reward(
     the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) on a smaller scale. A completion without text
     gets ``-LENGTH_PENALTY`` too: otherwise silence would be the best answer to a problem that the model cannot solve.
 
-    Args:
-        prompts: Not read.
-        completions: Texts, or conversations whose last message is read.
-        completion_ids: The token ids of each completion.
-        trainer_state: Its attribute ``max_completion_length`` is the limit in tokens.
-        columns: Not read.
-
-    Raises:
-        ValueError: The trainer state has no positive limit.
+    The limit, in tokens, is `trainer_state.max_completion_length`. Raises ValueError where that is not positive.
 
     Examples:
         >>> from types import SimpleNamespace

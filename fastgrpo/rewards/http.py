@@ -93,42 +93,25 @@ class HttpScorer:
         return f"HttpScorer({self.shown!r})"
 
     def limit(self, seconds: float) -> None:
-        """Set how long the server may take for a request.
-
-        Args:
-            seconds: The setting reward_timeout.
-        """
+        """Set how many seconds the server may take for a request."""
         self.timeout = seconds
 
     async def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
-        """Judge completions.
+        """Judge completions: what the server gives for each, None where it gives no verdict.
 
-        Args:
-            prompts: Texts, or lists of messages.
-            completions: The same kind, one for each prompt.
-            columns: The other columns of the rows, which are sent too, and what else reward functions get.
-
-        Returns:
-            What the server gives for each, None where it gives no verdict.
-
-        Raises:
-            ValueError: A column cannot be written as JSON, or the answer cannot be read.
-            ScorerDown: The server does not answer.
+        The other columns of the rows are sent too. Raises ValueError where a column cannot be written as JSON or the
+        answer cannot be read, and ScorerDown where the server does not answer.
         """
         sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
-        bodies = [
-            _body({name: values[i : i + self.batch] for name, values in sent.items()}
-                  | {"prompts": prompts[i : i + self.batch], "completions": completions[i : i + self.batch]})
-            for i in range(0, len(completions), self.batch)
-        ]  # fmt: skip
-        counts = [len(completions[i : i + self.batch]) for i in range(0, len(completions), self.batch)]
+        sent |= {"prompts": prompts, "completions": completions}
+        starts = range(0, len(completions), self.batch)
+        bodies = [_body({name: values[i : i + self.batch] for name, values in sent.items()}) for i in starts]
+        counts = [len(completions[i : i + self.batch]) for i in starts]
         limit = asyncio.Semaphore(self.concurrency)
         # A client belongs to the loop that it was used in first, so each call has its own. A redirect is an error: the
         # key would go to a server that nobody named.
-        client = httpx.AsyncClient(
-            timeout=self.timeout, headers=_headers(), follow_redirects=False, trust_env=not self.local
-        )  # fmt: skip
-        async with client:
+        options = {"timeout": self.timeout, "headers": _headers(), "trust_env": not self.local}
+        async with httpx.AsyncClient(follow_redirects=False, **options) as client:
 
             async def ask(body: bytes, count: int, retries: int = self.retries) -> list[float | None]:
                 async with limit:

@@ -199,18 +199,7 @@ class RewardModel(Judge):
 
     @classmethod
     def load(cls, path: str, **settings: Any) -> "RewardModel":
-        """Load a reward model and its tokenizer.
-
-        Args:
-            path: A folder or a hub id.
-            settings: Arguments of `RewardModel`.
-
-        Returns:
-            The reward model.
-
-        Raises:
-            ValueError: It cannot be loaded, or for the reasons of `RewardModel`.
-        """
+        """Load a reward model and its tokenizer from a folder or a hub id, with arguments of `RewardModel`."""
         code = settings.get("trust_remote_code", False)
         with loading(path, "reward model"):
             model, info = AutoModelForSequenceClassification.from_pretrained(
@@ -226,19 +215,10 @@ class RewardModel(Judge):
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence, completions: Sequence, **columns: Any) -> list[float | None]:
-        """Judge completions.
+        """Return the model's logit for each completion after its prompt, texts or lists of messages.
 
-        Args:
-            prompts: Texts, or lists of messages.
-            completions: The same kind, one for each prompt.
-            columns: What else reward functions get.
-
-        Returns:
-            The model's logit for each completion after its prompt; None where both together are longer than the model
-            can read.
-
-        Raises:
-            ValueError: The prompts are messages, and the tokenizer has no chat template.
+        It is None where both together are longer than the model can read. Raises ValueError where the prompts are
+        messages and the tokenizer has no chat template.
         """
         texts = self._texts(prompts, completions)
 
@@ -356,18 +336,7 @@ class ProcessRewardModel(Judge):
 
     @classmethod
     def load(cls, path: str, **settings: Any) -> "ProcessRewardModel":
-        """Load a process reward model and its tokenizer.
-
-        Args:
-            path: A folder or a hub id.
-            settings: Arguments of `ProcessRewardModel`.
-
-        Returns:
-            The model as a reward function.
-
-        Raises:
-            ValueError: It cannot be loaded, is of another kind, or for the reasons of `ProcessRewardModel`.
-        """
+        """Load a process reward model and its tokenizer from a folder or a hub id, with arguments of the class."""
         code = settings.get("trust_remote_code", False)
         auto = auto_class(path, code)
         with loading(path, "process reward model"):
@@ -384,20 +353,11 @@ class ProcessRewardModel(Judge):
         log_steps: Callable | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Judge completions.
+        """Return the reward of each completion, from 0 to 1.
 
-        Args:
-            prompts: Texts, or lists of messages.
-            completions: The same kind, one for each prompt.
-            completion_ids: The tokens of each completion.
-            log_extra: Takes the column NAME/steps.
-            log_steps: Takes the ends and the rewards of the steps. It is called where the policy's tokenizer is known,
-                as it is in a run with process_rewards=token (`place`).
-            columns: What else reward functions get.
-
-        Returns:
-            The reward of each completion, from 0 to 1; None for one without any step, and for one that, after its
-            prompt, is longer than the model can read.
+        It is None for a completion without any step, and for one that, after its prompt, is longer than the model can
+        read. `log_extra` takes the column NAME/steps. `log_steps` takes the ends and the rewards of the steps, where
+        the policy's tokenizer is known, as it is in a run with process_rewards=token (`place`).
         """
         answers = [_text(completion) for completion in completions]
         split = [split_steps(answer, self.separator) for answer in answers]

