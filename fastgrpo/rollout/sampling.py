@@ -101,14 +101,11 @@ class SamplingParams:
 
 
 def uniforms(seed: int, request_id: int, count: int, length: int) -> torch.Tensor:
-    """Make the random numbers of a request, one for each token of each completion.
+    """Make the random numbers of a request, [count, length] fp32 in [0, 1): one for each token of each completion.
 
     Philox (Salmon et al. 2011) is a counter-based generator. Keyed by seed and request, it gives each token of each
     completion a number that depends on nothing else, so that neither the order of a batch nor the length limit changes
     a draw.
-
-    Returns:
-        [count, length] fp32 in [0, 1).
     """
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, request_id], np.uint64)))
     return torch.from_numpy(generator.random((length, count), dtype=np.float32)).T
@@ -153,22 +150,11 @@ def sample_penalized(
     temperature: float = 1.0,
     **filters: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw as `sample` does, from logits with a repetition penalty.
+    """Draw as `sample` does, from logits with a repetition penalty on the tokens `seen` [S, V].
 
-    The log-prob is still that of the logits without the penalty, which is the policy's. So the third result is no mass
-    here: it may exceed 1, where the penalty has made a token less likely.
-
-    Args:
-        logits: [S, V] fp32.
-        seen: [S, V] bool, the tokens that are penalized.
-        uniforms: [S] fp32, as for `sample`.
-        repetition_penalty: See `SamplingParams`.
-        temperature: See `sample`.
-        filters: The filters, see `sample`. They act after the penalty.
-
-    Returns:
-        The tokens [S] int64, their log-probs [S] fp32, and kept [S] fp32: a token was drawn with the probability
-        exp(logp) / kept.
+    The filters act after the penalty. The log-prob is still that of the logits without the penalty, which is the
+    policy's. So the third result is no mass here: it may exceed 1, where the penalty has made a token less likely. As
+    with filters, a token was drawn with the probability exp(logp) / kept.
     """
     penalized = penalize(logits, seen, repetition_penalty)
     tokens, drawn, kept = sample(penalized, uniforms, temperature=temperature, **filters)
@@ -178,15 +164,9 @@ def sample_penalized(
 
 
 def penalize(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Apply a repetition penalty (CTRL, arXiv 1909.05858), as transformers does.
+    """Apply a repetition penalty (CTRL, arXiv 1909.05858) to the tokens `seen` [S, V], as transformers does.
 
-    Args:
-        logits: [S, V] fp32.
-        seen: [S, V] bool, the tokens of prompt and completion.
-        penalty: Divides positive logits, and multiplies negative ones.
-
-    Returns:
-        [S, V] fp32 logits.
+    It divides positive logits, and multiplies negative ones.
     """
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
@@ -207,15 +187,10 @@ def _trusts(logits, uniforms, how):
 
 
 def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, float]) -> str | None:
-    """Compare the kernels of a draw with the distribution in fp64.
+    """Compare the kernels of a draw with the distribution in fp64; returns how they differ, or None.
 
     A token is right if its interval of the cumulative distribution holds the random number, up to rounding. That
     decides about more where a filter ends near a token.
-
-    Args:
-        logits: [S, V] fp32.
-        uniforms: [S] fp32.
-        how: The other arguments of `sample`.
     """
     from fastgrpo.loss.self_check import Unchecked, values_differ
 
@@ -279,19 +254,11 @@ def _blocks(probs):
 
 
 def _inverse(blocks, sums, uniforms):
-    """Find the tokens [S] at which the cumulative probabilities pass uniforms [S] times their whole sum.
+    """Find the tokens [S] at which the cumulative probabilities pass uniforms [S] times their sums, and these sums.
 
-    The sums of the blocks are cumulated first, then the tokens of the block that was found: two short sums take less
-    time, and round less, than a long one. A token whose probability is 0 is never found. With NaN logits every
-    comparison is false, and the last block and the token after it are taken.
-
-    Args:
-        blocks: [S, B, BLOCK] probabilities.
-        sums: [S, B] sums of the blocks.
-        uniforms: [S] random numbers.
-
-    Returns:
-        The tokens [S] int64, and the whole sums [S] fp32.
+    The sums [S, B] of the blocks [S, B, BLOCK] are cumulated first, then the tokens of the block that was found: two
+    short sums take less time, and round less, than a long one. A token whose probability is 0 is never found. With NaN
+    logits every comparison is false, and the last block and the token after it are taken.
     """
     rows, ends = torch.arange(len(blocks), device=blocks.device), sums.cumsum(-1)
     whole = ends[:, -1]
@@ -305,19 +272,10 @@ def _inverse(blocks, sums, uniforms):
 
 
 def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
-    """Remove tokens by top-k, top-p and min-p, in this order, as transformers does.
+    """Remove tokens from log-probs [S, V] of the full softmax by top-k, top-p and min-p, as transformers does: -inf.
 
     Tokens of equal probability stay or go together: top-k keeps the tokens that tie with its last one, and top-p those
     that tie with the one that completes its mass.
-
-    Args:
-        all_logps: [S, V] log-probs of the full softmax.
-        top_k: See `SamplingParams`.
-        top_p: See `SamplingParams`.
-        min_p: See `SamplingParams`.
-
-    Returns:
-        [S, V], -inf where a token is removed and as before elsewhere.
     """
     kept = all_logps
     if 0 < top_k < kept.shape[-1]:
