@@ -22,8 +22,8 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     """Build the trainer of a run. Where no model is named, the task's own policy is warm-started first."""
     from fastgrpo.policy.load import load_tokenizer
     from fastgrpo.ranks import join
-    from fastgrpo.run.followed import open_log
-    from fastgrpo.run.inputs import inputs_of
+    from fastgrpo.run.log import open_log
+    from fastgrpo.run.resume import inputs_of
     from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 

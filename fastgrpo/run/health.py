@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.run.checkpointer import Checkpointer
+from fastgrpo.run.checkpoint import Checkpointer
 
 MAX_SKIPPED = 10  # the run stops after this many updates in a row whose loss or gradient was not finite
 

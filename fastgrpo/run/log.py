@@ -1,20 +1,23 @@
-"""The one place to which a run logs: the terminal, metrics.jsonl, samples.jsonl, warnings.jsonl, and trackers."""
+"""The log of a run: the terminal, metrics.jsonl, samples.jsonl, warnings.jsonl, completions as parquet, and trackers.
+
+Rank 0 writes. Other ranks have a `FollowedLog`, which knows the metrics and writes nothing.
+"""
 
 import contextlib
 import dataclasses
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.run import history
-from fastgrpo.run.completions import FOLDER, cells, columns_of, forget_after, write_parquet
-from fastgrpo.run.folder import contents, made_in, remove
-from fastgrpo.run.metrics import check_metric, reduced
+from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.run.folder import RunFolder, contents, made_in, remove
+from fastgrpo.run.metrics import check_metric, entry, read_history, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -125,7 +128,7 @@ class RunLog:
 
     def _note(self, step, values):
         """Keep what was written. Returns its entry in the history."""
-        made = history.entry(step, values)
+        made = entry(step, values)
         measured = {name: value for name, value in made.items() if value is not None and name != "step"} | values
         self.latest |= {name: (step, value) for name, value in measured.items()}
         self.history.append(made)
@@ -192,7 +195,7 @@ class RunLog:
     def _go_back(self, state):
         """Return to the metrics that were known at a checkpoint."""
         self._pending = state["pending"]
-        self.history[:] = history.read(self.dir / "metrics.jsonl", state["metrics_bytes"])
+        self.history[:] = read_history(self.dir / "metrics.jsonl", state["metrics_bytes"])
 
 
 def _appending(path):
@@ -220,3 +223,141 @@ def _finite(value):
 
 
 _LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
+
+
+FOLDER = "completions"
+_NAME = re.compile(r"completions_(\d+)\.(parquet|part)")
+_TOKENS = {"token_ends", "logps", "ratios", "clipped_tokens"}  # numbers of tokens, which a table of texts leaves out
+_FIRST = ("step", "prompt", "completion")
+_OTHERS = {"group", "finish_reason", "tokens", "clipped", "rewards", "advantage"}
+
+
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
+    """Turn lines of samples.jsonl into columns."""
+    functions = dict.fromkeys(name for row in rows for name in row["rewards"])
+    extras = dict.fromkeys(name for row in rows for name in row if name not in {*_FIRST, *_OTHERS, *_TOKENS})
+    columns = {name: [row[name] for row in rows] for name in (*_FIRST, "advantage")}
+    for kind, names, values in (
+        ("reward", functions, [row["rewards"] for row in rows]),
+        ("logged", extras, rows),
+    ):
+        for name in names:
+            title = name
+            while title in columns:
+                title += f" ({kind})"
+            columns[title] = [row.get(name) for row in values]
+    return columns | {"advantage": columns.pop("advantage")}  # it comes last
+
+
+def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
+    """Write completions/completions_STEP.parquet, whole or not at all."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({name: _array(pyarrow, values) for name, values in columns.items()})
+    folder.mkdir(exist_ok=True)
+    path = folder / f"completions_{step:05d}.parquet"
+    part = path.with_suffix(".part")
+    parquet.write_table(table, part)
+    return part.replace(path)
+
+
+def _array(pyarrow, values):
+    try:
+        array = pyarrow.array(values)
+        if not _has_empty_struct(pyarrow, array.type):
+            return array
+    except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
+        pass
+    return pyarrow.array([json.dumps(value) for value in values])  # JSON escapes what UTF-8 cannot encode
+
+
+def _has_empty_struct(pyarrow, kind):
+    """Whether a type holds {}, which parquet cannot."""
+    if pyarrow.types.is_list(kind):
+        return _has_empty_struct(pyarrow, kind.value_type)
+    if not pyarrow.types.is_struct(kind):
+        return False
+    return not kind.num_fields or any(_has_empty_struct(pyarrow, kind.field(i).type) for i in range(kind.num_fields))
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """Delete the files of steps that a resumed run makes again, and those that a crash left unfinished."""
+    for path in folder.glob("completions_*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (match[2] == "part" or int(match[1]) > step):
+            path.unlink()
+
+
+def cells(columns: Mapping[str, Sequence[Any]], most: int | None) -> list[list[str]]:
+    """Lay out completions for the terminal."""
+    shown = {name: values[:most] for name, values in columns.items() if name != "step"}
+    return [list(shown), *([_cell(value) for value in row] for row in zip(*shown.values(), strict=True))]
+
+
+def _cell(value):
+    if isinstance(value, list) and all(isinstance(turn, dict) and "role" in turn for turn in value):
+        return "\n".join(f"{turn['role']}: {turn.get('content', '')}" for turn in value)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "" if value is None else str(value)
+
+
+class FollowedFolder:
+    """The folder of a run that rank 0 holds.
+
+    Attributes:
+        held: Whether rank 0 holds the folder still: it releases it when its log is closed, as all ranks close theirs.
+    """
+
+    check = RunFolder.check
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.held = path, True
+
+    def claim(self, name: str) -> Path:
+        """Return the path of something that rank 0 makes in the folder."""
+        return self.path / name
+
+    def close(self) -> None:
+        """Note that rank 0 releases the folder."""
+        self.held = False
+
+
+class FollowedLog(RunLog):
+    """A log that knows what rank 0 knows, and writes nothing."""
+
+    def __init__(self, config: TrainingConfig, path: Path, checkpoint: Path | None) -> None:
+        self.started, self.config = time.perf_counter(), config
+        self.folder, self.dir, self.checkpoint = FollowedFolder(path), path, checkpoint
+        self._pending, self.latest, self.history = [], {}, []
+        self.terminal = Terminal(silent=True)
+
+    def write(self, step: int, values: dict[str, float]) -> dict[str, Any]:
+        """Note what rank 0 writes, since a metric may decide which checkpoint is the best."""
+        return self._note(step, values)
+
+    def _append(self, name, rows):
+        """Write no lines: rank 0 does."""
+
+    def completions(self, step: int, rows: Sequence[Mapping[str, Any]], shown: int | None) -> None:
+        """Show no completions."""
+
+    def discard(self) -> None:
+        """Give up the run, as rank 0 does."""
+        self.close()
+
+    def close(self) -> None:
+        """Note that the run has ended, so that this rank refuses to go on as rank 0 does."""
+        self.folder.close()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to where the log stood at a checkpoint."""
+        self._go_back(state)
+
+
+def open_log(config: TrainingConfig, inputs: Mapping[str, Path] | None = None, ranks: Ranks = ALONE) -> RunLog:
+    """Claim the folder of a run on rank 0, and tell the other ranks of it."""
+    log = RunLog(config, inputs) if ranks.lead else None
+    where = ranks.from_lead(None if log is None else (log.dir, log.checkpoint), "the folder of the run")
+    return FollowedLog(config, *where) if log is None else log

@@ -1,10 +1,16 @@
-"""Resuming a run: finds the folder and the checkpoint to continue from, and compares the settings."""
+"""Resuming a run: the folder and the checkpoint to continue from, and whether settings and inputs are the same."""
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.config.validation import CONDITIONS, on_resume
@@ -170,3 +176,96 @@ def _earlier(before, config):
         value = before.get(field.name, field.default)
         object.__setattr__(record, field.name, tuple(value) if isinstance(value, list) else value)
     return record
+
+
+BLOCK = 4096  # numbers that are added up before they are hashed
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def refuse_differences(ranks: Ranks, **values: Any) -> None:
+    """Refuse a run whose ranks read different things. All ranks call this together."""
+    for rank, theirs in enumerate(ranks.gather(values, "what each rank reads")):
+        for name, value in values.items():
+            if theirs[name] != value:
+                raise ValueError(
+                    f"the {name.replace('_', ' ')} are others on rank {rank} than on rank {ranks.rank}; let all "
+                    "machines read the same files and rows in the same order"
+                )
+
+
+def digest_of_rows(rows: Iterable[dict]) -> str:
+    """Hash data rows with all of their columns, in their order.
+
+    The order of the columns does not count. Arrays and tensors count by their numbers. Any other object that
+    JSON cannot hold counts by its type alone, because its text may differ from one process to the next.
+    """
+    digest = hashlib.sha256()
+    for row in rows:
+        for name in sorted(row):
+            digest.update(f"{json.dumps(name)}:{_text(row[name])},".encode())
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _text(value: Any) -> str:
+    """Return a value as JSON; its type where it cannot be written, such as a list that holds itself."""
+    try:
+        return json.dumps(value, default=_plain, skipkeys=True, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__qualname__
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON holds in place of a value: numbers of an array, or the name of its type."""
+    try:
+        return value.tolist()
+    except Exception:  # no array, or one without numbers in memory, such as a sparse tensor
+        return type(value).__qualname__
+
+
+@torch.no_grad()
+def digest_of_weights(weights: dict[str, torch.Tensor]) -> str:
+    """Hash weights with their names, dtypes and shapes.
+
+    The bits of every `BLOCK` numbers are added up as integers on the device of the weights, and the sums are hashed. So
+    the result is the same on every device, and a model of many gigabytes takes seconds.
+
+    Args:
+        weights: The weights by name, floating point or integer of any shape.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in weights.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+        whole = len(bits) // BLOCK * BLOCK
+        for part in (bits[:whole].view(-1, BLOCK), bits[whole:].view(1, -1)):
+            digest.update(part.sum(1, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+_OURS = Path(__file__).resolve().parent.parent
+
+
+def inputs_of(
+    config: TrainingConfig, functions: Sequence[Callable], model: Any = None, data: Sequence[Any] = ()
+) -> dict[str, Path]:
+    """Find the files and folders that a run reads."""
+    found = {"the model": getattr(model, "name_or_path", model), "the data set": config.dataset_name}
+    found["the rows of train_file"] = getattr(config, "train_file", None)  # a setting of supervised training alone
+    for number, function in enumerate(functions, 1):
+        found[f"the file of reward function {number}"] = _source(function)
+        found[f"the model of reward function {number}"] = getattr(function, "name_or_path", None)
+    for rows in data:
+        rows = getattr(rows, "rows", rows)  # those that a `Rows` holds
+        for file in getattr(rows, "cache_files", ()):
+            found[f"file {Path(file['filename']).name} of a data set"] = file["filename"]
+    return {what: Path(path) for what, path in found.items() if path and Path(path).exists()}
+
+
+def _source(function):
+    """Return the file of a reward function that is not our own, or None where it has none, as in a notebook."""
+    while isinstance(function, partial):
+        function = function.func
+    name = getattr(function, "__module__", None) or type(function).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return None if file is None or Path(file).resolve().is_relative_to(_OURS) else file

@@ -1,42 +1,293 @@
-"""The state of a run between two steps: what a checkpoint holds besides the tokenizer, and how a run gets it back.
+"""The state of a run between two steps: what a checkpoint holds, how it is copied, written and restored.
 
     model, tokenizer     in Hugging Face format, at the top: `from_pretrained(checkpoint)` loads them
     README.md            the model card (see `card.py`)
     optimizer.pt         fp32 masters, AdamW's moments, the schedule
     rng.pt               the generators of Python, NumPy, torch and every CUDA device
-    reference.pt         what the reference has of its own: its weights where it follows the policy
+    reference.pt         the reference's own state: its weights if it follows the policy
     trainer_state.json   step, epoch, tokens, accuracies, the source's cursor, the best checkpoint, the settings, and
                          the place in metrics.jsonl and samples.jsonl with what is not yet logged
 
-Several ranks write shards/ (see `shards.py`) in place of optimizer.pt, rng.pt and reference.pt, and rank 0 the rest.
-trainer_state.json then says how many they were, and how they held the policy. Every number of ranks reads both forms.
+Several ranks write shards/ in place of optimizer.pt, rng.pt and reference.pt, and rank 0 the rest:
 
-Nothing of a rollout outlives its step, so none of it is saved.
+    .metadata, __R_N.distcp   tensors by name, as torch.distributed.checkpoint writes them; R is the rank
+    values.pt                 values that are not tensors: the schedule, the settings of AdamW (rank 0)
+    rng-R.pt                  the random generators of rank R
 
-A run is a dictionary of named parts, each with `state_dict` and `load_state_dict`; `FILES` says where each part's state
-goes, and the parts that it does not name go to trainer_state.json.
+Names do not depend on how a tensor was divided, so any number of ranks reads what any other number has written.
+
+A run is a dictionary of named parts, each with `state_dict` and `load_state_dict`. `FILES` says where each part's state
+goes; other parts go to trainer_state.json. Nothing of a rollout outlives its step, so none of it is saved.
+
+The state is copied to host memory while the GPUs go on computing:
+
+    the GPU's own stream    update of step n  ->  rollout, forward, backward of step n + 1  ->  update of step n + 1
+    the stream of copies                      +-> copies of step n's weights -----------------/
+
+The next update waits for the copies, on the GPU. The thread that writes a checkpoint waits for them before it reads.
+The host waits for them only where the rollout records a CUDA graph.
 """
 
 import json
+import logging
+import pickle
 import random
+import re
 import sys
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from fastgrpo.data.records import Stateful
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
-from fastgrpo.run.host_copies import HostCopies
-from fastgrpo.run.shards import full_disk, read_tensors, share_of, tensors_in, write_tensors
+
+# All that the list of tensors is made of: it is a pickle, which could name any function to call. Of torch's module of
+# these classes none but they may be named, since it imports others that run what they are given.
+_LISTED = re.compile(
+    r"torch\.distributed\.checkpoint\.metadata (?:Metadata|MetadataIndex|TensorStorageMetadata|ChunkStorageMetadata"
+    r"|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
+    r"|torch\.serialization _get_layout|torch (?:Size|b?float\d+|u?int\d+|bool)|pathlib(?:\._local)? PosixPath"
+)
+
+
+def share_of(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Choose what this rank writes: its parts of sharded tensors, and a share of those that every rank has whole."""
+    loads, mine = [0] * ranks.size, {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            mine[name] = tensor
+            continue
+        writer = loads.index(min(loads))
+        loads[writer] += tensor.nbytes
+        if writer == ranks.rank:
+            mine[name] = tensor
+    return mine
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    """Write the shards of all ranks, each its own."""
+    # Without copying ahead, which would make this thread wait for the GPU.
+    writer = _Writer(path, sync_files=False, per_thread_copy_ahead=0)
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    try:
+        with ranks.waiting(f"the shards of {path.parent.name.removeprefix('.tmp-')}"):
+            dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=ranks.group)
+    except dcp.api.CheckpointException as error:
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in sorted(error.failures.items())]
+        raise ValueError("; ".join(failures)) from error
+
+
+def tensors_in(path: Path) -> set[str]:
+    """Read which tensors the shards of a checkpoint hold."""
+    return set(_Reader(path).read_metadata().state_dict_metadata)
+
+
+def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors in place from the shards of a checkpoint. No rank waits for another one.
+
+    Raises:
+        ValueError: A tensor is not there or has another shape, or a file is missing or cannot be read.
+    """
+    planner = _Planner(flatten_state_dict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is exchanged, which is intended
+        try:
+            dcp.load(dict(tensors), storage_reader=_Reader(path), planner=planner, no_dist=True)
+        except dcp.api.CheckpointException as error:
+            ((failure, _),) = error.failures.values()
+            raise ValueError(f"{path} cannot be read: {type(failure).__name__}: {failure!s:.300}") from failure
+
+
+def full_disk(error: BaseException) -> BaseException:
+    """Return the OSError behind an error of torch's, such as that of a full disk, which torch.save hides."""
+    causes = [error]
+    while causes[-1].__context__ is not None:
+        causes.append(causes[-1].__context__)
+    return next((cause for cause in causes if isinstance(cause, OSError)), error)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes the files of this rank. Its errors can be sent to other ranks, which their causes would not survive."""
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = full_disk(error)
+            kept = cause if isinstance(cause, OSError) else RuntimeError(str(error))
+            raise kept from None
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads tensors alone. All else torch would unpickle, which calls whatever a forged file names."""
+
+    def load_bytes(self, read_item, value):
+        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the list of tensors without calling what a forged one names."""
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        file = self.path / ".metadata"
+        try:
+            with open(file, "rb") as stream:
+                metadata = _Unpickler(stream).load()
+            for name, listed in metadata.state_dict_metadata.items():
+                if type(listed) is not TensorStorageMetadata:
+                    raise ValueError(f"{name} is no tensor")
+            metadata.storage_meta = StorageMeta(load_id=self.load_id)
+            return metadata
+        except Exception as error:  # what a damaged file makes of the unpickler is of any type
+            raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        if not _LISTED.fullmatch(f"{module} {name}"):
+            raise ValueError(f"it names {module}.{name}, which no list of tensors does")
+        return super().find_class(module, name)
+
+
+logger = logging.getLogger(__name__)
+
+
+class HostCopies:
+    """Makes the copies, one set of them at a time, and orders them before the update that follows.
+
+    Copies of tensors on a GPU go into pinned memory, which is kept for the next set: to pin memory takes long, and what
+    nobody holds is unpinned whenever torch records a CUDA graph. Other tensors are copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._streams = {}  # GPU -> the stream of its copies
+        self._copied = {}  # GPU -> the event after the last copy of this set
+        self._sources = []  # what is copied: its memory must not be given to others before
+        self._free = defaultdict(list)  # dtype, shape and strides -> host memory that no set uses
+        self._used = []  # the same of this set: pairs of key and memory
+        self._pageable = 0  # bytes of new memory of this set that is not pinned
+        self._obstacle = None  # why no more memory can be pinned
+
+    def take(self, tree: Any) -> Any:
+        """Copy every tensor of nested dicts and lists. One that occurs twice (tied weights) is copied once.
+
+        The copies of tensors on a GPU are complete after `wait`. The set before must be complete. It stays as it is
+        unless it has been released. Of a sharded tensor the part of this rank is copied, and the copy is sharded alike.
+        """
+        copies, started, could_pin = {}, set(), self._obstacle is None
+        self._used, self._pageable = [], 0  # memory that is not released belongs to whoever reads it
+
+        def copied(tensor):
+            if isinstance(tensor, DTensor):
+                return _like(tensor, copied(tensor.to_local()))
+            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if key not in copies:
+                copies[key] = self._copy(tensor.detach(), started)
+            return copies[key]
+
+        tree = _map(copied, tree)
+        self._copied = {device: self._streams[device].record_event() for device in started}
+        if could_pin and self._obstacle is not None:
+            size = self._pageable >> 20
+            logger.warning("%d MiB cannot be pinned, so checkpoints make the GPU wait (%s)", size, self._obstacle)
+        return tree
+
+    def _copy(self, tensor, started):
+        """Copy a tensor. `started` holds the GPUs whose stream of copies has waited for the work before the set."""
+        device = tensor.device
+        if not on_gpu(tensor):
+            return tensor.to("cpu", copy=True)
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        if device not in started:
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+            started.add(device)
+        self._sources.append(tensor)
+        memory = self._memory(tensor)
+        with torch.cuda.stream(self._streams[device]):
+            return memory.copy_(tensor, non_blocking=True)
+
+    def _memory(self, tensor):
+        """Return host memory for a copy: free one of the same form, or new one, pinned as long as that works."""
+        key = (tensor.dtype, tensor.shape, tensor.stride())
+        memory = self._free[key].pop() if self._free[key] else None
+        if memory is None and self._obstacle is None:
+            try:
+                memory = pinned_like(tensor)
+            except RuntimeError as error:
+                self._obstacle = str(error).partition("\n")[0]
+        if memory is None:
+            memory = torch.empty_like(tensor, device="cpu")
+            self._pageable += tensor.nbytes
+        self._used.append((key, memory))
+        return memory
+
+    def before_update(self, *_: Any) -> None:
+        """Let each GPU finish the copies before what it is told to do from now on. The host does not wait."""
+        for device, event in self._copied.items():
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self) -> None:
+        """Wait, on the host, until the copies are complete. Any thread may call it."""
+        for event in self._copied.values():
+            event.synchronize()
+        self._sources.clear()
+
+    def release(self) -> None:
+        """Let the next set have the memory of this one, which is complete and read no more.
+
+        Memory that this set had no use for is freed.
+        """
+        self._free.clear()
+        for key, memory in self._used:
+            self._free[key].append(memory)
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor lies on a GPU."""
+    return tensor.device.type == "cuda"
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Allocate pinned memory for a copy.
+
+    Returns:
+        A tensor of its shape, dtype and strides on the host, with arbitrary values.
+    """
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def _like(sharded, local):
+    """Make a sharded tensor of a part on the host. DTensor.from_local would move the part to the GPUs of the mesh."""
+    names, context = sharded.__tensor_flatten__()
+    inner = {name: getattr(sharded, name) for name in names} | {"_local_tensor": local}
+    return DTensor.__tensor_unflatten__(inner, context, sharded.size(), sharded.stride()).detach()
+
+
+def _map(function, tree):
+    """Apply a function to every tensor of nested dicts and lists."""
+    if isinstance(tree, torch.Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {name: _map(function, value) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_map(function, value) for value in tree)
+    return tree
+
 
 # The generators come after these, because nothing may draw from them after they are restored.
 FILES = {"optimizer.pt": ("optimizer", "schedule"), "reference.pt": ("reference",), "rng.pt": ("rng",)}
@@ -91,7 +342,7 @@ class Snapshot:
         """Write all but the shards of the tensors: rank 0 the files of the run, each rank those of its own."""
         self.copies.wait()
         if self.ranks.lead:
-            logging.disable_progress_bar()  # transformers' bar would break up the run's own
+            transformers_logging.disable_progress_bar()  # transformers' bar would break up the run's own
             save_model(path, self.model, self.tokenizer, self.weights, self.card)
             (path / STATE).write_text(self.state + "\n")
         for file, state in self.files.items():

@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from fastgrpo.config.settings import TrainingConfig
-from fastgrpo.run import history
 from fastgrpo.run.checkpoint import step_of
 from fastgrpo.run.folder import RunFolder
+from fastgrpo.run.metrics import entry
 
 KNOWN = "trackers.json"
 STEP = "train/global_step"  # the axis of every metric, as transformers' trainers have it
@@ -29,7 +29,7 @@ STEP = "train/global_step"  # the axis of every metric, as transformers' trainer
 
 def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
     """Name metrics as transformers' trainers do for trackers."""
-    measured = history.entry(step, values)
+    measured = entry(step, values)
     measured.pop("step")
     found = {}
     for name, value in measured.items():

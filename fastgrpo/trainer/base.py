@@ -23,15 +23,12 @@ from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.curves import Panel
-from fastgrpo.run.digest import digest_of_rows, refuse_differences
-from fastgrpo.run.history import Summary
-from fastgrpo.run.host_copies import HostCopies
-from fastgrpo.run.inputs import inputs_of
 from fastgrpo.run.log import RunLog
+from fastgrpo.run.metrics import Summary
 from fastgrpo.run.profiling import StageTimer, needed_steps, peak_flops
-from fastgrpo.run.resume import may_go_on, set_aside
+from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside
 from fastgrpo.run.signals import StopSignals
-from fastgrpo.run.snapshot import GlobalRNG, Snapshot, restore
+from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
 from fastgrpo.trainer.collect import rates

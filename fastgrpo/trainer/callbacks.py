@@ -18,7 +18,7 @@ from transformers.trainer_utils import IntervalStrategy
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data.records import TrainerState
 from fastgrpo.ranks import Ranks
-from fastgrpo.run.history import evaluated
+from fastgrpo.run.metrics import evaluated
 
 logger = logging.getLogger(__name__)
 

@@ -47,8 +47,8 @@ from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
 from fastgrpo.rewards.values import SAMPLE_COLUMNS
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.digest import digest_of_rows
 from fastgrpo.run.profiling import StageTimer
+from fastgrpo.run.resume import digest_of_rows
 
 # The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
 # 2**32, the multiples of the golden ratio stay far from one another, and so from the seeds of the next steps.

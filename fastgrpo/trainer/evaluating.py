@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from fastgrpo.evaluation.heldout import evaluate
-from fastgrpo.run.history import evaluated
+from fastgrpo.run.metrics import evaluated
 from fastgrpo.trainer.held_out import prefixes, read_held_out, renamed
 
 

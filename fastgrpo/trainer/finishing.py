@@ -6,7 +6,7 @@ from fastgrpo.policy.lora import merged
 from fastgrpo.run.card import model_card
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import conclude
-from fastgrpo.run.history import Summary, last_training, mean_loss
+from fastgrpo.run.metrics import Summary, last_training, mean_loss
 from fastgrpo.run.profiling import peak_gib
 
 

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 
-from fastgrpo.run.checkpointer import Checkpointer
+from fastgrpo.run.checkpoint import Checkpointer
 from fastgrpo.run.curves import table
-from fastgrpo.run.followed import open_log
 from fastgrpo.run.health import Watch
+from fastgrpo.run.log import open_log
 from fastgrpo.run.profiling import Profiler
 from fastgrpo.trainer.callbacks import Arguments
 

@@ -17,8 +17,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.run.digest import digest_of_weights, refuse_differences
 from fastgrpo.run.kept_memory import keep_freed_memory
+from fastgrpo.run.resume import digest_of_weights, refuse_differences
 from fastgrpo.trainer.memory import Plan, choose_parallel, plan_run
 
 if TYPE_CHECKING:  # an extra

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from fastgrpo.run import checkpoint, folder
 from fastgrpo.run.checkpoint import checkpoints, prune, save_model, step_of, verify, write_checkpoint
 from fastgrpo.run.folder import RunFolder, contents, made_in
-from fastgrpo.run.host_copies import HostCopies
+from fastgrpo.run.snapshot import HostCopies
 
 
 def two_files(path):

@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.run.checkpoint import checkpoints, verify
-from fastgrpo.run.checkpointer import Checkpointer
+from fastgrpo.run.checkpoint import Checkpointer, checkpoints, verify
 from fastgrpo.run.log import RunLog
 
 

@@ -4,7 +4,7 @@ import json
 
 import pandas
 
-from fastgrpo.run.completions import cells, columns_of, forget_after, write_parquet
+from fastgrpo.run.log import cells, columns_of, forget_after, write_parquet
 
 LINE = {
     "step": 5, "group": 0, "prompt": "1+1=", "completion": "2", "rewards": {"right": 1.0}, "advantage": 0.5,

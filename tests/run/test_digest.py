@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastgrpo.ranks import Ranks
-from fastgrpo.run.digest import digest_of_rows, digest_of_weights, refuse_differences
+from fastgrpo.run.resume import digest_of_rows, digest_of_weights, refuse_differences
 
 ROWS = [{"prompt": "ab", "answer": 1}, {"prompt": "cd", "answer": 2}]
 

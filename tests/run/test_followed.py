@@ -6,8 +6,7 @@ import pytest
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.run.followed import FollowedLog, open_log
-from fastgrpo.run.log import RunLog
+from fastgrpo.run.log import FollowedLog, RunLog, open_log
 
 
 class Told(Ranks):

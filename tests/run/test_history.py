@@ -2,7 +2,7 @@
 
 import math
 
-from fastgrpo.run.history import Summary, entry, evaluated, last_training, mean_loss, read
+from fastgrpo.run.metrics import Summary, entry, evaluated, last_training, mean_loss, read_history
 
 
 def test_what_was_sampled_goes_by_trls_names_before_what_was_greedy():
@@ -26,8 +26,8 @@ def test_only_what_the_checkpoint_knows_is_read_back(tmp_path):
     path = tmp_path / "metrics.jsonl"
     known = '{"step": 1, "loss": 2.0}\nspoilt\n{"step": 3, "eval/reward": null}\n'
     path.write_text(known + '{"step": 4, "loss": 9.0}\n')
-    assert read(path, len(known)) == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
-    assert read(tmp_path / "nothing", 10) == []
+    assert read_history(path, len(known)) == [{"loss": 2.0, "step": 1}, {"eval_reward": None, "step": 3}]
+    assert read_history(tmp_path / "nothing", 10) == []
 
 
 def test_the_mean_loss_weighs_a_line_by_its_steps():

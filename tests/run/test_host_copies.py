@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.model import Policy
-from fastgrpo.run import host_copies
-from fastgrpo.run.host_copies import HostCopies
-from fastgrpo.run.snapshot import Snapshot
+from fastgrpo.run import snapshot
+from fastgrpo.run.snapshot import HostCopies, Snapshot
 
 
 def test_copies_are_the_runs_no_more():
@@ -107,8 +106,8 @@ class Event:
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(host_copies, "on_gpu", lambda tensor: True)
-    monkeypatch.setattr(host_copies, "pinned_like", device.host_tensor)
+    monkeypatch.setattr(snapshot, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(snapshot, "pinned_like", device.host_tensor)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: device.side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.main)
     monkeypatch.setattr(torch.cuda, "stream", device.stream)
@@ -221,7 +220,7 @@ def test_where_nothing_can_be_pinned_the_copies_are_made_all_the_same(device, mo
             raise RuntimeError("CUDA error: out of memory\nmore of it")
         return torch.empty_like(tensor)
 
-    monkeypatch.setattr(host_copies, "pinned_like", refuse)
+    monkeypatch.setattr(snapshot, "pinned_like", refuse)
     weights, copies = [torch.full((1 << 18,), float(value)) for value in range(4)], HostCopies()
     for _ in range(3):
         taken = copies.take(weights)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.rows import Rows
 from fastgrpo.rewards.gsm8k import correctness
-from fastgrpo.run.inputs import inputs_of
+from fastgrpo.run.resume import inputs_of
 
 
 def test_models_data_and_reward_files(tmp_path, monkeypatch):

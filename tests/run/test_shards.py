@@ -22,13 +22,11 @@ from toy_parts import about, addresses, differences, draws, make_parts, settings
 from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, apart
-from fastgrpo.run import shards
+from fastgrpo.run import snapshot
 from fastgrpo.run.checkpoint import MANIFEST, verify, write_checkpoint
-from fastgrpo.run.followed import open_log
-from fastgrpo.run.host_copies import HostCopies
+from fastgrpo.run.log import open_log
 from fastgrpo.run.resume import newest_good
-from fastgrpo.run.shards import read_tensors, share_of, tensors_in
-from fastgrpo.run.snapshot import Snapshot, restore
+from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore, share_of, tensors_in
 
 WRITERS = ("one", "ddp-2", "fsdp2-2", "ddp-4", "fsdp2-4")
 PAIRS = [(name, writer) for name in DTYPES for writer in WRITERS if name == "bf16" or not writer.endswith("2")]
@@ -240,7 +238,7 @@ def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tm
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save({"weights": Forged()}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner, no_dist=True)
     if listed:
-        monkeypatch.setattr(shards._Reader, "read_metadata", dcp.FileSystemReader.read_metadata)
+        monkeypatch.setattr(snapshot._Reader, "read_metadata", dcp.FileSystemReader.read_metadata)
     with pytest.raises(ValueError, match="weights is no tensor" if listed else "it names .*BytesStorageMetadata"):
         read_tensors(tmp_path, {"weights": torch.zeros(1)})
     assert capsys.readouterr().out == ""

@@ -15,7 +15,7 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.config.command import quiet_libraries
 from fastgrpo.config.settings import SFTConfig
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.run.digest import digest_of_weights
+from fastgrpo.run.resume import digest_of_weights
 from fastgrpo.trainer import SFTTrainer
 
 EVAL_ROWS = [{"prompt": text} for text in ("x", "yz", "1+2=")]

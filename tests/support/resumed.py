@@ -12,7 +12,7 @@ import torch
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.run.checkpoint import MANIFEST, SHARDS, checkpoints
-from fastgrpo.run.shards import _Reader, read_tensors
+from fastgrpo.run.snapshot import _Reader, read_tensors
 
 
 def noisy(completions, log_metric, **columns):

@@ -21,12 +21,10 @@ from toy_parts import about, addresses, differences, draws, make_parts, settings
 from transformers import set_seed
 
 from fastgrpo.ranks import RankLost, Ranks, apart, join, together
-from fastgrpo.run import checkpoint, shards, snapshot
-from fastgrpo.run.checkpoint import checkpoints, write_checkpoint
-from fastgrpo.run.checkpointer import Checkpointer
-from fastgrpo.run.followed import open_log
-from fastgrpo.run.host_copies import HostCopies
-from fastgrpo.run.snapshot import Snapshot, restore
+from fastgrpo.run import checkpoint, snapshot
+from fastgrpo.run.checkpoint import Checkpointer, checkpoints, write_checkpoint
+from fastgrpo.run.log import open_log
+from fastgrpo.run.snapshot import HostCopies, Snapshot, read_tensors, restore
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -105,7 +103,7 @@ def go_on_or_not(folder, ranks, mesh):
         for refused in ("data", "shards", None):
             mine, what = about(dtype), refused if ranks.rank == 2 else None
             mine["rows"] += what == "data"
-            snapshot.read_tensors = unreadable if what == "shards" else shards.read_tensors
+            snapshot.read_tensors = unreadable if what == "shards" else read_tensors
             try:
                 restore(parts, path, mine, lambda line: None, ranks)
                 error = None

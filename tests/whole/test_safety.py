@@ -20,7 +20,7 @@ OS = {"system", "popen", "execl", "execle", "execlp", "execv", "execve", "execvp
 YAML = {"load", "load_all", "unsafe_load", "full_load"}
 ALLOWED = {
     # Its unpickler takes classes of a list alone; tests/run/test_shards.py forges what it must not run.
-    "fastgrpo/run/shards.py": ["import pickle"],
+    "fastgrpo/run/snapshot.py": ["import pickle"],
     # What the trainer and the processes that it starts send each other, over pipes that nobody else can open.
     "fastgrpo/rewards/pool.py": ["import pickle"],
     # This is what a jail runs. The attacks of tests/rewards/test_sandbox_attacks.py show what it cannot reach.
