@@ -161,10 +161,10 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
     exact = FrozenCopy(trainer.policy)
     measure = reference.measure
 
-    def keep(scored, scoring):
+    def keep(scored, *how):
         nonlocal samples
         samples = samples or scored
-        return measure(scored, scoring)
+        return measure(scored, *how)
 
     reference.measure = keep
     trainer.train()
@@ -177,7 +177,8 @@ def test_the_error_of_quantization_is_logged_once(quantization, tmp_path):
 
 
 def test_the_error_is_measured_with_the_full_kl_too(quantization, tmp_path):
-    trainer = make_trainer(tmp_path, beta=0.1, kl="full", ref_quantization=quantization)
+    model = wide(vocab_size=258)
+    trainer = make_trainer(tmp_path, model=model, beta=0.1, kl="full", ref_quantization=quantization)
     trainer.train()
     rows = lines(tmp_path / "run" / "metrics.jsonl")
     assert rows[0]["ref/kl_error"] > 0 and rows[0]["kl"] > 0 and "ref/kl_error" not in rows[1]
