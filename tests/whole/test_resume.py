@@ -95,24 +95,6 @@ def rounded(model, name, device):
     return model.to(device)
 
 
-def test_a_checkpoint_of_an_older_version_goes_on(tmp_path, monkeypatch):
-    """Older ones have `reference_measured` in trainer_state.json, and reference.pt only where the reference moves."""
-    monkeypatch.setattr("fastgrpo.policy.reference.quantize", rounded)
-    for name, settings in (("quantized", {"ref_quantization": "int8"}), ("moving", MOVING), ("plain", {})):
-        make_trainer(tmp_path, f"{name}-whole", **settings).train()
-        with pytest.raises(SystemExit):
-            make_trainer(tmp_path, name, signalled(5, signal.SIGTERM), **settings).train()
-        path = tmp_path / name / "checkpoint-5"
-        state = json.loads((path / "trainer_state.json").read_text()) | {"reference_measured": True}
-        del state["config"]["importance_sampling_mode"]  # settings that are newer than the checkpoint
-        (path / "trainer_state.json").write_text(json.dumps(state))
-        if name == "quantized":
-            (path / "reference.pt").unlink()
-        write_manifest(path)
-        make_trainer(tmp_path, name, seed=1, resume_from_checkpoint="auto", **settings).train()
-        assert_same_run(tmp_path / name, tmp_path / f"{name}-whole")
-
-
 def test_a_part_that_is_missing_is_named(tmp_path):
     """A checkpoint whose manifest was made anew without a file: the run must not go on without that state."""
     with pytest.raises(SystemExit):
