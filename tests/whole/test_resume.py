@@ -1,6 +1,5 @@
 """A run that was stopped, killed or damaged goes on and is, to the last bit, the run that was not."""
 
-import json
 import signal
 
 import pytest
