@@ -6,7 +6,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from fastgrpo import GRPOConfig, SFTConfig
+from fastgrpo import SFTConfig
+from fastgrpo.config.settings import TrainConfig
 from fastgrpo.data.records import TrainerState
 from fastgrpo.run.card import model_card, on_hub
 
@@ -14,8 +15,8 @@ STATE = TrainerState(50, 200, 0.25, 64, 123456, 50, 0.31, 0.445)
 SETTINGS = {"task": "gsm8k", "beta": 0.04, "learning_rate": 3e-6, "output_dir": "runs/mine", "logging_steps": 1}
 
 
-def card(config=GRPOConfig, state=STATE, adapters=False, base="Qwen/Qwen2.5-0.5B", inputs=None, **settings):
-    args = config(**{**SETTINGS, **settings} if config is GRPOConfig else settings)
+def card(config=TrainConfig, state=STATE, adapters=False, base="Qwen/Qwen2.5-0.5B", inputs=None, **settings):
+    args = config(**{**SETTINGS, **settings} if config is TrainConfig else settings)
     known = {"name": "sums-1", "base": base, "rows": 7473, "rewards": ("correctness", "format_reward")}
     return model_card(args, state, adapters=adapters, inputs=inputs or {}, **known)
 
