@@ -90,7 +90,7 @@ def training_pass(policy: Policy, samples: list[Sample], share_prompt: bool) -> 
         The tokens that went through the model.
     """
     weight, bias, _ = policy.head
-    count, tokens = sum(len(sample.completion_ids) for sample in samples), 0
+    count, tokens = sum(len(sample.ids) for sample in samples), 0
     for indices in micro_batches(samples, MAX_TOKENS, share_prompt):
         batch = Batch.pack([samples[i] for i in indices], DEVICE, share_prompt)
         out = linear_grpo_loss(

@@ -12,7 +12,6 @@ import dataclasses
 import sys
 from typing import Annotated
 
-import torch
 from pydantic import Field
 
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
@@ -26,8 +25,8 @@ from fastgrpo.config.sections import (
     PromptConfig,
 )
 from fastgrpo.config.settings import Settings
-from fastgrpo.data.prompts import shortened, to_completion
-from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.data.prompts import shortened, with_text
+from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import complete
 from fastgrpo.evaluation.reward_check import Finding, check_reward
@@ -98,7 +97,7 @@ def check(argv: list[str]) -> int:
             print(f"warning: {finding.name}: {warning}")
         warnings += len(finding.warnings)
     drawn = [completion for group in groups for completion in group]
-    cut = sum(completion.rollout.truncated for completion in drawn) / len(drawn)
+    cut = sum(completion.truncated for completion in drawn) / len(drawn)
     if cut > TRUNCATED:
         print(
             f"warning: {cut:.0%} of the completions are truncated at --max_completion_length "
@@ -123,13 +122,12 @@ def _given(row):
     if not isinstance(given, list) or not given:
         raise ValueError("the row has no column 'completion' (a completion, or a list of them); --model DIR draws them")
     columns = {name: value for name, value in _without(row).items() if name != "prompt"}
-    prompt = Prompt([], row["prompt"], columns)
     group = []
     for content in given:
         if isinstance(content, str) and not isinstance(row["prompt"], str):
             content = [{"role": "assistant", "content": content}]
         ids = list(completion_text(content).encode())
-        group.append(Completion(prompt, Rollout(ids, torch.zeros(len(ids)), "stop"), content))
+        group.append(Sample([], ids, prompt=row["prompt"], columns=columns, content=content))
     return group
 
 
@@ -151,7 +149,7 @@ def _draw(rows, tokenizer, config):
         stop_token_ids=stop_token_ids(policy, tokenizer),
     )  # fmt: skip
     drawn = complete(make_backend(policy, config), prompts, sampling, config.num_generations)
-    return [[to_completion(prompts[i], rollout, tokenizer) for rollout in drawn[i]] for i in sorted(drawn)]
+    return [[with_text(rollout, prompts[i], tokenizer) for rollout in drawn[i]] for i in sorted(drawn)]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command, whole_file
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import DistillConfig, SelectionConfig
-from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.evaluation.heldout import complete, full_mark
 from fastgrpo.policy.fit import prompts_of
@@ -117,8 +117,8 @@ def repetition(ids: Sequence[int], length: int) -> float:
 
 
 def select(
-    completions: Sequence[Completion], rewards: Rewards, config: SelectionConfig
-) -> tuple[list[tuple[Completion, float]], Counter]:
+    completions: Sequence[Sample], rewards: Rewards, config: SelectionConfig
+) -> tuple[list[tuple[Sample, float]], Counter]:
     """Keep the completions that are worth learning from, at most max_per_prompt of each prompt.
 
     Kept are those that the first reward function calls right, that have text and the full mark of every function named
@@ -133,7 +133,7 @@ def select(
     ]
     dropped, kept, seen = Counter(), {}, set()
     for completion, total in zip(completions, totals, strict=True):
-        prompt = json.dumps(completion.prompt.prompt)
+        prompt = json.dumps(completion.prompt)
         key = (prompt, json.dumps(completion.content))
         reason = _reason(completion, forms, config)
         if reason is None and key in seen:
@@ -160,9 +160,9 @@ def _reason(completion, forms: list[tuple[str, Callable]], config):
         return "empty"
     if not all(reached(completion.rewards[name]) for name, reached in forms):
         return "malformed"
-    if completion.rollout.truncated:
+    if completion.truncated:
         return "truncated"
-    if repetition(completion.rollout.ids, config.repetition_n_grams) > config.max_repetition:
+    if repetition(completion.ids, config.repetition_n_grams) > config.max_repetition:
         return "repetitive"
     return None
 
@@ -170,7 +170,7 @@ def _reason(completion, forms: list[tuple[str, Callable]], config):
 def _line(completion, reward):
     """Write a kept completion as a line of JSON, in the form that supervised training reads."""
     rewards = {name: None if math.isnan(value) else value for name, value in completion.rewards.items()}
-    row = {"prompt": completion.prompt.prompt, "completion": completion.content, "reward": reward, "rewards": rewards}
+    row = {"prompt": completion.prompt, "completion": completion.content, "reward": reward, "rewards": rewards}
     return json.dumps(row, ensure_ascii=False) + "\n"
 
 

@@ -6,29 +6,13 @@ draws it after the prompt, and ends with a token at which rollouts stop.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from reprlib import repr as brief
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.data.prompts import check_text, shortened, to_prompt
-
-
-@dataclass(frozen=True)
-class Example:
-    """A prompt and the completion that is learned after it.
-
-    Attributes:
-        prompt_ids: Token ids of the prompt, at least one.
-        completion_ids: Token ids of the completion, with the token that ends it.
-    """
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
+from fastgrpo.data.records import Sample
 
 
 def is_example(row: dict) -> bool:
@@ -41,7 +25,7 @@ def to_examples(
     tokenizer: PreTrainedTokenizerBase,
     stops: Sequence[int] = (),
     template_kwargs: Mapping[str, Any] | None = None,
-) -> list[Example]:
+) -> list[Sample]:
     """Tokenize a row for supervised training."""
     if not isinstance(row, Mapping):
         raise ValueError(f"a row must be a dict with a prompt and a completion, got {brief(row)}")
@@ -95,8 +79,9 @@ def _example(prompt, completion, tokenizer, stops, template_kwargs):
     stops = [*stops] or [tokenizer.eos_token_id]
     ends = [] if plain else [i for i, token in enumerate(learned) if token in stops]
     if ends:
-        return Example(ids, learned[: ends[-1] + 1])  # templates write a line break behind the end
-    return Example(ids, [*learned, stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id])
+        return Sample(ids, learned[: ends[-1] + 1], advantage=1.0)  # templates write a line break behind the end
+    end = stops[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return Sample(ids, [*learned, end], advantage=1.0)
 
 
 def _answer(before, message, tokenizer, template_kwargs):

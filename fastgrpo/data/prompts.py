@@ -3,6 +3,7 @@
 A row is a dict with a `prompt` (a string, or a list of messages) and any columns that the rewards need.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from copy import deepcopy
@@ -11,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt, Sample
 
 # What reward functions get from the trainer by name. Every other name may be that of a column.
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "log_steps")
@@ -131,8 +132,8 @@ def shortened(text: str | list, limit: int = 60) -> str:
     return shown if len(shown) <= limit else shown[:limit] + "...'"
 
 
-def to_completion(prompt: Prompt, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Completion:
-    """Decode what was drawn for a prompt."""
-    text = tokenizer.decode(rollout.ids, skip_special_tokens=True)
+def with_text(sample: Sample, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Add the text of a drawn sample, and what reward functions see of its prompt."""
+    text = tokenizer.decode(sample.ids, skip_special_tokens=True)
     content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
-    return Completion(prompt, rollout, content)
+    return dataclasses.replace(sample, prompt=prompt.prompt, columns=prompt.columns, content=content)

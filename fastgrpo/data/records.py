@@ -1,11 +1,9 @@
-"""The records that cross stages: `Prompt` -> `Rollout` -> `Completion` -> `Sample`.
+"""The records that cross stages: a `Prompt`, and the `Sample`s that are drawn for it.
 
-Each stage makes a new record from the one before it, by `dataclasses.replace` where it only adds to it, and changes no
-record in place. So a field either has its value from the start, or a default that means "not known yet".
+A stage adds its results to a sample by `dataclasses.replace`, and changes no record in place.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,21 +36,62 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """What a rollout backend drew for one completion.
+class Sample:
+    """One completion of a prompt, from the draw to its line in samples.jsonl. Per-token tensors are [T], T = len(ids).
+
+    The rollout gives ids, log-probs and finish_reason; judging adds text and rewards, then advantages are added; an
+    update adds the rest for the samples that it trains on.
 
     Attributes:
-        ids: [T] token ids, the stop token included.
-        logps: [T] fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
+        prompt_ids: Token ids of the prompt.
+        ids: [T] token ids of the completion, the stop token included.
+        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean.
+        logps: fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
+        sampler_logps: fp32 log-probs under the distribution that was drawn from, which filters and penalties change.
         finish_reason: "stop" where a stop token ended it, "length" where it reached its limit.
-        kept: [T] fp32, the probability that top-k, top-p or min-p left at each draw; with a repetition penalty, the
-            policy's probability of the token divided by the one that it was drawn with. None where neither was on.
+        prompt: What reward functions see of the prompt: a string, or a list of messages.
+        columns: The other columns of the prompt's data row, which reward functions get by name.
+        content: What reward functions see: a string, or a list with one message where the prompt is a list.
+        rewards: The verdict of each reward function by name; NaN where a function gave none.
+        extras: Further columns of samples.jsonl, as reward functions logged them.
+        steps: The step rewards of each function that logged some, by its name: pairs of the end of a step (the number
+            of tokens up to there) and the step's reward.
+        token_advantages: fp32 factor of each token, where step rewards made them; None where all have `advantage`.
+        masked: Whether its tokens are left out of the loss.
+        weights: fp32 weight w_n of each token over the whole update.
+        old_logps: fp32 log-probs under the policy that drew it; None on the first update of a rollout, whose ratio is 1.
+        ref_logps: fp32 log-probs under the reference; None without one.
+        counted: 1 for the tokens whose surrogate counts and 0 for the others; None where all of them count.
+        entropy_weights: fp32 weight e_n of each token in the entropy bonus; None where it is that of the objective.
+        ratios: fp32 ratio of each token's probability to that by which it was drawn, as the last update saw it; None
+            where its tokens had none, as in the first update of a rollout.
+        clipped: bool, the tokens whose ratio the last update clipped; None where there are no ratios.
     """
 
+    prompt_ids: list[int]
     ids: list[int]
-    logps: torch.Tensor
-    finish_reason: str
-    kept: torch.Tensor | None = None
+    advantage: float = 0.0
+    logps: torch.Tensor | None = None
+    sampler_logps: torch.Tensor | None = None
+    finish_reason: str = "stop"
+    prompt: str | list[dict] = ""
+    columns: dict[str, Any] = field(default_factory=dict)
+    content: str | list[dict] = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    steps: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
+    token_advantages: torch.Tensor | None = None
+    masked: bool = False
+    weights: torch.Tensor | None = None
+    old_logps: torch.Tensor | None = None
+    ref_logps: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
+    entropy_weights: torch.Tensor | None = None
+    ratios: torch.Tensor | None = None
+    clipped: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
 
     @property
     def truncated(self) -> bool:
@@ -60,124 +99,9 @@ class Rollout:
         return self.finish_reason == "length"
 
     @property
-    def sampler_logps(self) -> torch.Tensor:
-        """[T] fp32 log-probs under the distribution that was drawn from: log q = log p - log kept."""
-        return self.logps if self.kept is None else self.logps - self.kept.log()
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One drawn answer, from the draw to its line in samples.jsonl.
-
-    Attributes:
-        prompt: The prompt that it answers.
-        rollout: Its tokens and how they were drawn.
-        content: What reward functions see: a string, or a list with one message where the prompt is a list.
-        rewards: The verdict of each reward function by name; NaN where a function gave none.
-        extras: Further columns of samples.jsonl, as reward functions logged them.
-        steps: The step rewards of each function that logged some, by its name: pairs of the end of a step (the number
-            of tokens up to there) and the step's reward.
-        advantage: Its advantage, which compares its reward with those of the completions it is trained with; where its
-            tokens have advantages of their own, their mean.
-        token_advantages: [T] fp32 advantages of its tokens, where step rewards made them; else None.
-        masked: Whether its tokens are left out of the loss.
-        ratios: [T] the ratio of each token's probability to that by which it was drawn, as the last update saw it; None
-            where its tokens had none, as in the first update of a rollout.
-        clipped: The indices of the tokens whose ratio the last update clipped.
-    """
-
-    prompt: Prompt
-    rollout: Rollout
-    content: str | list[dict]
-    rewards: dict[str, float] = field(default_factory=dict)
-    extras: dict[str, Any] = field(default_factory=dict)
-    steps: dict[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
-    advantage: float = 0.0
-    token_advantages: torch.Tensor | None = None
-    masked: bool = False
-    ratios: list[float] | None = None
-    clipped: Sequence[int] = ()
-
-    def __len__(self) -> int:
-        return len(self.prompt.ids) + len(self.rollout.ids)
-
-    @property
     def informative(self) -> bool:
         """Whether it, or one of its tokens, has an advantage that is not 0."""
-        return _any_advantage(self)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion on its way through an update. Per-token tensors are [T] fp32, T = len(completion_ids).
-
-    Attributes:
-        prompt_ids: Token ids of the prompt.
-        completion_ids: [T] token ids of the completion.
-        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean.
-        rollout_logps: The policy's log-probs as the rollout measured them, which the trainer's are compared with.
-        sampler_logps: Log-probs of the distribution that was drawn from, where the loss corrects for it; else None.
-        weights: The weight w_n of each token over the whole update; None until the update is known.
-        old_logps: Log-probs under the policy that drew it; None on the first update of a rollout, whose ratio is 1.
-        ref_logps: Log-probs under the reference; None without one.
-        counted: 1 for the tokens whose surrogate counts and 0 for the others; None where all of them count.
-        entropy_weights: The weight e_n of each token in the entropy bonus; None where it is that of the objective.
-        masked: Whether its tokens are left out of the loss.
-        ratios: [T] the ratio of each token's probability to that by which it was drawn, as the last update saw it; None
-            where its tokens had none, as in the first update of a rollout.
-        clipped: [T] bool, the tokens whose ratio the last update clipped; None where there are no ratios.
-        index: The index of its completion among those that the step drew; None for a sample of no completion.
-        token_advantages: The factor of each token; None where all of them have `advantage`.
-    """
-
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    advantage: float
-    rollout_logps: torch.Tensor | None = None
-    sampler_logps: torch.Tensor | None = None
-    weights: torch.Tensor | None = None
-    old_logps: torch.Tensor | None = None
-    ref_logps: torch.Tensor | None = None
-    counted: torch.Tensor | None = None
-    entropy_weights: torch.Tensor | None = None
-    masked: bool = False
-    ratios: torch.Tensor | None = None
-    clipped: torch.Tensor | None = None
-    index: int | None = None
-    token_advantages: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
-
-    @property
-    def informative(self) -> bool:
-        """Whether it, or one of its tokens, has an advantage that is not 0."""
-        return _any_advantage(self)
-
-
-def _any_advantage(record: Completion | Sample) -> bool:
-    if record.token_advantages is None:
-        return record.advantage != 0
-    return bool((record.token_advantages != 0).any())
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step did.
-
-    Attributes:
-        values: Its metrics by name.
-        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
-        rows: How many rows of the training data it took.
-        tokens: Completion tokens that it drew or learned.
-        all_tokens: Tokens of prompts and completions, those of what was dropped too.
-    """
-
-    values: dict[str, float]
-    norms: list[float]
-    rows: int
-    tokens: int
-    all_tokens: int
+        return self.advantage != 0 if self.token_advantages is None else bool((self.token_advantages != 0).any())
 
 
 @dataclass

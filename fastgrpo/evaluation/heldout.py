@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
 from fastgrpo.ranks import ALONE, Ranks
@@ -110,7 +110,7 @@ def evaluate(
     prompts = list(prompts_of(rows, tokenizer, engine.policy, sampling.max_tokens, template_kwargs))
     means = _Means()
 
-    def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Completion]:
+    def judged(sampling: SamplingParams, draws: int, prefix: str) -> list[Sample]:
         share = draws / (1 + num_generations)
         told = None if progress is None else lambda done: progress(done * share)
         with engine.policy.gather():
@@ -184,7 +184,7 @@ def complete(
     draws: int,
     progress: Callable[[float], object] | None = None,
     ranks: Ranks = ALONE,
-) -> dict[int, list[Rollout]]:
+) -> dict[int, list[Sample]]:
     """Draw completions of this rank's share of the prompts, which are dealt to the ranks one by one.
 
     Args:
@@ -232,9 +232,9 @@ def _measure(judged: Judged, rewards, draws, prefix, means):
     for function, name, column in zip(rewards.functions, rewards.names, per_function.T, strict=True):
         if name.endswith("format_reward"):
             shares["format_rate"] = full_mark(function)(column).double()
-    lengths = [len(completion.rollout.ids) for completion in completions]
+    lengths = [len(completion.ids) for completion in completions]
     columns["mean_length"] = torch.tensor(lengths, dtype=torch.float64)
-    truncated = [completion.rollout.truncated for completion in completions]
+    truncated = [completion.truncated for completion in completions]
     shares["clipped_ratio"] = torch.tensor(truncated, dtype=torch.float64)
     for name, column in (columns | shares).items():
         by_problem = column.view(-1, draws).nanmean(1).tolist()
@@ -261,12 +261,12 @@ def _row(problem, draw, completion):
     return {
         "problem": problem,
         "draw": draw,
-        "prompt": completion.prompt.prompt,
+        "prompt": completion.prompt,
         "completion": completion.content,
         "right": _right(completion),
         "rewards": {name: None if math.isnan(value) else value for name, value in completion.rewards.items()},
-        "finish_reason": completion.rollout.finish_reason,
-        "tokens": len(completion.rollout.ids),
+        "finish_reason": completion.finish_reason,
+        "tokens": len(completion.ids),
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fastgrpo.data.prompts import RESERVED, shortened
-from fastgrpo.data.records import Completion, TrainerState
+from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.guard import Failure, attempt
@@ -55,8 +55,8 @@ class Finding:
     errors: int = 0
     timeouts: int = 0
     milliseconds: float = 0.0
-    best: tuple[Completion, float] | None = None
-    worst: tuple[Completion, float] | None = None
+    best: tuple[Sample, float] | None = None
+    worst: tuple[Sample, float] | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -100,7 +100,7 @@ class _Watched:
 
 def check_reward(
     function: Callable,
-    groups: Sequence[Sequence[Completion]],
+    groups: Sequence[Sequence[Sample]],
     state: TrainerState | None = None,
     clock: Callable[[], float] = time.perf_counter,
     timeout: float | None = None,
@@ -126,7 +126,7 @@ def check_reward(
         return Finding(watched.__name__, timeouts=len(late), errors=len(deaths), warnings=warnings)
     rewards = Rewards(watched, on_error="skip")
 
-    def judge(given: Sequence[Completion]) -> torch.Tensor:
+    def judge(given: Sequence[Sample]) -> torch.Tensor:
         judged = rewards(given, state, allow_none=True)
         errors.append(judged.errors.total())
         return reward_matrix(judged.completions)[:, 0]
@@ -226,7 +226,7 @@ def _tell_failures(found, watched, function, completions):
         )
     if watched.nan:
         found.warnings.append("It returns NaN, which ends a run; return None where there is no verdict.")
-    missing = [name for name in _needed(function) if not any(name in c.prompt.columns for c in completions)]
+    missing = [name for name in _needed(function) if not any(name in c.columns for c in completions)]
     if missing:
         found.warnings.append(f"It needs the column {missing[0]!r}, which the rows do not have; add it to the data.")
 

@@ -61,7 +61,7 @@ class Batch:
     def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":
         """Pack samples side by side."""
         layout = _Layout(prompt_groups(samples, share_prompt))
-        counts = [len(sample.completion_ids) for sample in samples]
+        counts = [len(sample.ids) for sample in samples]
 
         def tensor(values, dtype=torch.int64):
             return to_device(torch.tensor(values, dtype=dtype), device)
@@ -83,7 +83,7 @@ class Batch:
             lengths=layout.lengths,
             branches=layout.branches,
             rows=tensor(layout.rows),
-            targets=tensor([token for sample in samples for token in sample.completion_ids]),
+            targets=tensor([token for sample in samples for token in sample.ids]),
             cu_seqlens=torch.tensor([0, *accumulate(counts)]),
             advantages=advantages,
             weights=joined("weights"),
@@ -91,7 +91,7 @@ class Batch:
             old_logps=joined("old_logps"),
             ref_logps=joined("ref_logps"),
             sampler_logps=joined("sampler_logps"),
-            rollout_logps=joined("rollout_logps"),
+            rollout_logps=joined("logps"),
         )
 
 
@@ -104,19 +104,19 @@ class _Layout:
 
     def __init__(self, groups):
         self.ids, self.positions, self.lengths = [], [], []
-        shared = [i for i, group in enumerate(groups) if sum(len(s.completion_ids) > 1 for s in group) > 1]
-        self.branches = [[len(s.completion_ids) - 1 for s in groups[i] if len(s.completion_ids) > 1] for i in shared]
+        shared = [i for i, group in enumerate(groups) if sum(len(s.ids) > 1 for s in group) > 1]
+        self.branches = [[len(s.ids) - 1 for s in groups[i] if len(s.ids) > 1] for i in shared]
         rows = {}
         ends = {i: self._put(groups[i][0].prompt_ids, 0)[-1] for i in shared}
         for i in shared:
             prompt = len(groups[i][0].prompt_ids)
-            rows[i] = [[ends[i], *self._put(sample.completion_ids[:-1], prompt)] for sample in groups[i]]
+            rows[i] = [[ends[i], *self._put(sample.ids[:-1], prompt)] for sample in groups[i]]
         for i in set(range(len(groups))) - set(shared):
             # The group is one sequence, because at most one of its samples has inputs of its own.
-            longest = max((sample.completion_ids for sample in groups[i]), key=len)
+            longest = max((sample.ids for sample in groups[i]), key=len)
             prompt = groups[i][0].prompt_ids
             inputs = self._put(prompt + longest[:-1], 0)[len(prompt) - 1 :]
-            rows[i] = [inputs[: len(sample.completion_ids)] for sample in groups[i]]
+            rows[i] = [inputs[: len(sample.ids)] for sample in groups[i]]
         self.rows = [row for i in range(len(groups)) for of_sample in rows[i] for row in of_sample]
 
     def _put(self, tokens, position):
@@ -149,7 +149,7 @@ def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool
     """
     groups, start = [], 0
     for group in prompt_groups(samples, share_prompt):
-        groups.append((start, len(group[0].prompt_ids), [len(sample.completion_ids) - 1 for sample in group]))
+        groups.append((start, len(group[0].prompt_ids), [len(sample.ids) - 1 for sample in group]))
         start += len(group)
     sizes = [prompt + sum(own) for _, prompt, own in groups]
     bins = _Bins(max_tokens, most=-(-sum(sizes) // max_tokens) + 1)

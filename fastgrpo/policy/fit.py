@@ -6,9 +6,9 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.examples import Example, to_examples
+from fastgrpo.data.examples import to_examples
 from fastgrpo.data.prompts import shortened, to_prompt
-from fastgrpo.data.records import Prompt
+from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy
 
@@ -74,13 +74,13 @@ def examples_of(
     stops: Sequence[int],
     shown: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
-) -> Iterator[Example]:
+) -> Iterator[Sample]:
     """Tokenize every row for supervised training, and check that the policy can hold each example."""
 
     def fitting(row):
         examples = to_examples(row, tokenizer, stops, template_kwargs)
         for example in examples:
-            policy.check_ids([*example.prompt_ids, *example.completion_ids], "the example")
+            policy.check_ids([*example.prompt_ids, *example.ids], "the example")
             what = f"the example has {len(example)} tokens, which"
             policy.check_length(len(example), what, "shorten it or leave it out")
         return examples

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import POOL_WORKERS, REWARD_ERRORS
-from fastgrpo.data.prompts import copied, shortened, to_completion
-from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.data.prompts import copied, shortened, with_text
+from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, slowness_told
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 class Judged:
     """The verdicts of the reward functions on some completions."""
 
-    completions: list[Completion]  # with `rewards`, `extras` and `steps` filled in
+    completions: list[Sample]  # with `rewards`, `extras` and `steps` filled in
     errors: Counter  # how many completions each function failed on
     logged: dict[str, list[float]]  # the values that functions passed to log_metric
     timeouts: Counter = field(default_factory=Counter)  # for how many completions each function took too long
 
 
-def reward_matrix(completions: Sequence[Completion]) -> torch.Tensor:
+def reward_matrix(completions: Sequence[Sample]) -> torch.Tensor:
     """Put the rewards of completions side by side: [S, F] fp64, NaN where a function gave no verdict."""
     return torch.tensor([list(completion.rewards.values()) for completion in completions], dtype=torch.float64)
 
@@ -137,7 +137,7 @@ class Rewards:
 
     def begin(
         self,
-        completions: Sequence[Completion],
+        completions: Sequence[Sample],
         trainer_state: TrainerState | None = None,
         columns: Iterable[str] = (),
         key: int = 0,
@@ -147,7 +147,7 @@ class Rewards:
 
     def __call__(
         self,
-        completions: Sequence[Completion],
+        completions: Sequence[Sample],
         trainer_state: TrainerState | None = None,
         allow_none: bool = False,
         columns: Iterable[str] = (),
@@ -215,10 +215,10 @@ class Rewards:
             logger.warning(
                 "all reward functions returned None for a completion of the prompt %s, which has no advantage then; "
                 "give every row a function that judges it",
-                shortened(silent.prompt.prompt),
+                shortened(silent.prompt),
             )
 
-    def refuse_none(self, completions: Sequence[Completion]) -> None:
+    def refuse_none(self, completions: Sequence[Sample]) -> None:
         """Refuse completions of which none has a reward, unless failures are skipped."""
         if self.on_error == "raise" and reward_matrix(completions)[:, : self.judges].isnan().all():
             raise ValueError(
@@ -254,7 +254,7 @@ class Rewards:
         where = "" if count == 1 else f"in a call of {count} completions, the first of them "
         raise ValueError(
             f"reward function {name!r} {problem}; --reward_errors skip leaves such rewards out\n"
-            f"  {where}on the prompt {shortened(completion.prompt.prompt)}, completion {shortened(completion.content)}"
+            f"  {where}on the prompt {shortened(completion.prompt)}, completion {shortened(completion.content)}"
         ) from cause
 
     def total(self, per_function: torch.Tensor) -> torch.Tensor:
@@ -275,15 +275,15 @@ def rewards_settings(config: Any) -> dict[str, Any]:
 
 def _raised(failure, completion):
     """Say what a function raised, and what it could have read."""
-    columns = ", ".join(completion.prompt.columns if completion else ()) or "(none)"
+    columns = ", ".join(completion.columns if completion else ()) or "(none)"
     return f"raised {failure}; the row has the columns {columns}"
 
 
 def _beyond(steps, completions):
     """Say which steps of a function end after their completion, as a problem; None where none does."""
     for i, (of_one, completion) in enumerate(zip(steps, completions, strict=True)):
-        if of_one and of_one[-1][0] > len(completion.rollout.ids):
-            tokens = len(completion.rollout.ids)
+        if of_one and of_one[-1][0] > len(completion.ids):
+            tokens = len(completion.ids)
             return f"logs a step that ends at {of_one[-1][0]} for completion {i}, which has {tokens} tokens"
     return None
 
@@ -361,7 +361,7 @@ class Pooled:
         self.told = None  # the state of the run that the processes have
 
     def begin(
-        self, key: int, completions: Sequence[Completion], state: TrainerState | None, columns: Iterable[str] = ()
+        self, key: int, completions: Sequence[Sample], state: TrainerState | None, columns: Iterable[str] = ()
     ) -> dict[str, list[tuple[int, Future]]]:
         """Begin to judge completions. Each call comes with how many it judges."""
         now = plain_state(state)  # an evaluation changes the state between two steps, too
@@ -413,14 +413,14 @@ def workers_of(timeout: float | None, workers: int | None) -> int:
     return 0 if timeout is None else min(cores(), POOL_WORKERS)
 
 
-def arguments(completions: Sequence[Completion], columns: Iterable[str]) -> dict[str, list]:
+def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str, list]:
     """Make the arguments of a call that have one item a completion."""
-    names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.prompt.columns)])
-    given = {name: [completion.prompt.columns.get(name) for completion in completions] for name in names}
+    names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.columns)])
+    given = {name: [completion.columns.get(name) for completion in completions] for name in names}
     return given | {
-        "prompts": [completion.prompt.prompt for completion in completions],
+        "prompts": [completion.prompt for completion in completions],
         "completions": [completion.content for completion in completions],
-        "completion_ids": [list(completion.rollout.ids) for completion in completions],
+        "completion_ids": [list(completion.ids) for completion in completions],
     }
 
 
@@ -464,9 +464,9 @@ class Judging:
         self.columns = dict.fromkeys(name for prompt in prompts for name in prompt.columns)  # those of all ranks
         self.groups, self.begun = {}, {}
 
-    def add(self, i: int, rollouts: Sequence[Rollout]) -> None:
+    def add(self, i: int, rollouts: Sequence[Sample]) -> None:
         """Take what this rank drew for a prompt, and begin to judge it."""
-        self.groups[i] = group = [to_completion(self.prompts[i], rollout, self.tokenizer) for rollout in rollouts]
+        self.groups[i] = group = [with_text(rollout, self.prompts[i], self.tokenizer) for rollout in rollouts]
         self.begun[i] = self.rewards.begin(group, self.state, self.columns, i)
 
     def result(self, allow_none: bool = False) -> Judged:
@@ -491,8 +491,10 @@ class Judging:
             for name, values in other.logged.items():
                 logged[name] += values
         completions = [
-            dataclasses.replace(completion, prompt=self.prompts[i])
-            for i, completion in sorted(completions, key=lambda pair: pair[0])
+            dataclasses.replace(
+                sample, prompt_ids=self.prompts[i].ids, prompt=self.prompts[i].prompt, columns=self.prompts[i].columns
+            )
+            for i, sample in sorted(completions, key=lambda pair: pair[0])
         ]
         if not allow_none and not timeouts:
             self.rewards.refuse_none(completions)
@@ -501,7 +503,7 @@ class Judging:
 
 def judge_together(
     rewards: Rewards,
-    drawn: Mapping[int, Sequence[Rollout]],
+    drawn: Mapping[int, Sequence[Sample]],
     prompts: Sequence[Prompt],
     tokenizer: PreTrainedTokenizerBase,
     trainer_state: TrainerState | None = None,
@@ -518,6 +520,7 @@ def judge_together(
 
 def _sent(completion):
     """Return a completion without its prompt, and with tensors of its own: pickle sends the whole storage of a view."""
-    rollout = completion.rollout
-    own = {name: None if (of := getattr(rollout, name)) is None else of.clone() for name in ("logps", "kept")}
-    return dataclasses.replace(completion, prompt=None, rollout=dataclasses.replace(rollout, **own))
+    logps, sampler_logps = completion.logps.clone(), completion.sampler_logps.clone()
+    return dataclasses.replace(
+        completion, prompt_ids=None, prompt=None, columns=None, logps=logps, sampler_logps=sampler_logps
+    )

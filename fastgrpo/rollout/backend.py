@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.data.records import Rollout
+from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.sampling import SamplingParams, integer, integers
 
@@ -42,7 +42,7 @@ class RequestOutput:
     """
 
     request_id: int
-    rollouts: list[Rollout]
+    rollouts: list[Sample]
 
 
 class RolloutBackend(ABC):
@@ -200,7 +200,7 @@ class RolloutBackend(ABC):
         sampling: SamplingParams | None = None,
         progress: Callable[[float], object] | None = None,
         request_ids: Sequence[int] | None = None,
-    ) -> list[Rollout]:
+    ) -> list[Sample]:
         """Draw G completions of each prompt, to the end.
 
         Args:
@@ -241,8 +241,8 @@ def first_finished(
     num_generations: int,
     sampling: SamplingParams,
     count: int,
-    finished: Callable[[int, list[Rollout]], object] | None = None,
-) -> tuple[dict[int, list[Rollout]], int]:
+    finished: Callable[[int, list[Sample]], object] | None = None,
+) -> tuple[dict[int, list[Sample]], int]:
     """Draw completions of all prompts until `count` prompts have finished, and abort the others.
 
     Args:

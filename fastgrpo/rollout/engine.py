@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from fastgrpo.data.records import Rollout
+from fastgrpo.data.records import Sample
 from fastgrpo.loss.interval import Interval
 from fastgrpo.loss.staging import to_device
 from fastgrpo.policy.model import Policy, head_dim
@@ -315,7 +315,10 @@ class RolloutEngine(RolloutBackend):
             group, number = self.running[lane].group, self.running[lane].number
             sampling = group.request.sampling
             reason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
-            group.done[number] = Rollout(ids, logps, reason, kept if sampling.filters else None)
+            drawn_from = logps - kept.log() if sampling.filters else logps  # log q = log p - log kept
+            group.done[number] = Sample(
+                group.request.prompt_ids, ids, logps=logps, sampler_logps=drawn_from, finish_reason=reason
+            )
             if len(group.done) == len(group.lanes):
                 request_id = group.request.request_id
                 del self.unfinished[request_id]

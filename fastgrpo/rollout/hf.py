@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from fastgrpo.data.records import Rollout
+from fastgrpo.data.records import Sample
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
 from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
@@ -116,17 +116,21 @@ class HFBackend(RolloutBackend):
         drawn = sequences[:, longest:].tolist()
         logps = torch.stack(recorder.logps, 1).cpu()
         kept = torch.stack(recorder.kept, 1).cpu() if recorder.kept else None
-        limits = [limit for request in requests for limit in request.limits]
-        rollouts = [self._rollout(i, drawn[i], limit, sampling, logps, kept) for i, limit in enumerate(limits)]
+        limits = [(request.prompt_ids, limit) for request in requests for limit in request.limits]
+        rollouts = [
+            self._rollout(prompt_ids, i, drawn[i], limit, sampling, logps, kept)
+            for i, (prompt_ids, limit) in enumerate(limits)
+        ]
         return [
             RequestOutput(request.request_id, rollouts[i * count : (i + 1) * count])
             for i, request in enumerate(requests)
         ]
 
     @staticmethod
-    def _rollout(i, ids, limit, sampling, logps, kept):
+    def _rollout(prompt_ids, i, ids, limit, sampling, logps, kept):
         stops = [t for t, token in enumerate(ids[:limit]) if token in sampling.stop_token_ids]
         n = stops[0] + 1 if stops else min(limit, len(ids))
-        return Rollout(
-            ids[:n], logps[i, :n].clone(), "stop" if stops else "length", None if kept is None else kept[i, :n]
-        )
+        own = logps[i, :n].clone()
+        drawn_from = own if kept is None else own - kept[i, :n].log()  # log q = log p - log kept
+        reason = "stop" if stops else "length"
+        return Sample(prompt_ids, ids[:n], logps=own, sampler_logps=drawn_from, finish_reason=reason)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fastgrpo.data.records import Rollout
+from fastgrpo.data.records import Sample
 from fastgrpo.rollout.backend import Request
 
 
@@ -18,7 +18,7 @@ class Group:
     request: Request
     slot: int
     lanes: list[int]
-    done: dict[int, Rollout] = field(default_factory=dict)
+    done: dict[int, Sample] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)

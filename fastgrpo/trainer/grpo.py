@@ -1,32 +1,71 @@
-"""One GRPO step after another: prompts -> rollouts -> rewards -> advantages -> updates."""
+"""The training loop: collect -> update -> report, with evaluations and checkpoints between the steps.
 
+    train: restore a checkpoint, then until the last step: evaluate, save, step
+    step:  collect (draw, judge, advantages), update (pack, loss, optimizer), report (metrics, samples, warnings)
+
+Supervised training (`supervised.py`) shares the loop, with its own collect and update.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
-from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Completion, Stateful, Step
-from fastgrpo.data.sources import Source
+from fastgrpo.config.settings import GRPOConfig, TrainingConfig
+from fastgrpo.data.records import Stateful, TrainerState
+from fastgrpo.data.rows import Rows, as_rows
+from fastgrpo.data.sources import Source, as_source
 from fastgrpo.data.token_text import TokenText
+from fastgrpo.evaluation.heldout import evaluate
+from fastgrpo.policy.fit import check_rows
+from fastgrpo.policy.load import stop_token_ids
+from fastgrpo.policy.lora import merged
 from fastgrpo.policy.reference import make_reference
-from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.finding import found, prm_options
 from fastgrpo.rewards.overlong import shaping
-from fastgrpo.run.curves import PANELS, Panel
-from fastgrpo.run.log import RunLog
-from fastgrpo.trainer.base import Trainer
-from fastgrpo.trainer.collect import Experience, ExperienceMaker, logged_groups, sample_rows, to_sample
-from fastgrpo.trainer.given import advice, refuse_given, refuse_images
-from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updated
+from fastgrpo.rollout import make_backend
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.card import model_card
+from fastgrpo.run.checkpoint import Checkpointer, save_model
+from fastgrpo.run.curves import PANELS, Panel, conclude, table
+from fastgrpo.run.health import Watch
+from fastgrpo.run.log import RunLog, open_log
+from fastgrpo.run.metrics import Summary, evaluated, last_training, mean_loss
+from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops, peak_gib
+from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside
+from fastgrpo.run.signals import StopSignals
+from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
+from fastgrpo.run.terminal import is_terminal
+from fastgrpo.trainer.callbacks import Arguments, Callbacks
+from fastgrpo.trainer.collect import Collected, Collector, logged_groups, rates, sample_rows
+from fastgrpo.trainer.optim import MasterAdamW, make_schedule
+from fastgrpo.trainer.setup import (
+    advice,
+    make_policy,
+    prefixes,
+    read_held_out,
+    refuse_given,
+    refuse_images,
+    renamed,
+    with_adapters,
+)
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updated, Updater
 
 Reward = Callable | PreTrainedModel | str
 
 
-class GRPOTrainer(Trainer):
+class GRPOTrainer:
     """Trains a causal LM by GRPO, under TRL's names.
 
     Args:
@@ -59,8 +98,14 @@ class GRPOTrainer(Trainer):
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
     """
 
-    config_class, title = GRPOConfig, "GRPO"
+    config_class: ClassVar[type[TrainingConfig]] = GRPOConfig
+    title: ClassVar[str] = "GRPO"  # in front of the progress bar
+    # What the bar and the line of a logged step show: a short name -> the metric.
     shown: ClassVar = {"reward": "reward", "accuracy": "accuracy", "kl": "kl", "length": "completions/mean_length"}
+    needed_rows: ClassVar[str] = "rows with a `prompt` column"
+    unmeasured: ClassVar[str] = (
+        "no held-out rows: accuracy is not measured; a folder with train.jsonl and test.jsonl has some"
+    )
 
     def __init__(
         self,
@@ -83,17 +128,543 @@ class GRPOTrainer(Trainer):
         panels: Sequence[Panel] = PANELS,
     ):
         refuse_given(
-            optimizers,
-            quantization_config=quantization_config,
-            tools=tools,
-            rollout_func=rollout_func,
+            optimizers, quantization_config=quantization_config, tools=tools, rollout_func=rollout_func,
             environment_factory=environment_factory,
-        )
-        self.tokenizers_of_rewards = reward_processing_classes
-        super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels, callbacks,
-            peft_config,
         )  # fmt: skip
+        model, args, wrapper = with_adapters(model, peft_config, self._checked(args, processing_class))
+        self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
+        self.ranks = ranks = join(args.device, args.ddp_timeout)
+        if train_dataset is None:
+            raise ValueError(f"train_dataset is needed: {self.needed_rows}")
+        self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
+        train_rows = as_rows(self.source.rows, "train_dataset.rows")
+        self.held_out = read_held_out(eval_dataset, args.max_eval_samples)
+        self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
+        self.made = made = make_policy(model, processing_class, args, ranks, wrapper, self.rewards)
+        self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
+        if self.rewards is not None:
+            reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # only then are steps found in tokens
+            place = self.rewards.device(self.policy.device, args.reward_device)
+            self.rewards.place(place, self.tokenizer if reads_steps else None)
+        self._check_rows(train_rows)
+        self.digests = {"model": made.digest, "data": digest_of_rows(train_rows)}
+        if ranks.size > 1:
+            held_out = digest_of_rows([row for rows in self.held_out.values() for row in rows])
+            refuse_differences(ranks, training_rows=(self.digests["data"], len(self.source)), held_out_rows=held_out)
+        self.state = TrainerState(
+            0, self._count_steps(), 0.0, args.max_completion_length, logging_steps=args.logging_steps,
+            eval_steps=args.eval_steps or 0, save_steps=args.save_steps or 0, num_train_epochs=args.num_train_epochs,
+            is_world_process_zero=ranks.lead, is_local_process_zero=ranks.lead,
+        )  # fmt: skip
+        self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
+        stops = stop_token_ids(self.policy, self.tokenizer)
+        self.sampling = SamplingParams(max_tokens=args.max_completion_length, stop_token_ids=stops)
+        self.optimizer = MasterAdamW(
+            self.policy.module, learning_rate=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon, weight_decay=args.weight_decay,
+        )  # fmt: skip
+        self.schedule = make_schedule(
+            self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps,
+            total_steps=self.state.max_steps * args.updates_per_step, further=args.schedule_kwargs,
+        )  # fmt: skip
+        self.updater = Updater(
+            self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
+            max_tokens=args.max_tokens_per_microbatch, timer=self.timer, ranks=ranks,
+        )  # fmt: skip
+        judged = self.rewards is not None  # without rewards nothing is drawn
+        self.engine = make_backend(self.policy.for_rollouts, args, self._bytes_to_come) if judged else None
+        self._prepare()
+        functions = self.rewards.functions if judged else []
+        self.inputs = inputs_of(args, functions, model, (train_rows, *self.held_out.values()))
+        self.copies = HostCopies()
+        self.optimizer.adamw.register_step_pre_hook(self.copies.before_update)
+        self.panels, self.log, self.left = panels, None, False  # left: a script has written into the folder of the run
+        self.callbacks = Callbacks(
+            callbacks, self.state, self.model, self.tokenizer, self.optimizer.adamw, self.schedule, ranks
+        )
+        # TRL's scripts tell `train` what to resume, so a folder that holds a run is opened there.
+        if log or not may_go_on(args, ranks):
+            self._open(log)
+        else:
+            self.callbacks.args = Arguments(args, ranks, Path(args.output_dir), bool(self.held_out))
+        self.callbacks.call("on_init_end")
+
+    # What is made before the first step; supervised training overrides some of it.
+
+    def _checked(self, args, tokenizer):
+        """Return the settings, or refuse settings and a tokenizer of another type."""
+        kind = self.config_class
+        args = kind() if args is None else args
+        if not isinstance(args, kind):
+            remedy = f"{kind.__name__}(**args)" if isinstance(args, dict) else f"a fastgrpo.{kind.__name__}"
+            raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
+        lacking = [name for name in ("vocab_size", "eos_token_id", "decode") if not hasattr(tokenizer, name)]
+        if tokenizer is not None and lacking:
+            remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
+            raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
+        return args
+
+    def _most_rows(self) -> int | None:
+        """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
+        args = self.args
+        batches = args.max_num_gen_batches if args.dynamic_sampling else 1
+        return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
+
+    def _make_rewards(self, reward_funcs, tokenizers) -> Rewards | None:
+        args = self.args
+        options = prm_options(args, reward_funcs)
+        functions = found(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
+        return Rewards(functions, args.reward_weights, shaping=shaping(args), **rewards_settings(args))
+
+    def _check_rows(self, train_rows: Rows) -> None:
+        """Refuse rows that a later step or evaluation could not use."""
+        for rows in (train_rows, *self.held_out.values()):
+            refuse_images(rows)
+        self._check_prompts(train_rows)
+
+    def _check_prompts(self, train_rows):
+        for rows in (train_rows, *self.held_out.values()):
+            limit, template_kwargs = self.args.max_completion_length, self.args.template_kwargs
+            check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
+
+    @property
+    def _shows_bars(self):
+        """Whether this rank shows bars before the run has a log."""
+        return self.ranks.lead and not (self.args.disable_tqdm or self.args.quiet) and is_terminal(sys.stderr)
+
+    def _count_steps(self):
+        """Count the steps of the run. Raises ValueError where they are too few to be profiled."""
+        args, steps = self.args, self.args.max_steps
+        if steps < 0:
+            steps = math.ceil(args.num_train_epochs * len(self.source) / args.rows_per_step)
+        needed = needed_steps(args.profile)
+        if args.profile and needed > steps:
+            raise ValueError(
+                f"profile={args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), "
+                f"and this one has {steps}; raise max_steps or lower profile"
+            )
+        return steps
+
+    def _bytes_to_come(self):
+        """Count the bytes that an update will take beyond those that are taken now."""
+        return self.optimizer.bytes_to_come(self.policy.device) + (self.plan.passing if self.plan else 0)
+
+    def _prepare(self):
+        """Make what GRPO needs: the sampling, the reference, the collector and the update."""
+        args = self.args
+        self.sampling = dataclasses.replace(
+            self.sampling, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p or 0.0,
+            repetition_penalty=args.repetition_penalty,
+        )  # fmt: skip
+        self.collector = Collector(
+            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks
+        )
+        self.reference = make_reference(
+            self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
+            moving=args.sync_ref_model,
+        )  # fmt: skip
+        self.token_text = TokenText(self.tokenizer)
+        self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
+        self.updates = GRPOUpdate(
+            self.policy,
+            self.reference,
+            self.updater,
+            args.objective,
+            temperature=args.temperature,
+            updates_per_rollout=args.updates_per_rollout,
+            num_iterations=args.num_iterations,
+            top_entropy_quantile=args.top_entropy_quantile,
+            off_policy_mask_threshold=args.off_policy_mask_threshold,
+            entropy=self.entropy,
+            backward_tolerance=args.head_backward_tolerance,
+            corrects_sampler=args.importance_sampling_mode is not None,
+        )
+
+    def _advice(self):
+        """Return warnings about settings, which the run begins with."""
+        return advice(self.args)
+
+    # The folder of the run.
+
+    def open(self) -> None:
+        """Claim the folder of the run, unless that is done."""
+        if self.log is None:
+            self._open()
+
+    def _open(self, log=None):
+        """Claim the folder of the run, unless the log has, and make what needs it."""
+        args = self.args
+        self.log = log = log or open_log(args, self.inputs, self.ranks)
+        self.state.log_history = log.history
+        self.checkpoints = Checkpointer(args, log, self.ranks)
+        self.watch = Watch(args, self.checkpoints)
+        self.profiler = Profiler(args.profile if self.ranks.lead else 0, log.folder, log.say)
+        if self.plan and math.isfinite(self.plan.room):
+            log.say(f"memory of this run\n{table(self.plan.rows())}")
+        if self.ranks.size > 1:
+            log.say(f"{self.ranks.size} processes share the run by {self.made.parallel} ({self.made.why})")
+        for warning in self._advice():
+            log.say(warning)
+        self.callbacks.args = Arguments(args, self.ranks, log.dir, bool(self.held_out), self.checkpoints.greater)
+
+    def _resume_from(self, checkpoint):
+        """Open the run of `checkpoint`; if None, follow the settings."""
+        if checkpoint in (None, False):
+            return self.open()
+        begun = self.log is not None and (
+            self.state.global_step or self.log.checkpoint is not None or self.log.history or self.left
+        )
+        if begun:
+            raise ValueError(f"resume_from_checkpoint={checkpoint!r}: this trainer has begun a run; make a new one")
+        resume = "auto" if checkpoint is True else str(checkpoint)
+        self.args = dataclasses.replace(self.args, resume_from_checkpoint=resume, overwrite_output_dir=False)
+        if self.log is not None:
+            self.log.discard()
+        self._open()
+
+    def parts(self) -> dict[str, Stateful]:
+        """Return the parts of the run that have state, by the names that a checkpoint gives them."""
+        parts = {
+            "policy": self.policy, "optimizer": self.optimizer, "schedule": self.schedule, "progress": self.state,
+            "source": self.source, "checkpoints": self.checkpoints, "log": self.log, "watch": self.watch,
+            "rng": GlobalRNG(),
+        }  # fmt: skip
+        return parts | {name: part for name, part in self._own_parts().items() if part is not None}
+
+    def _own_parts(self):
+        by_steps = self.args.process_rewards == "token"
+        collector = self.collector if by_steps else None
+        return {"reference": self.reference, "entropy": self.entropy, "experience": collector}
+
+    def about(self) -> dict[str, Any]:
+        """Return what a resumed run is compared with: the data, the model, the settings and choices, the command."""
+        return {
+            "command": self.args.command,
+            "rows": len(self.source),
+            "data_digest": self.digests["data"],
+            "model_digest": self.digests["model"],
+            "dtype": str(self.policy.dtype),
+            "gradient_checkpointing": self.policy.module.is_gradient_checkpointing,
+            "config": dataclasses.asdict(self.args),
+        }
+
+    # The loop.
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> Summary:
+        """Train until the end, starting from a checkpoint if there is one to resume.
+
+        The first SIGINT or SIGTERM lets the step end and saves. A second one ends the process at once.
+
+        Args:
+            resume_from_checkpoint: The folder of a checkpoint; True for the newest one in output_dir; None for what
+                the settings say.
+
+        Returns:
+            The summary, which is also written to summary.json. It has the attributes of transformers' `TrainOutput`.
+
+        Raises:
+            ValueError: A checkpoint could not be read or written, or the run has ended already.
+            KeyboardInterrupt: The run was stopped by SIGINT, after everything was saved.
+            SystemExit: The run was stopped after everything was saved: by SIGTERM, with the exit code 143, or because
+                nobody reads the output any more, with 141.
+        """
+        self._resume_from(resume_from_checkpoint)
+        with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext():
+            with self.checkpoints:
+                stopped_after = self._run(stop)
+            if stopped_after is None:
+                self.log.close_bar()
+                return self._finish()
+        how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
+        self.log.terminal.last(f"stopped after step {stopped_after}; continue with {how}")
+        # The first rank that leaves makes torchrun end the others, which may be writing still.
+        self.ranks.meet("the end of the others")
+        stop.leave()
+
+    def _run(self, stop):
+        """Make the steps that are left. Return None at the end of the run, or the step after which it was stopped."""
+        log, callbacks = self.log, self.callbacks
+        callbacks.begin()
+        if log.checkpoint is None:
+            set_seed((self.args.seed + self.ranks.rank) % 2**32)  # reward functions may draw from these generators
+        else:
+            restore(self.parts(), log.checkpoint, self.about(), log.say, self.ranks)
+            if self.ranks.lead:
+                set_aside(log.folder, self.state.global_step, log.say)
+            callbacks.restore()
+        log.progress(self.state.max_steps, self.title, done=self.state.global_step)
+        epoch = None  # the epoch whose begin callbacks have seen
+        while True:
+            callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
+            self.checkpoints.check()
+            if not self._stopping(stop):
+                self._evaluate_if_due()
+            step, stopping = self.state.global_step, self._stopping(stop)
+            last = step == self.state.max_steps or callbacks.control.should_training_stop
+            if last and not stopping:
+                log.flush()
+            if stopping or self.checkpoints.due(step, last) or callbacks.control.should_save:
+                self._save(step)
+            if stopping:
+                callbacks.call("on_train_end")
+                return step
+            if last:
+                return None
+            if epoch is None:
+                epoch = int(self.state.epoch)
+                callbacks.call("on_epoch_begin")
+            callbacks.call("on_step_begin")
+            values = self.step()
+            callbacks.call("on_step_end")
+            callbacks.agree(f"what the callbacks want after step {step + 1}")
+            last = step + 1 == self.state.max_steps or callbacks.control.should_training_stop
+            line = log.step(step + 1, values, last=last or callbacks.control.should_log)
+            log.advance(**self._shown(values))
+            if line is not None:
+                log.terminal.logged(step + 1, self._shown(line), line["step_time"])
+                callbacks.call("on_log", logs=line)
+            if last or int(self.state.epoch) > epoch:
+                epoch = None
+                callbacks.call("on_epoch_end")
+
+    def _shown(self, values):
+        """Choose the values that the bar or a line shows. Those that are not finite are None in a logged line."""
+        chosen = {short: values.get(name) for short, name in self.shown.items()}
+        return {short: value for short, value in chosen.items() if value is not None}
+
+    def _stopping(self, stop):
+        """Whether the run shall stop: a signal to one rank stops all of them after the same step."""
+        return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
+
+    def step(self) -> dict[str, float]:
+        """Make one step, from rows to updated weights.
+
+        Returns:
+            Its metrics by name.
+
+        Raises:
+            ValueError: The run has ended.
+        """
+        self.open()
+        self.log.folder.check()
+        started = time.perf_counter()
+        self.timer.start()
+        with self.ranks.waiting(f"step {self.state.global_step + 1}"):
+            collected = self.collect()
+            updated = self.update(collected)
+            values = self.report(collected, updated)
+        if "memory/peak_gib" in values:
+            values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
+        tokens = sum(len(sample.ids) for sample in collected.samples)
+        values |= rates(tokens, values["time/rollout"], time.perf_counter() - started)
+        self.profiler.step(values, left=self.state.max_steps - self.state.global_step)
+        return values
+
+    def collect(self) -> Collected:
+        """Draw and judge the samples of a step, and compute their advantages."""
+        return self.collector(self.state)
+
+    def update(self, collected: Collected) -> Updated:
+        """Train on collected samples: the policy, and the reference where it follows the policy."""
+        groups = [[collected.samples[i] for i in group] for group in collected.trained]
+        updated = self.updates(groups, with_entropy=self._logged)
+        if self.args.sync_ref_model and (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0:
+            self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
+        return updated
+
+    def report(self, collected: Collected, updated: Updated) -> dict[str, float]:
+        """Count the step, log samples and warnings, and return the metrics of the step by name."""
+        state, step = self.state, self.state.global_step + 1
+        values = updated.metrics | collected.metrics
+        if "accuracy" in values:
+            values |= self.source.metrics()
+            news = self.source.observe(values["accuracy"])
+            if news:
+                self.log.say(f"step {step}: {news}")
+        if self._logged:
+            self._log_samples(step, collected, updated)
+        state.global_step = step
+        state.num_tokens += collected.num_tokens
+        rows = round(state.epoch * len(self.source)) + collected.rows  # in whole rows, so that no rounding adds up
+        state.epoch = rows / len(self.source)
+        for warning in self.watch.observe(values, updated.norms):
+            if warning.startswith("warning"):
+                self.log.warn(step, warning)
+            else:  # a note, such as that a loss near 0 is as it should be
+                self.log.say(f"step {step}: {warning}")
+        return values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
+
+    @property
+    def _logged(self):
+        """Whether a line of metrics.jsonl ends with the step that is being made."""
+        step = self.state.global_step + 1
+        return self.args.logs(step) or step == self.state.max_steps
+
+    def _log_samples(self, step, collected, updated):
+        """Write some groups to samples.jsonl, with the ratios that the last update saw on the rank that trained them."""
+        size, samples = self.args.num_generations, list(collected.samples)
+        groups = logged_groups(len(samples) // size, size, self.args.logging_samples)
+        needed = {group * size + i for group in groups for i in range(size)}
+        indices = [i for group in collected.trained for i in group]
+        mine = {
+            i: (sample.ratios.cpu(), sample.clipped.cpu())
+            for i, sample in zip(indices, updated.samples, strict=True)
+            if sample.ratios is not None and i in needed
+        }
+        for known in self.ranks.gather(mine, "the ratios of the samples that are logged"):
+            for i, (ratios, clipped) in known.items():
+                samples[i] = dataclasses.replace(samples[i], ratios=ratios, clipped=clipped)
+        if self.ranks.lead:
+            spans = [(group, samples[group * size : (group + 1) * size]) for group in groups]
+            rows = [row for group, of_group in spans for row in sample_rows(step, group, of_group, self.token_text)]
+            self.log.samples(rows)
+            if self.args.log_completions:
+                self.log.completions(step, rows, self.args.num_completions_to_print)
+
+    # Evaluations.
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float] | None:
+        """Measure held-out rows, and log what was measured, unless the run has ended.
+
+        Args:
+            eval_dataset: Rows, or a dict of them by name; None for those of the trainer.
+            metric_key_prefix: What the names of the metrics begin with.
+
+        Returns:
+            The metrics by name, or None where nothing was measured.
+        """
+        self.open()
+        given = eval_dataset is not None
+        held_out = read_held_out(eval_dataset, self.args.max_eval_samples) if given else self.held_out
+        values = {}
+        for prefix, rows in zip(prefixes(held_out, metric_key_prefix), held_out.values(), strict=True):
+            measured = self._measure(rows, prefix)
+            if measured:
+                named = evaluated(measured, prefix) | {"epoch": self.state.epoch}
+                values |= measured | named
+                self.callbacks.call("on_evaluate", metrics=named)
+        if not values and self.state.global_step == 0:
+            self.log.say(self.unmeasured)
+        return values or None
+
+    def _measure(self, rows, prefix, further=()):
+        """Complete and judge held-out rows, and log this with `further` metrics. Return the metrics by name."""
+        if not rows:
+            return {}
+        args = self.args
+        sampling = dataclasses.replace(
+            self.sampling, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=0.0,
+            repetition_penalty=1.0, seed=args.seed,
+        )  # fmt: skip
+        where = f"the evaluation after step {self.state.global_step}"
+        with self.log.terminal.share("evaluate") as progress, self.ranks.waiting(where):
+            result = evaluate(
+                self.engine, self.tokenizer, rows, self.rewards, sampling, self.state, progress,
+                args.eval_num_generations, self.ranks, args.template_kwargs,
+            )  # fmt: skip
+        told = result.summary()
+        result = renamed(result, prefix)
+        self._write(dict(further) | result.metrics())
+        name = "" if prefix == "eval" else f" of {prefix}"
+        self.log.say(f"step {self.state.global_step}: held-out{name} {told}")
+        return dict(further) | result.values
+
+    def _write(self, values):
+        """Log what was measured on held-out rows, unless the run has ended."""
+        if self.log.folder.held:
+            line = self.log.write(self.state.global_step, values | {"epoch": self.state.epoch})
+            self.callbacks.call("on_log", logs=line)
+
+    def _evaluate_if_due(self):
+        """Evaluate at the start (with eval_on_start), at the end, every eval_steps steps, and where a callback asks.
+
+        A run that was stopped just before an evaluation makes it after it is resumed.
+        """
+        state, every, control = self.state, self.args.eval_steps, self.callbacks.control
+        step = state.global_step
+        due = step % every == 0 if step and every else step == 0 and self.args.eval_on_start
+        due = due or step == state.max_steps or control.should_evaluate or control.should_training_stop
+        if due and state.evaluated_at != step:
+            values = self.evaluate()
+            state.evaluated_at = step
+            if values is None:
+                return
+            self.callbacks.note_best(values)
+            self.callbacks.agree(f"what the callbacks want after the evaluation of step {step}")
+            first = prefixes(self.held_out, "eval")[0]
+            if f"{first}/accuracy" in values:
+                state.accuracy_after = values[f"{first}/accuracy"]
+                state.accuracy_before = state.accuracy_after if step == 0 else state.accuracy_before
+
+    # Checkpoints, and the end of a run.
+
+    def _save(self, step):
+        """Save a checkpoint, and wait for it where a callback has an on_save."""
+        self.checkpoints.save(step, self._snapshot)
+        self.callbacks.note_saved()
+        if self.callbacks.any_hears("on_save"):
+            self.checkpoints.wait()
+        self.callbacks.call("on_save")
+
+    def _snapshot(self):
+        self.state.stateful_callbacks = self.callbacks.export()
+        card = self._card(adapters=self.args.use_peft)
+        return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks, card)
+
+    def _card(self, adapters):
+        """Write the model card of what is saved now: of adapters, or of a whole model."""
+        base, rows, name = self.policy.module.name_or_path, len(self.source), self.log.dir.name
+        rewards = self.rewards.names if self.rewards else ()
+        return model_card(
+            self.args, self.state, name=name, base=base, rows=rows, rewards=rewards, adapters=adapters,
+            inputs=self.inputs,
+        )  # fmt: skip
+
+    def _finish(self):
+        """Write the files that a finished run leaves, and return its summary."""
+        state, history = self.state, self.log.history
+        seconds = round(time.perf_counter() - self.log.started, 2)
+        summary = {
+            "accuracy_before": state.accuracy_before,
+            "accuracy_after": state.accuracy_after,
+            "steps": state.global_step,
+            "wall_seconds": seconds,
+            "num_tokens": state.num_tokens,
+            "peak_memory_gib": max(self.ranks.gather(peak_gib(history), "the peak of the memory")),
+        }
+        metrics = {
+            "train_runtime": seconds,
+            "train_steps_per_second": round(state.global_step / max(seconds, 0.01), 3),
+            "train_loss": mean_loss(history),
+            "epoch": state.epoch,
+        }
+        history.append({**last_training(history), **metrics, "step": state.global_step})
+        self.callbacks.call("on_log", logs=history[-1])
+        self.callbacks.call("on_train_end")
+        if self.args.use_peft:
+            with self.policy.gather():  # which all ranks open together
+                if self.ranks.lead:
+                    whole, card = merged(self.policy.for_rollouts.module), self._card(adapters=False)
+                    save_model(self.log.folder.claim("merged"), whole, self.tokenizer, card=card)
+        if self.ranks.lead:
+            rows = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
+            self.log.terminal.table(rows)
+            self.log.terminal.last(f"run folder {self.log.dir}")
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return Summary(summary, metrics)
+
+    # What scripts for transformers' and TRL's trainers read and call.
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model inside of the policy; where it has adapters, peft's `PeftModel` of it."""
+        return self.policy.module if self.made.wrapper is None else self.made.wrapper
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, by TRL's name."""
+        return self.tokenizer
 
     @property
     def reward_funcs(self) -> list[Callable]:
@@ -111,109 +682,82 @@ class GRPOTrainer(Trainer):
         apart = self.reference is not None and self.reference.policy is not self.policy
         return self.reference.policy.module if apart else None
 
-    def _make_rewards(self, reward_funcs):
-        template, code = self.args.template_kwargs, self.args.trust_remote_code
-        functions = found(
-            reward_funcs, self.tokenizers_of_rewards, template, code, prm_options(self.args, reward_funcs)
-        )
-        return Rewards(functions, self.args.reward_weights, shaping=shaping(self.args), **rewards_settings(self.args))
+    def is_world_process_zero(self) -> bool:
+        """True on rank 0."""
+        return self.ranks.lead
 
-    def _check_rows(self, train_rows):
-        for rows in (train_rows, *self.held_out.values()):
-            refuse_images(rows)
-        super()._check_rows(train_rows)
+    def is_local_process_zero(self) -> bool:
+        """True on rank 0."""
+        return self.ranks.lead
 
-    def _advice(self):
-        return advice(self.args)
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback of transformers."""
+        self.callbacks.add(callback)
 
-    def _prepare(self):
-        args = self.args
-        self.sampling = dataclasses.replace(
-            self.sampling,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p or 0.0,
-            repetition_penalty=args.repetition_penalty,
-        )
-        self.make_experience = ExperienceMaker(
-            self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks
-        )
-        self.reference = make_reference(
-            self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
-            moving=args.sync_ref_model,
-        )  # fmt: skip
-        self.token_text = TokenText(self.tokenizer)
-        self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
-        self.update = GRPOUpdate(
-            self.policy,
-            self.reference,
-            self.updater,
-            args.objective,
-            temperature=args.temperature,
-            updates_per_rollout=args.updates_per_rollout,
-            num_iterations=args.num_iterations,
-            top_entropy_quantile=args.top_entropy_quantile,
-            off_policy_mask_threshold=args.off_policy_mask_threshold,
-            entropy=self.entropy,
-            backward_tolerance=args.head_backward_tolerance,
-        )
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Remove a callback."""
+        self.callbacks.handler.remove_callback(callback)
 
-    def parts(self) -> dict[str, Stateful]:
-        """Return the parts of the run that have state, by the names that a checkpoint gives them."""
-        by_steps = self.args.process_rewards == "token"
-        own = {
-            "reference": self.reference,
-            "entropy": self.entropy,
-            "experience": self.make_experience if by_steps else None,
-        }
-        return super().parts() | {name: part for name, part in own.items() if part is not None}
+    def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
+        """Remove a callback and return it."""
+        return self.callbacks.handler.pop_callback(callback)
 
-    def _most_rows(self):
-        args, most = self.args, super()._most_rows()
-        batches = args.max_num_gen_batches if args.dynamic_sampling else 1
-        return most and args.max_steps * batches * args.oversampled(args.prompts_per_step)
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model, with adapters only these, and the tokenizer in the format of transformers.
 
-    def _step(self, step, logged):
-        experience = self.make_experience(self.state)
-        corrected = self.args.importance_sampling_mode is not None
-        samples = [[to_sample(experience.completions[i], i, corrected) for i in group] for group in experience.trained]
-        updated = self.update(samples, with_entropy=logged)
-        if self.args.sync_ref_model and step % self.args.ref_model_sync_steps == 0:
-            self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
-        values = updated.metrics | experience.metrics | self.source.metrics()
-        news = self.source.observe(values["accuracy"])
-        if news:
-            self.log.say(f"step {step}: {news}")
-        if logged:
-            self._log_samples(step, experience, updated)
-        tokens = sum(len(completion.rollout.ids) for completion in experience.completions)
-        return Step(values, updated.norms, experience.taken, tokens, experience.num_tokens)
-
-    def _log_samples(self, step, experience, updated):
-        """Write the completions of some groups to samples.jsonl, and show them where log_completions asks for it."""
-        size = self.args.num_generations
-        groups = logged_groups(len(experience.completions) // size, size, self.args.logging_samples)
-        indices = (group * size + i for group in groups for i in range(size))
-        completions = with_ratios(experience, updated, indices, self.ranks)
+        Rank 0 writes. With parallel=fsdp2 all ranks call this together, since they gather the model.
+        """
+        self.open()
+        path = Path(output_dir or self.log.dir)
+        whole = self.policy.full_state_dict() if self.policy.lockstep else None
         if self.ranks.lead:
-            rows = list(sample_rows(step, completions, size, groups, self.token_text))
-            self.log.samples(rows)
-            if self.args.log_completions:
-                self.log.completions(step, rows, self.args.num_completions_to_print)
+            inside = path.resolve() == self.log.dir.resolve()
+            card, states = self._card(adapters=self.args.use_peft), whole or self.policy.state_dict()
+            with self._claimed("final") if inside else nullcontext(path) as path:
+                save_model(path, self.policy.module, self.tokenizer, states, card)
+            if inside:
+                self.log.say(f"the model is saved in {path}")
 
+    def push_to_hub(self, commit_message: str = "End of training", **settings: Any) -> Any:
+        """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together."""
+        from huggingface_hub import HfApi
 
-def with_ratios(
-    experience: Experience, updated: Updated, indices: Iterable[int], ranks: Ranks = ALONE
-) -> list[Completion]:
-    """Note in completions that were trained on which ratios the last update saw."""
-    completions, needed = list(experience.completions), {*indices}
-    mine = {
-        sample.index: (sample.ratios.tolist(), sample.clipped.nonzero()[:, 0].tolist())
-        for sample in updated.samples
-        if sample.ratios is not None and sample.index in needed
-    }
-    for known in ranks.gather(mine, "the ratios of the samples that are logged"):
-        for index, (ratios, clipped) in known.items():
-            completions[index] = dataclasses.replace(completions[index], ratios=ratios, clipped=clipped)
-    return completions
+        with TemporaryDirectory() as folder:
+            self.save_model(folder)
+            if not self.ranks.lead:
+                return None
+            api, name = HfApi(), self.args.hub_model_id or self.log.dir.name
+            repo = api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True).repo_id
+            return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics as a table."""
+        self.open()
+        if self.ranks.lead:
+            width = max(map(len, metrics), default=0)
+            lines = [f"  {name:{width}} = {value}" for name, value in sorted(metrics.items())]
+            self.log.say("\n".join([f"***** {split} metrics *****", *lines]))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to SPLIT_results.json in the folder of the run."""
+        self.open()
+        files = [f"{split}_results.json", *(["all_results.json"] if combined else [])]
+        for file in files if self.ranks.lead else ():
+            with self._claimed(file) as path:
+                before = json.loads(path.read_text()) if path.exists() and file.startswith("all") else {}
+                path.write_text(json.dumps({**before, **metrics}, indent=2, sort_keys=True) + "\n")
+
+    def save_state(self) -> None:
+        """Write trainer_state.json, with the log, to the folder of the run."""
+        self.open()
+        if self.ranks.lead:
+            state = {**self.state.state_dict(), "log_history": self.state.log_history}
+            with self._claimed("trainer_state.json") as path:
+                path.write_text(json.dumps(state, indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def _claimed(self, name) -> Iterator[Path]:
+        """Hold the folder of the run, which an ended run has released, and claim a name in it."""
+        with self.log.folder.held_for():
+            self.left = True
+            yield self.log.folder.claim(name)

@@ -1,6 +1,4 @@
-"""Supervised fine-tuning on completions, with the run folder, checkpoints and evaluations of every other training.
-
-Supervised training on completions, through the head that GRPO trains through.
+"""Supervised fine-tuning on completions: `SFTTrainer`, and the warm start of a task's own model.
 
     L = -(1 / T) sum over the T completion tokens of an update of log pi(token)
 
@@ -11,7 +9,6 @@ This is the policy gradient with a weight of 1 for every token: its gradient is 
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,23 +16,25 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import SFTConfig
-from fastgrpo.data.examples import Example, is_example, to_examples
-from fastgrpo.data.records import Sample, Step
+from fastgrpo.data.examples import is_example, to_examples
+from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.batch import Dealer
 from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.curves import SUPERVISED_PANELS, Panel
 from fastgrpo.run.health import MAX_SKIPPED
 from fastgrpo.run.log import RunLog
-from fastgrpo.trainer.base import Trainer
+from fastgrpo.trainer.collect import Collected
+from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import Updater
+from fastgrpo.trainer.update import Updated, Updater
 
 
-class SFTTrainer(Trainer):
+class SFTTrainer(GRPOTrainer):
     """Trains a causal LM on the completions of rows, under TRL's names.
 
     Args:
@@ -69,16 +68,21 @@ class SFTTrainer(Trainer):
         log: RunLog | None = None,
         panels: Sequence[Panel] = SUPERVISED_PANELS,
     ):
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log, panels)
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log=log, panels=panels
+        )
 
-    def _make_rewards(self, reward_funcs):
+    def _most_rows(self):
+        return self.args.max_steps * self.args.batch_size if self.args.max_steps > 0 else None
+
+    def _make_rewards(self, reward_funcs, tokenizers):
         if isinstance(self.source, Curriculum):
             raise ValueError(
                 "train_dataset is a Curriculum, whose levels end at an accuracy in training, and supervised training "
                 "measures none; pass its rows"
             )
         given = callable(reward_funcs) or reward_funcs
-        return super()._make_rewards(reward_funcs) if given else None
+        return Rewards(reward_funcs, **rewards_settings(self.args)) if given else None
 
     def _check_rows(self, train_rows):
         self.stops = stop_token_ids(self.policy, self.tokenizer)
@@ -86,15 +90,13 @@ class SFTTrainer(Trainer):
             pass
         self.examples = {id(rows): self._examples(rows) for rows in self.held_out.values()}
         if self.rewards is not None:
-            super()._check_rows(train_rows.head(0))
+            self._check_prompts(train_rows.head(0))
         else:
             self.unmeasured = "no held-out completions and no reward functions: nothing is measured on held-out rows"
 
     def _examples(self, rows):
         """Return the completions of held-out rows; none where no row has any."""
-        if not any(map(is_example, rows)):
-            return []
-        return list(self._read(rows))
+        return list(self._read(rows)) if any(map(is_example, rows)) else []
 
     def _read(self, rows):
         how = self.tokenizer, self.policy, self.stops, self._shows_bars, self.args.template_kwargs
@@ -103,18 +105,32 @@ class SFTTrainer(Trainer):
     def _prepare(self):
         """Nothing is needed beyond what every training has."""
 
-    def _step(self, step, logged):
+    def _advice(self):
+        return []
+
+    def _own_parts(self):
+        return {}
+
+    def collect(self) -> Collected:
+        """Take the samples of a step from the rows."""
         rows = self.source.take(self.args.batch_size)
         how = self.tokenizer, self.stops, self.args.template_kwargs
-        examples = [example for row in rows for example in to_examples(row, *how)]
+        samples = [sample for row in rows for sample in to_examples(row, *how)]
+        return Collected(samples, [list(range(len(samples)))], len(rows), sum(map(len, samples)), {})
+
+    def update(self, collected: Collected) -> Updated:
+        """Learn the collected samples."""
         learning_rate = self.updater.learning_rate
-        learned = learn(self.policy, self.updater, examples)
-        norm = learned.norm.item()
+        loss, norm = learn(self.policy, self.updater, collected.samples)
+        norm = norm.item()
         skipped = norm != norm
         values = {"learning_rate": learning_rate, "skipped_updates": float(skipped)}
         if not skipped:
-            values |= {"loss": learned.loss, "grad_norm": norm}
-        return Step(values, [norm], len(rows), learned.tokens, sum(map(len, examples)))
+            values |= {"loss": loss, "grad_norm": norm}
+        return Updated(collected.samples, [norm], values)
+
+    def _log_samples(self, step, collected, updated):
+        """Write no samples: what is learned is in the training data."""
 
     def _measure(self, rows, prefix):
         """Measure the loss of held-out completions and the accuracy on held-out prompts, as far as there are any."""
@@ -132,25 +148,14 @@ class SFTTrainer(Trainer):
 MAX_TOKENS = 16384  # largest number of tokens of a micro-batch of a warm start
 
 
-@dataclass(frozen=True)
-class Learned:
-    """What one supervised update did.
+def learn(policy: Policy, updater: Updater, samples: Sequence[Sample]) -> tuple[float, torch.Tensor]:
+    """Make one update on some samples.
 
-    Attributes:
-        loss: The mean negative log-likelihood of the completion tokens before the update, in nats.
-        norm: The gradient norm before clipping, a scalar tensor; NaN where the update was skipped.
-        tokens: How many completion tokens were learned.
+    Returns:
+        The mean negative log-likelihood of the completion tokens before the update, in nats; and the gradient norm
+        before clipping, NaN where the update was skipped.
     """
-
-    loss: float
-    norm: torch.Tensor
-    tokens: int
-
-
-def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Learned:
-    """Make one update on some examples."""
-    samples = _samples(examples)
-    tokens = sum(len(sample.completion_ids) for sample in samples)
+    tokens = sum(len(sample.ids) for sample in samples)
 
     def loss_fn(_, batch):
         with updater.timer.stage("forward"):
@@ -158,31 +163,25 @@ def learn(policy: Policy, updater: Updater, examples: Sequence[Example]) -> Lear
         with updater.timer.stage("loss"):
             return -policy.logps_of(states, batch.targets).sum() / tokens
 
-    done = updater.step(samples, loss_fn)
-    return Learned(done.loss.item(), done.norm, tokens)
+    norm, loss = updater.step(samples, loss_fn)
+    return loss.item(), norm
 
 
 @torch.no_grad()
-def mean_loss(policy: Policy, examples: Sequence[Example], dealer: Dealer) -> float:
-    """Measure the loss on examples that are not learned."""
-    samples = _samples(examples)
+def mean_loss(policy: Policy, samples: Sequence[Sample], dealer: Dealer) -> float:
+    """Measure the loss on samples that are not learned."""
     shares = dealer.shares(samples)
     mine, passes = [samples[i] for i in shares[dealer.ranks.rank]], dealer.agreed(samples, shares)
     dealer.meet("the passes of the held-out loss")
     logps = score(policy, mine, Scoring(1.0, dealer.max_tokens, dealer.share_prompt), passes)
     own = torch.cat(logps).double().sum().item() if logps else 0.0
     total = math.fsum(dealer.ranks.gather(own, "the held-out loss"))
-    return -total / sum(len(sample.completion_ids) for sample in samples)
-
-
-def _samples(examples):
-    """Make the samples that a micro-batch is packed from."""
-    return [Sample(example.prompt_ids, example.completion_ids, advantage=1.0) for example in examples]
+    return -total / sum(len(sample.ids) for sample in samples)
 
 
 def sft(
     policy: Policy,
-    examples: Sequence[Example],
+    examples: Sequence[Sample],
     *,
     steps: int,
     batch_size: int,
@@ -202,9 +201,9 @@ def sft(
         while len(queue) < batch_size:
             queue += rng.sample(range(len(examples)), len(examples))
         chosen, queue = queue[:batch_size], queue[batch_size:]
-        learned = learn(policy, updater, [examples[i] for i in chosen])
-        norms = [*norms, learned.norm][-MAX_SKIPPED:]
+        loss, norm = learn(policy, updater, [examples[i] for i in chosen])
+        norms = [*norms, norm][-MAX_SKIPPED:]
         if step % MAX_SKIPPED == 0 and torch.stack(norms).isnan().all():
             raise ValueError(f"{MAX_SKIPPED} updates in a row were not finite, and were skipped; lower learning_rate")
-        if on_step is not None and on_step(step, learned.loss):
+        if on_step is not None and on_step(step, loss):
             return

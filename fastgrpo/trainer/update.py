@@ -1,25 +1,12 @@
-"""The GRPO updates of one rollout: minibatches and passes over them, old and reference log-probs, loss and metrics.
+"""The updates of one rollout: minibatches and passes over them, old and reference log-probs, loss and metrics.
+
+    collected samples -> token weights -> reference and old log-probs -> selection -> loss -> AdamW
 
 Each token has a weight in the loss of the whole update (`Sample.weights`), which is computed before any sample is
 dropped. So the result does not depend on how the update is split into micro-batches, nor on whether samples that teach
 nothing are computed.
 
-One optimizer update over several micro-batches, which supervised training and GRPO share.
-
-Which tokens keep their surrogate: those of high entropy, and those of completions that are not too far off-policy.
-
-A token without its surrogate has an advantage of 0; the KL to the reference stays, and so does its share in the weights
-of the loss and in the ratio of its sequence. Both choices look at the policy as it is before an update, so a forward
-pass over the samples of the update precedes it.
-
 Shapes: T tokens of a completion.
-
-Adaptive control of the entropy bonus (Skywork-OR1, arXiv 2505.22312, section 3.2.3).
-
-The coefficient rises by a fixed step after every update that measured an entropy at or below the target, and falls by
-it after the others. It is applied only while the entropy of the last update was at or below the target.
-
-Gathers what the micro-batches of a step measure, on the device, so that the host waits for it once.
 """
 
 import dataclasses
@@ -29,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -46,20 +33,6 @@ from fastgrpo.trainer.optim import MasterAdamW
 EXTREMES = {"min": min, "max": max}  # metrics whose last part has one of these names are not averaged
 LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # metrics of which the largest value counts, too
 SUMMED = ("policy_loss", "active_tokens")
-
-
-class Update(NamedTuple):
-    """What an update did, on every rank the same.
-
-    Attributes:
-        norm: The gradient norm before clipping, a scalar tensor. It is 0 where there are no samples, and NaN where the
-            loss or the gradient is not finite. In both cases the weights stay as they are, and only the schedule
-            advances.
-        loss: The loss, a scalar tensor; None where there are no samples.
-    """
-
-    norm: torch.Tensor
-    loss: torch.Tensor | None
 
 
 class Updater:
@@ -97,8 +70,14 @@ class Updater:
         samples: Sequence[Sample],
         loss_fn: Callable[[list[int], Batch], torch.Tensor],
         idle_fn: Callable[[], torch.Tensor] | None = None,
-    ) -> Update:
-        """Update once."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Update once.
+
+        Returns:
+            The gradient norm before clipping and the loss, scalar tensors, on every rank the same. The norm is 0 and
+            the loss None without samples; the norm is NaN where loss or gradient are not finite. In both cases the
+            weights stay as they are, and only the schedule advances.
+        """
         total, device, share_prompt = None, self.policy.device, self.dealer.share_prompt
         with self.ranks.waiting("an update"):
             self.dealer.meet("the passes")
@@ -114,14 +93,14 @@ class Updater:
             with self.timer.stage("optimizer"):
                 norm = self.optimizer.step(self.max_grad_norm, total)
         self.schedule.step()
-        return Update(norm, total)
+        return norm, total
 
 
 class AdaptiveEntropy:
-    """The coefficient of the entropy bonus, which follows the entropy that updates measure.
+    """Adaptive control of the entropy bonus (Skywork-OR1, arXiv 2505.22312, section 3.2.3).
 
-    Attributes:
-        coef: The coefficient.
+    The coefficient `coef` rises by a fixed step after every update that measured an entropy at or below the target, and
+    falls by it after the others. It is applied only while the last update measured at most the target.
     """
 
     def __init__(self, args: GRPOConfig):
@@ -214,22 +193,13 @@ class Meter:
         return [value for (update, _), value in zip(entries, values, strict=True) if taken[update]]
 
 
-@dataclass(frozen=True)
-class Selected:
-    """What was selected for one update.
-
-    Attributes:
-        samples: The samples of this rank with their selection, by their index.
-        entropy: The mean entropy of the tokens that were selected by their entropy, over all ranks, in nats; None where
-            no token is left out for its entropy.
-    """
-
-    samples: dict[int, Sample]
-    entropy: float | None
-
-
 class Selection:
-    """Selects the tokens of an update."""
+    """Selects tokens that keep their surrogate: those of high entropy, and of completions not too far off-policy.
+
+    A token without its surrogate has an advantage of 0; the KL to the reference stays, and so does its share in the
+    weights of the loss and in the ratio of its sequence. Both choices look at the policy as it is before an update, so
+    a forward pass over the samples of the update precedes it.
+    """
 
     def __init__(
         self,
@@ -243,25 +213,26 @@ class Selection:
         self.policy, self.updater, self.scoring = policy, updater, scoring
         self.dealer, self.ranks = updater.dealer, updater.ranks
         self.quantile, self.threshold = top_entropy_quantile, off_policy_mask_threshold
-
-    @property
-    def by_entropy(self) -> bool:
-        """Whether tokens of low entropy are left out."""
-        return self.quantile < 1
+        self.by_entropy = top_entropy_quantile < 1  # whether tokens of low entropy are left out
 
     def __call__(
         self, samples: Sequence[Sample], teaching: Sequence[int], others: Sequence[int], first: bool
-    ) -> Selected:
-        """Select the tokens of one update."""
+    ) -> tuple[dict[int, Sample], float | None]:
+        """Select the tokens of one update.
+
+        Returns:
+            The samples of this rank with their selection, by their index; and the mean entropy in nats, over all ranks,
+            of the tokens that were selected by their entropy, or None.
+        """
         off_policy = self.threshold is not None and (not first or any(s.sampler_logps is not None for s in samples))
         if not (self.by_entropy or off_policy):
-            return Selected({}, None)
+            return {}, None
         others = others if self.by_entropy else ()
         # The samples that the update computes lie on the ranks that will compute them, and know their log-probs there.
         shares = [a + b for a, b in zip(self._dealt(samples, teaching), self._dealt(samples, others), strict=True)]
         mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
         compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
-        bare = [Sample(samples[i].prompt_ids, samples[i].completion_ids, advantage=0.0) for i in mine]
+        bare = [Sample(samples[i].prompt_ids, samples[i].ids) for i in mine]
         with self.updater.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
             self.dealer.meet("the passes")
             scored = score(self.policy, bare, self.scoring, passes, compute)
@@ -276,7 +247,7 @@ class Selection:
         if off_policy:
             for i, new in made.items():
                 new["counted"] = new.get("counted", torch.ones_like(values[i])) * self._near(samples[i], values[i])
-        return Selected({i: dataclasses.replace(samples[i], **new) for i, new in made.items()}, entropy)
+        return {i: dataclasses.replace(samples[i], **new) for i, new in made.items()}, entropy
 
     def _dealt(self, samples, indices):
         return [[indices[at] for at in share] for share in self.dealer.shares([samples[i] for i in indices])]
@@ -302,15 +273,7 @@ class Selection:
 
 
 def quantile(values: torch.Tensor, share: float) -> float:
-    """Compute a quantile, interpolated between the two nearest values; torch.quantile refuses more than 2^24 values.
-
-    Args:
-        values: [N] fp32, at least one.
-        share: The quantile, from 0 to 1.
-
-    Returns:
-        The quantile, rounded to fp32.
-    """
+    """Compute a quantile, interpolated between its two neighbours; torch.quantile refuses more than 2^24 values."""
     place = share * (len(values) - 1)
     at = math.floor(place)
     ordered = values.sort().values
@@ -351,6 +314,7 @@ class GRPOUpdate:
         off_policy_mask_threshold: float | None = None,
         entropy: AdaptiveEntropy | None = None,
         backward_tolerance: float = 0.0,
+        corrects_sampler: bool = True,
     ):
         self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
         self.dealer, self.ranks = updater.dealer, updater.ranks
@@ -360,16 +324,18 @@ class GRPOUpdate:
             policy, updater, self.scoring, top_entropy_quantile=top_entropy_quantile,
             off_policy_mask_threshold=off_policy_mask_threshold,
         )  # fmt: skip
-        self.entropy, self.backward_tolerance = entropy, backward_tolerance
+        self.entropy, self.backward_tolerance, self.corrects_sampler = entropy, backward_tolerance, corrects_sampler
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
     def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
         """Make all updates of one rollout."""
         samples = list(chain.from_iterable(groups))
+        if not self.corrects_sampler:
+            samples = [dataclasses.replace(sample, sampler_logps=None) for sample in samples]
         ends = [0, *torch.tensor([len(group) for group in groups]).cumsum(0).tolist()]
         bounds = [ends[len(groups) * i // self.updates_per_rollout] for i in range(self.updates_per_rollout + 1)]
         minibatches = [range(start, end) for start, end in pairwise(bounds)]
-        step_tokens = sum(len(s.completion_ids) for s in samples if not s.masked) / len(minibatches)
+        step_tokens = sum(len(s.ids) for s in samples if not s.masked) / len(minibatches)
         for minibatch in minibatches:
             weighted = self.token_weights([samples[i] for i in minibatch], step_tokens)
             for i, weights in zip(minibatch, weighted, strict=True):
@@ -382,8 +348,8 @@ class GRPOUpdate:
                 logps = {}  # of each sample, by its index in the minibatch
                 teaching = {*minibatch}
                 others = [i for i in whole if i not in teaching and not samples[i].masked]
-                selected = self.selection(samples, minibatch, others, first=not norms)
-                for i, sample in selected.samples.items():
+                selected, entropy = self.selection(samples, minibatch, others, first=not norms)
+                for i, sample in selected.items():
                     samples[i] = sample
                 if self.entropy is not None:
                     self.objective = dataclasses.replace(self.objective, entropy_coef=self.entropy.applied)
@@ -395,12 +361,11 @@ class GRPOUpdate:
                     return out.loss
 
                 learning_rate = self.updater.learning_rate
-                norms.append(self.updater.step([samples[i] for i in minibatch], loss, self.idle_loss).norm)
+                norms.append(self.updater.step([samples[i] for i in minibatch], loss, self.idle_loss)[0])
                 if self.entropy is not None:
-                    measured = selected.entropy
-                    if measured is None:
-                        measured = meter.mean("entropy", len(norms) - 1, self.ranks)
-                    self.entropy.observe(measured)
+                    if entropy is None:
+                        entropy = meter.mean("entropy", len(norms) - 1, self.ranks)
+                    self.entropy.observe(entropy)
                 for at, of_sample in logps.items():
                     samples[minibatch[at]] = self._after_update(samples[minibatch[at]], of_sample)
         norms = torch.stack(norms).tolist()
@@ -417,7 +382,7 @@ class GRPOUpdate:
         Returns:
             [T] fp32 for each sample, T the length of its completion.
         """
-        counts = torch.tensor([len(sample.completion_ids) for sample in minibatch])
+        counts = torch.tensor([len(sample.ids) for sample in minibatch])
         masked = torch.tensor([sample.masked for sample in minibatch])
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         mask = (~masked).repeat_interleave(counts)
@@ -524,15 +489,9 @@ class GRPOUpdate:
         return dataclasses.replace(sample, ratios=ratios, clipped=clipped)
 
     def ratios(self, sample: Sample, logps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the ratio of each token of a sample, and whether it lies beyond the bound on its advantage's side.
+        """Compute the ratio of each token [T], and whether it is clipped: beyond the bound on its advantage's side.
 
-        Args:
-            sample: The sample, with its old log-probs.
-            logps: [T] log-probs under the policy as it is now.
-
-        Returns:
-            The ratios [T] fp32, and which of them are clipped [T] bool, on the policy's device, so that nothing waits
-            for them.
+        Both stay on the policy's device, so that nothing waits for them.
         """
         low, high = self.objective.ratio_bounds
         log_ratio = logps - sample.old_logps.to(logps.device)

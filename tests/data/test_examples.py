@@ -13,8 +13,8 @@ def test_a_completion_is_learned_with_its_end_and_without_a_beginning():
     tokenizer = tiny.tokenizer()
     [example] = to_examples({"prompt": "one", "completion": "two"}, tokenizer)
     assert example.prompt_ids == tokenizer("one")["input_ids"]
-    assert example.completion_ids == [*tokenizer("two", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert len(example) == len(example.prompt_ids) + len(example.completion_ids)
+    assert example.ids == [*tokenizer("two", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert len(example) == len(example.prompt_ids) + len(example.ids)
 
 
 def test_messages_are_an_example_for_each_answer():
@@ -23,8 +23,8 @@ def test_messages_are_an_example_for_each_answer():
     first, second = to_examples({"messages": talk}, tokenizer)
     assert first == to_examples({"prompt": talk[:2], "completion": talk[2:3]}, tokenizer)[0]
     whole = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
-    assert whole == [*second.prompt_ids, *second.completion_ids[:-1]] and second.completion_ids[-1] == 1
-    assert "three" in tokenizer.decode(second.completion_ids)
+    assert whole == [*second.prompt_ids, *second.ids[:-1]] and second.ids[-1] == 1
+    assert "three" in tokenizer.decode(second.ids)
     assert "three" not in tokenizer.decode(second.prompt_ids)
 
 
@@ -41,15 +41,15 @@ def test_what_is_learned_ends_where_a_rollout_stops():
     """At the template's own end where it is a stop token; by the end token, behind the template's text, where not."""
     row = {"prompt": [QUESTION], "completion": [ANSWER]}
     [cut] = to_examples(row, with_end(tiny.tokenizer(), "<eos>"))
-    assert cut.completion_ids == [*tiny.tokenizer()("two")["input_ids"], 1]
+    assert cut.ids == [*tiny.tokenizer()("two")["input_ids"], 1]
     [other] = to_examples(row, with_end(tiny.tokenizer(), "<pad>"), stops=(0, 1))  # the model's config names another
-    assert other.completion_ids == [*tiny.tokenizer()("two")["input_ids"], 0]
+    assert other.ids == [*tiny.tokenizer()("two")["input_ids"], 0]
     [behind] = to_examples(row, with_end(tiny.tokenizer(), "!"))
-    assert behind.completion_ids == [*tiny.tokenizer()("two!\n")["input_ids"], 1]
+    assert behind.ids == [*tiny.tokenizer()("two!\n")["input_ids"], 1]
     endless = tiny.tokenizer()
     endless.eos_token = None
     [plain] = to_examples({"prompt": "a", "completion": "b"}, endless, stops=(5, 7))
-    assert plain.completion_ids[-1] == 5
+    assert plain.ids[-1] == 5
 
 
 def test_an_answer_that_begins_with_line_breaks_is_tokenized_by_itself():
@@ -58,7 +58,7 @@ def test_an_answer_that_begins_with_line_breaks_is_tokenized_by_itself():
     tokenizer.chat_template = tokenizer.chat_template.replace("]", "]\n")
     answer = {"role": "assistant", "content": "\n\n4"}
     [example] = to_examples({"messages": [QUESTION, answer]}, tokenizer)
-    assert tokenizer.decode(example.completion_ids) == "\n\n4<eos>"
+    assert tokenizer.decode(example.ids) == "\n\n4<eos>"
 
 
 MISTAKES = {
@@ -98,6 +98,6 @@ def test_a_chat_template_gets_its_keyword_arguments():
     tokenizer.chat_template = tiny.MOODY_TEMPLATE
     [example] = to_examples({"messages": [QUESTION, ANSWER]}, tokenizer, template_kwargs={"mood": "calm"})
     assert tokenizer.decode(example.prompt_ids) == "[calm]<user>one\n<assistant>"
-    assert tokenizer.decode(example.completion_ids, skip_special_tokens=True) == "two\n"
+    assert tokenizer.decode(example.ids, skip_special_tokens=True) == "two\n"
     with pytest.raises(ValueError, match="no mood"):
         to_examples({"messages": [QUESTION, ANSWER]}, tokenizer)

@@ -5,10 +5,9 @@ import threading
 
 import pytest
 import tiny
-import torch
 
-from fastgrpo.data.prompts import RESERVED, copied, to_completion, to_prompt
-from fastgrpo.data.records import Prompt, Rollout
+from fastgrpo.data.prompts import RESERVED, copied, to_prompt, with_text
+from fastgrpo.data.records import Prompt, Sample
 
 
 def test_prompts():
@@ -19,9 +18,9 @@ def test_prompts():
     conversational = to_prompt({"prompt": messages}, chat)
     assert chat.decode(conversational.ids) == "<user>hi\n<assistant>"
     ids = chat("ok")["input_ids"] + [chat.eos_token_id]
-    drawn = Rollout(ids, torch.zeros(len(ids)), "stop")
-    assert to_completion(conversational, drawn, chat).content == [{"role": "assistant", "content": "ok"}]
-    assert to_completion(plain, drawn, chat).content == "ok"
+    drawn = Sample(plain.ids, ids)
+    assert with_text(drawn, conversational, chat).content == [{"role": "assistant", "content": "ok"}]
+    assert with_text(drawn, plain, chat).content == "ok"
 
 
 def test_a_chat_template_gets_its_keyword_arguments():

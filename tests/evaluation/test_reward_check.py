@@ -8,8 +8,9 @@ import threading
 
 import pytest
 import torch
+from samples import answer
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.evaluation.reward_check import check_reward, rank_correlation
 
 NUMBERS = [[3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8]]
@@ -17,7 +18,7 @@ NUMBERS = [[3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8]]
 
 def group(numbers, prompt):
     row = Prompt([], prompt, {"answer": 5})
-    return [Completion(row, Rollout([65], torch.zeros(1), "stop"), f"it is {number}") for number in numbers]
+    return [answer(row, [65], f"it is {number}") for number in numbers]
 
 
 GROUPS = [group(numbers, f"prompt {i}") for i, numbers in enumerate(NUMBERS)]
@@ -166,7 +167,7 @@ def test_faults_that_leave_no_reward(function, words):
 
 def test_longer_is_better():
     row = Prompt([], "p", {})
-    groups = [[Completion(row, Rollout([65], torch.zeros(1), "stop"), "x" * n) for n in range(1, 10)]]
+    groups = [[answer(row, [65], "x" * n) for n in range(1, 10)]]
     (warning,) = check_reward(by_length, groups, clock=lambda: 0.0).warnings
     assert "Longer is better: its rank correlation with the length is 1.00" in warning
 

@@ -27,7 +27,7 @@ def test_packing_by_hand():
 def test_every_target_follows_the_token_whose_state_predicts_it():
     samples = [Sample([1] * p, list(range(100, 100 + c)), 0.0) for p, c in [(1, 1), (4, 7), (2, 3)]]
     batch = Batch.pack(samples, "cpu")
-    whole = [s.prompt_ids + s.completion_ids for s in samples]
+    whole = [s.prompt_ids + s.ids for s in samples]
     predicted = [sequence[i + 1] for sequence in whole for i in range(len(sequence) - 1)]
     assert [predicted[row] for row in batch.rows.tolist()] == batch.targets.tolist()
 
@@ -54,7 +54,7 @@ def test_a_shared_prompt_by_hand():
     assert batch.branches == [[1, 2], [1, 1]]
     rows = [[9, 10], [2, 4], [2], [2, 5, 6], [12], [12], [3, 7], [3, 8], [14], [14, 15]]
     assert batch.rows.tolist() == [row for sample in rows for row in sample]
-    assert batch.targets.tolist() == [token for sample in samples for token in sample.completion_ids]
+    assert batch.targets.tolist() == [token for sample in samples for token in sample.ids]
     assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8, 9, 10, 12, 14, 15, 17]
 
 

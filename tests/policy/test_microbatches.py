@@ -18,7 +18,7 @@ def tokens_by_prompt(samples, indices):
     tokens = {}
     for sample in (samples[i] for i in indices):
         tokens.setdefault(sample.prompt_ids[0], len(sample.prompt_ids))
-        tokens[sample.prompt_ids[0]] += len(sample.completion_ids) - 1
+        tokens[sample.prompt_ids[0]] += len(sample.ids) - 1
     return tokens
 
 

@@ -61,7 +61,7 @@ def test_states_and_gradients_are_those_of_each_sequence_alone(name, share_promp
     model.zero_grad()
     alone = []
     for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+        ids = torch.tensor([sample.prompt_ids + sample.ids])
         out = model.base_model(ids, use_cache=False).last_hidden_state[0]
         alone.append(out[len(sample.prompt_ids) - 1 : -1])
     alone = torch.cat(alone)

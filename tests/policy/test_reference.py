@@ -119,7 +119,7 @@ def test_the_trainer_syncs_every_so_many_steps(tmp_path, device):
         tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0, max_steps=4,
         learning_rate=1e-2, ref_device=device,
     )  # fmt: skip
-    reference = trainer.update.reference.policy.module
+    reference = trainer.updates.reference.policy.module
     start, weights = reference.lm_head.weight.clone(), reference.lm_head.weight
     trainer.step()
     assert torch.equal(weights, start) and not torch.equal(trainer.model.lm_head.weight, start)

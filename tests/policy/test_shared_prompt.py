@@ -61,7 +61,7 @@ def test_log_probs_and_gradients(architecture, checkpointing, kernel, monkeypatc
     model = make_model(architecture, gradient_checkpointing=checkpointing)
     samples = flat(make_groups())
     weight, bias, _ = Policy.of(model).head
-    mixed = torch.randn(sum(len(sample.completion_ids) for sample in samples), dtype=torch.float64)
+    mixed = torch.randn(sum(len(sample.ids) for sample in samples), dtype=torch.float64)
     results = []
     for share_prompt in (True, False):
         batch = Batch.pack(samples, "cpu", share_prompt)
@@ -85,9 +85,9 @@ def test_log_probs_against_transformers():
     samples = flat(make_groups())
     for sample, logps in zip(samples, score(Policy.of(model), samples, Scoring(1.0, 10_000)), strict=True):
         with torch.no_grad():
-            logits = model(torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0]
+            logits = model(torch.tensor([sample.prompt_ids + sample.ids])).logits[0]
         every = logits.log_softmax(-1)[len(sample.prompt_ids) - 1 : -1]
-        expected = every.gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        expected = every.gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
         torch.testing.assert_close(logps, expected, atol=1e-10, rtol=1e-10)
 
 
@@ -141,7 +141,7 @@ def test_tokens_through_the_layers(share_prompt):
 
     def tokens(groups):
         prompts = (len(group[0].prompt_ids) * (1 if share_prompt else len(group)) for group in groups)
-        return sum(prompts) + sum(len(sample.completion_ids) - 1 for sample in flat(groups))
+        return sum(prompts) + sum(len(sample.ids) - 1 for sample in flat(groups))
 
     assert reference.tokens == tokens(groups)
     assert policy.tokens == tokens(groups) + tokens(groups[2:])  # the second minibatch has old log-probs to be made
@@ -150,7 +150,7 @@ def test_tokens_through_the_layers(share_prompt):
 def test_samples_that_left_take_their_branches_along():
     update = make_update(True)
     policy = TokenCount(update.policy.module)
-    update.teaches = lambda sample: len(sample.completion_ids) > 3
+    update.teaches = lambda sample: len(sample.ids) > 3
     update(make_groups())
     assert policy.tokens == (9 + 3 + 6) + (3 + 4) + (1 + 7) + (14 + 5)
 

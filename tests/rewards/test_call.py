@@ -9,9 +9,10 @@ from functools import partial
 
 import pytest
 import torch
+from samples import answer
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.data.records import Prompt, TrainerState
 from fastgrpo.loss.advantage import group_advantages
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
@@ -19,8 +20,7 @@ PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y",
 
 
 COMPLETIONS = [
-    Completion(prompt, Rollout(ids, torch.zeros(len(ids)), "stop"), content)
-    for prompt, ids, content in zip(PROMPTS, ([3], [4, 5]), ("c0", "c1"), strict=True)
+    answer(prompt, ids, content) for prompt, ids, content in zip(PROMPTS, ([3], [4, 5]), ("c0", "c1"), strict=True)
 ]
 
 
@@ -168,14 +168,14 @@ def test_every_name_of_a_column_works():
         assert given["completions"] == ["c0", "c1"]
         return [0.0, 0.0]
 
-    judge(Rewards([reward]), [dataclasses.replace(c, prompt=Prompt([1], "p", columns)) for c in COMPLETIONS])
+    judge(Rewards([reward]), [dataclasses.replace(c, columns=columns) for c in COMPLETIONS])
 
 
 def test_what_functions_get_are_copies_made_for_each_of_them():
     prompt = Prompt([1], [{"role": "user", "content": "p"}], {"tests": [[1, 2]]})
     content = [{"role": "assistant", "content": "c"}]
-    group = [Completion(prompt, Rollout([3, 4], torch.zeros(2), "stop"), content) for _ in range(2)]
-    before, state = copy.deepcopy([(c.prompt, c.rollout.ids, c.content) for c in group]), TrainerState(3, 9, 0.0, 8)
+    group = [answer(prompt, [3, 4], content) for _ in range(2)]
+    before, state = copy.deepcopy([(c.prompt, c.ids, c.content) for c in group]), TrainerState(3, 9, 0.0, 8)
     seen = []
 
     def reward(prompts, completions, completion_ids, trainer_state, tests, **_):
@@ -195,8 +195,8 @@ def test_what_functions_get_are_copies_made_for_each_of_them():
     judged = Rewards([reward, reward])(group, state)
     assert seen[0] == seen[1]
     assert state.global_step == 3
-    assert [(c.prompt, c.rollout.ids, c.content) for c in group] == before
-    assert [(c.prompt, c.rollout.ids, c.content) for c in judged.completions] == before
+    assert [(c.prompt, c.ids, c.content) for c in group] == before
+    assert [(c.prompt, c.ids, c.content) for c in judged.completions] == before
 
 
 @pytest.mark.parametrize(

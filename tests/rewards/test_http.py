@@ -5,10 +5,10 @@ import logging
 import socket
 
 import pytest
-import torch
 from reward_server import served
+from samples import answer
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward, http
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.http import HttpScorer, ScorerDown
@@ -40,8 +40,7 @@ def test_what_is_sent_and_what_comes_back(server, monkeypatch):
     rewards = Rewards(find_reward(f"{url}/score/math"))
     chat = [{"role": "user", "content": "?"}]
     completions = [
-        Completion(Prompt([1], chat, {"answer": i}), Rollout([1], torch.zeros(1), "stop"), text)
-        for i, text in enumerate(["right", "wrong", "unsure"])
+        answer(Prompt([1], chat, {"answer": i}), [1], text) for i, text in enumerate(["right", "wrong", "unsure"])
     ]
     judged = rewards(completions)
     assert rewards.names == [f"127_0_0_1_{url.rpartition(':')[2]}_score_math"]
@@ -111,9 +110,7 @@ def test_an_answer_that_is_none_is_an_error_at_once(server, path, problem):
     url, application = server
     before = application.paths[f"/{path}"]
     rewards = Rewards(HttpScorer(f"{url}/{path}?token=hidden", sleep=None))
-    completions = [
-        Completion(Prompt([1], "p"), Rollout([1], torch.zeros(1), "stop"), text) for text in ("right", "wrong")
-    ]
+    completions = [answer(Prompt([1], "p"), [1], text) for text in ("right", "wrong")]
     with pytest.raises(ValueError, match=rf"raised ValueError: the reward server {url}/{path} answered.*{problem}"):
         rewards(completions)
     assert application.paths[f"/{path}"] == before + 1

@@ -6,8 +6,9 @@ import math
 import pytest
 import tiny
 import torch
+from samples import answer
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.rewards.values import SAMPLE_COLUMNS, Logs
 from fastgrpo.trainer.collect import sample_rows
@@ -115,7 +116,7 @@ def test_no_column_of_a_sample_can_be_overwritten(column):
 
 
 def test_the_columns_of_a_sample_are_those_of_samples_jsonl():
-    completion = Completion(Prompt([1], "p"), Rollout([2], torch.zeros(1), "stop"), "c", {"f": 1.0})
-    completion = dataclasses.replace(completion, ratios=[1.0])
-    (line,) = sample_rows(1, [completion], 1, [0], TokenText(tiny.tokenizer()))
+    completion = answer(Prompt([1], "p"), [2], "c", rewards={"f": 1.0})
+    completion = dataclasses.replace(completion, ratios=torch.ones(1), clipped=torch.zeros(1, dtype=torch.bool))
+    (line,) = sample_rows(1, 0, [completion], TokenText(tiny.tokenizer()))
     assert tuple(line) == SAMPLE_COLUMNS

@@ -11,10 +11,10 @@ import pool_rewards
 import psutil
 import pytest
 import tiny
-import torch
 from paths import ROOT
+from samples import answer, drawn
 
-from fastgrpo.data.records import Completion, Prompt, Rollout, TrainerState
+from fastgrpo.data.records import Prompt, TrainerState
 from fastgrpo.rewards.call import Judging, Rewards
 from fastgrpo.rewards.guard import Failure
 from fastgrpo.rewards.pool import Given, Pool, _Worker
@@ -24,10 +24,7 @@ NEVER = 600.0  # seconds: a limit that no function here reaches
 
 def completions(*texts):
     """One completion a text; the row of each has its number as the column `answer`."""
-    return [
-        Completion(Prompt([1], "the prompt", {"answer": i}), Rollout([1, 2], torch.zeros(2), "stop"), text)
-        for i, text in enumerate(texts)
-    ]
+    return [answer(Prompt([1], "the prompt", {"answer": i}), [1, 2], text) for i, text in enumerate(texts)]
 
 
 def judge(functions, texts, on_error="raise", timeout=NEVER, workers=2, seed=0):
@@ -170,16 +167,14 @@ def test_results_depend_neither_on_the_number_of_workers_nor_on_the_order_of_fin
 
 def test_groups_are_judged_as_they_come():
     prompts = [Prompt([1], "p", {"answer": i}) for i in range(3)]
-    drawn = {
-        i: [Rollout([70 + i, 71], torch.zeros(2), "stop"), Rollout([80], torch.zeros(1), "stop")] for i in range(3)
-    }
+    groups = {i: [drawn([70 + i, 71]), drawn([80])] for i in range(3)}
 
     def judged(order, workers):
         with Rewards([pool_rewards.noise, pool_rewards.noise_of_a_group], workers=workers, seed=1) as rewards:
             judging = Judging(rewards, prompts, tiny.tokenizer())
             for i in order:
-                judging.add(i, drawn[i])
-            return [(c.prompt.columns, c.rewards) for c in judging.result().completions]
+                judging.add(i, groups[i])
+            return [(c.columns, c.rewards) for c in judging.result().completions]
 
     first = judged([0, 1, 2], 1)
     assert first == judged([2, 0, 1], 3)
@@ -240,7 +235,8 @@ import os, sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 import torch
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
+from samples import answer
 from fastgrpo.rewards.call import Rewards
 
 def own(completions, **_):
@@ -250,7 +246,7 @@ def own(completions, **_):
     return [5.0]
 
 def main(text):
-    completion = Completion(Prompt([1], "p"), Rollout([1], torch.zeros(1), "stop"), text)
+    completion = answer(Prompt([1], "p"), [1], text)
     with Rewards(own, workers=1) as rewards:
         print(rewards([completion]).completions[0].rewards, flush=True)
 
@@ -259,7 +255,9 @@ def main(text):
 
 
 def script(folder, start):
-    folder.joinpath("script.py").write_text(SCRIPT.format(paths=[str(ROOT)], start=start))
+    folder.joinpath("script.py").write_text(
+        SCRIPT.format(paths=[str(ROOT), str(ROOT / "tests" / "support")], start=start)
+    )
     return [sys.executable, "script.py"]
 
 

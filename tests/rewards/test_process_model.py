@@ -5,11 +5,12 @@ import json
 import pytest
 import tiny
 import torch
+from samples import answer
 from tokenizers import AddedToken
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from fastgrpo import GRPOConfig
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.finding import find_reward, found, prm_options
 from fastgrpo.rewards.models import ProcessRewardModel, aggregate
@@ -179,7 +180,7 @@ def test_steps_are_logged_in_tokens_of_the_policy():
 
     def drawn(prompt, text, stop=(1,)):
         ids = [*ids_of(text), *stop]
-        return Completion(Prompt(ids_of(prompt), prompt), Rollout(ids, -torch.ones(len(ids)), "stop"), text)
+        return answer(Prompt(ids_of(prompt), prompt), ids, text, -torch.ones(len(ids)))
 
     judged = rewards([drawn(p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
     name = "Qwen2ForTokenClassification"

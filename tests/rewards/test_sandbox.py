@@ -3,10 +3,10 @@
 import threading
 
 import pytest
-import torch
 from jails import PATIENT, fenced, judge, needs_namespaces
+from samples import answer
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.sandbox import Limits, Sandbox
@@ -30,7 +30,7 @@ def test_names():
 def test_a_row_whose_tests_cannot_be_read_is_named(sandbox):
     good, bad = [{"output": "1"}], [{"input": "1", "expected": "2"}]
     rows = [Prompt([], f"row {i}", {"tests": tests}) for i, tests in enumerate((good, good, bad))]
-    given = [Completion(row, Rollout([1], torch.zeros(1), "stop"), fenced("print(1)")) for row in rows]
+    given = [answer(row, [1], fenced("print(1)")) for row in rows]
     with pytest.raises(
         ValueError, match="the row of the prompt 'row 2': a test in the column tests must have"
     ) as error:
@@ -161,8 +161,7 @@ class TestRuns:
         rewards = Rewards([sandbox, find_reward("sandbox:python-all")])
         assert rewards.names == ["sandbox_python", "sandbox_python_all"]
         tests = [{"input": "", "output": "1"}, {"input": "", "output": "2"}]
-        rollout = Rollout([3], torch.zeros(1), "stop")
-        judged = rewards([Completion(Prompt([1], "?", {"tests": tests}), rollout, fenced("print(1)"))])
+        judged = rewards([answer(Prompt([1], "?", {"tests": tests}), [3], fenced("print(1)"))])
         assert judged.completions[0].rewards == {"sandbox_python": 0.5, "sandbox_python_all": 0.0}
         assert judged.completions[0].extras["sandbox_python/tests"] == ["passed", "wrong"]
         rewards.functions[1].close()

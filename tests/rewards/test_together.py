@@ -3,9 +3,9 @@
 import pytest
 import tiny
 import torch
+from samples import drawn as one_drawn
 
 from fastgrpo.data.prompts import to_prompt
-from fastgrpo.data.records import Rollout
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards, judge_together, reward_matrix
 
@@ -31,7 +31,12 @@ def drawn(indices, filtered):
     ids = {i: [[70 + i, 71], [80 + i, 81, 1]] for i in indices}
     return {
         i: [
-            Rollout(of, -torch.arange(1.0, len(of) + 1), "length", torch.full((len(of),), 0.5) if filtered else None)
+            one_drawn(
+                of,
+                -torch.arange(1.0, len(of) + 1),
+                "length",
+                sampler_logps=torch.full((len(of),), -0.5) if filtered else None,
+            )
             for of in both
         ]
         for i, both in ids.items()
@@ -73,13 +78,13 @@ def test_all_ranks_get_what_one_would_have_got(shares, filtered):
     for judged in together(2, shares, filtered):
         assert [c.prompt for c in judged.completions] == [c.prompt for c in alone.completions]
         for mine, theirs in zip(judged.completions, alone.completions, strict=True):
-            assert mine.rollout.ids == theirs.rollout.ids and mine.content == theirs.content
-            assert torch.equal(mine.rollout.logps, theirs.rollout.logps)
-            assert mine.rollout.finish_reason == theirs.rollout.finish_reason and mine.extras == theirs.extras
+            assert mine.ids == theirs.ids and mine.content == theirs.content
+            assert torch.equal(mine.logps, theirs.logps)
+            assert mine.finish_reason == theirs.finish_reason and mine.extras == theirs.extras
             assert mine.steps == theirs.steps
-            assert mine.steps["length"] == ((1, mine.rollout.ids[0]), (len(mine.rollout.ids), mine.rollout.ids[-1]))
-            assert (mine.rollout.kept is not None) is filtered
-            assert torch.equal(mine.rollout.sampler_logps, theirs.rollout.sampler_logps)
+            assert mine.steps["length"] == ((1, mine.ids[0]), (len(mine.ids), mine.ids[-1]))
+            assert torch.equal(mine.sampler_logps, mine.logps) is not filtered
+            assert torch.equal(mine.sampler_logps, theirs.sampler_logps)
         assert reward_matrix(judged.completions).nan_to_num(-1).equal(reward_matrix(alone.completions).nan_to_num(-1))
         assert judged.errors == alone.errors and sum(judged.logged["seen"]) == sum(alone.logged["seen"]) == 6
 

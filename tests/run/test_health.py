@@ -176,14 +176,14 @@ def make_trainer(tmp_path, spoilt_steps, **settings):
     }  # fmt: skip
     args = GRPOConfig(**{**defaults, **settings})
     trainer = GRPOTrainer(str(tiny.save(tmp_path / "model")), rising, args, [{"prompt": "ab"}, {"prompt": "c"}])
-    loss = trainer.update.loss
+    loss = trainer.updates.loss
 
     def spoilt(*arguments):
         out = loss(*arguments)
         bad = trainer.state.global_step + 1 in spoilt_steps
         return dataclasses.replace(out, loss=out.loss * torch.nan) if bad else out
 
-    trainer.update.loss = spoilt
+    trainer.updates.loss = spoilt
     return trainer
 
 
@@ -203,7 +203,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path, capsys):
 
 def test_some_updates_of_a_step_are_skipped(tmp_path):
     trainer = make_trainer(tmp_path, {1}, num_iterations=3)
-    spoilt, calls = trainer.update.loss, []
+    spoilt, calls = trainer.updates.loss, []
 
     def second_only(*arguments):
         calls.append(1)
@@ -212,7 +212,7 @@ def test_some_updates_of_a_step_are_skipped(tmp_path):
         trainer.state.global_step = 0
         return value
 
-    trainer.update.loss = second_only
+    trainer.updates.loss = second_only
     values = trainer.step()
     assert len(calls) == 3 and values["skipped_updates"] == 1
     assert values["loss"] == values["loss"] and values["grad_norm"] > 0
@@ -233,7 +233,7 @@ def test_ten_in_a_row_end_the_run_with_minibatches_that_teach_nothing(tmp_path):
 
     trainer = make_trainer(tmp_path, range(1, 100), max_steps=50, updates_per_rollout=2, save_steps=50)
     trainer.rewards = Rewards([flat_for_b])
-    trainer.make_experience.rewards = trainer.rewards
+    trainer.collector.rewards = trainer.rewards
     with pytest.raises(ValueError, match="10 updates in a row"):
         trainer.train()
     assert trainer.state.global_step == 10  # one of the two updates of a step is skipped; the other is none

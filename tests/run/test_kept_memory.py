@@ -8,7 +8,7 @@ import pytest
 from runs import make_trainer
 
 from fastgrpo.run.kept_memory import VARIABLES
-from fastgrpo.trainer import policy
+from fastgrpo.trainer import setup
 
 # Prints what keep_freed_memory returned, and how many MiB more are resident after 256 MiB were written and freed.
 PROGRAM = """
@@ -53,6 +53,6 @@ def test_other_tunables_decide_nothing():
 
 def test_a_trainer_on_a_cpu_asks_for_it(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(policy, "keep_freed_memory", lambda: asked.append(True))
+    monkeypatch.setattr(setup, "keep_freed_memory", lambda: asked.append(True))
     make_trainer(tmp_path)
     assert asked == [True]

@@ -180,7 +180,7 @@ def agrees(policy, backend):
 @torch.no_grad()
 def own_logps(model, sample):
     """The log-probs [T, V] at each token of the completion, by the model itself on this sequence alone."""
-    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    ids = torch.tensor([sample.prompt_ids + sample.ids])
     logits = model(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
     return logits.float().log_softmax(-1)
 

@@ -48,7 +48,7 @@ def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     *_, held_out = arithmetic.pairs_by_level()
     assert len(prompts) > 1000
     assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
-    prompt, completion = tokenizer.decode(seen[0].prompt_ids), seen[0].completion_ids
+    prompt, completion = tokenizer.decode(seen[0].prompt_ids), seen[0].ids
     a, b = (int(number) for number in prompt[:-1].split("+"))
     assert tokenizer.decode(completion, skip_special_tokens=True) == arithmetic.written(a, b)
     assert completion[-1] == tokenizer.eos_token_id

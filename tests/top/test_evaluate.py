@@ -7,12 +7,12 @@ import re
 
 import pytest
 import tiny
-import torch
 from ranks import start
+from samples import drawn
 
 from fastgrpo.config.fields import hints
 from fastgrpo.config.settings import TrainConfig
-from fastgrpo.data.records import Rollout, TrainerState
+from fastgrpo.data.records import TrainerState
 from fastgrpo.evaluate import EvaluateConfig, main, parse
 from fastgrpo.evaluation import heldout
 from fastgrpo.evaluation.estimators import wilson
@@ -39,7 +39,7 @@ class Script:
         texts = self.texts.pop(0)
         assert len(texts) == len(prompts) * num_generations
         ids = [self.tokenizer(text)["input_ids"] for text in texts]
-        return [Rollout(i, torch.zeros(len(i)), "length" if len(i) > 30 else "stop") for i in ids]
+        return [drawn(i, reason="length" if len(i) > 30 else "stop") for i in ids]
 
 
 def measured():

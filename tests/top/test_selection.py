@@ -1,9 +1,9 @@
 """Rejection sampling: which completions are kept, and why the others are not."""
 
-import torch
+from samples import answer
 
 from fastgrpo.config.settings import SelectionConfig
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.distill import REASONS, repetition, select
 from fastgrpo.rewards.call import Rewards
 
@@ -28,10 +28,7 @@ def long(completions, **columns):
 def judged(*drawn):
     """Completions of (prompt, text, finish reason, ids), judged."""
     rewards = Rewards([right, neat_format_reward, long])
-    completions = [
-        Completion(Prompt([1], prompt), Rollout(ids, torch.zeros(len(ids)), reason), text)
-        for prompt, text, reason, ids in drawn
-    ]
+    completions = [answer(Prompt([1], prompt), ids, text, reason=reason) for prompt, text, reason, ids in drawn]
     return rewards(completions).completions, rewards
 
 

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from samples import answer
 
 from fastgrpo import GRPOConfig
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.loss.advantage import process_advantages
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.trainer.collect import reward_metrics, with_advantages
@@ -24,9 +25,11 @@ def steps(**_):
 
 
 def completion(reward, tokens=4, reason="stop", of_steps=None, **others):
-    rollout = Rollout([5] * tokens, -torch.ones(tokens), reason)
     rewards = {"right": reward, **others}
-    return Completion(Prompt([1], "p"), rollout, "x", rewards, steps={"steps": of_steps} if of_steps else {})
+    return answer(
+        Prompt([1], "p"), [5] * tokens, "x", -torch.ones(tokens), reason, rewards=rewards,
+        steps={"steps": of_steps} if of_steps else {},
+    )  # fmt: skip
 
 
 def advantages(completions, functions=(right,), weights=(), **settings):
@@ -156,7 +159,7 @@ def test_a_completion_whose_token_advantages_add_up_to_nothing_still_teaches():
 
 
 def test_masked_steps_leave_the_group_with_their_completion():
-    cut = dataclasses.replace(STEPPED[1], rollout=dataclasses.replace(STEPPED[1].rollout, finish_reason="length"))
+    cut = dataclasses.replace(STEPPED[1], finish_reason="length")
     third = completion(0.0, 1, of_steps=((1, 3.0),), steps=0.0)
     out = {"mask_truncated_completions": True, "masked_completions_in_group": False}
     with_it, without = advantages([STEPPED[0], cut, third], **BOTH, **out), advantages([STEPPED[0], third], **BOTH)

@@ -44,21 +44,21 @@ def make_trainer(folder, tmp_path, pattern, reward=by_plan, **settings):
 
 
 def stepped(trainer):
-    """(metrics, Experience) of one step."""
-    kept, make = [], trainer.make_experience
-    trainer.make_experience = lambda state: kept.append(make(state)) or kept[-1]
+    """(metrics, Collected) of one step."""
+    kept, make = [], trainer.collector
+    trainer.collector = lambda state: kept.append(make(state)) or kept[-1]
     values = trainer.step()
-    trainer.make_experience = make
+    trainer.collector = make
     return values, kept[0]
 
 
 def rows_of(experience, trainer):
     """The number of the row of each group that the step trained on."""
-    return [int(trainer.tokenizer.decode(experience.completions[group[0]].prompt.ids)) for group in experience.trained]
+    return [int(trainer.tokenizer.decode(experience.samples[group[0]].prompt_ids)) for group in experience.trained]
 
 
 def rollouts(experience):
-    return [completion.rollout for completion in experience.completions]
+    return experience.samples
 
 
 def lines(run, name="metrics.jsonl"):
@@ -108,14 +108,14 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_dropped_groups_do_not_count_in_the_normalizer_and_those_that_fill_up_do(folder, tmp_path, loss_type):
     trainer = make_trainer(folder, tmp_path, "1001" + "0000", max_num_gen_batches=2, loss_type=loss_type)
-    updated, update = [], trainer.update
-    trainer.update = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
+    updated, update = [], trainer.updates
+    trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     _, experience = stepped(trainer)
     trained = updated[0].samples
-    assert len(trained) == 16 and len(experience.completions) == 24
-    tokens = sum(len(sample.completion_ids) for sample in trained)
+    assert len(trained) == 16 and len(experience.samples) == 24
+    tokens = sum(len(sample.ids) for sample in trained)
     for sample in trained:
-        expected = 1 / tokens if loss_type == "dapo" else 1 / 16 / len(sample.completion_ids)
+        expected = 1 / tokens if loss_type == "dapo" else 1 / 16 / len(sample.ids)
         torch.testing.assert_close(sample.weights, torch.full_like(sample.weights, expected))
     assert experience.trained == [list(range(i, i + 4)) for i in range(0, 16, 4)]
 
@@ -123,7 +123,7 @@ def test_dropped_groups_do_not_count_in_the_normalizer_and_those_that_fill_up_do
 def test_those_that_train_together_are_scaled_together(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1001" + "11" + "1" * 8, scale_rewards="batch")
     _, experience = stepped(trainer)
-    advantages = torch.tensor([experience.completions[i].advantage for group in experience.trained for i in group])
+    advantages = torch.tensor([experience.samples[i].advantage for group in experience.trained for i in group])
     rewards = torch.tensor([0.0, 1.0] * 8)
     torch.testing.assert_close(advantages, (rewards - 0.5) / (rewards.std() + 1e-4), atol=1e-6, rtol=0)
 
@@ -168,7 +168,7 @@ def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1110" + "0" * 10, reward, max_num_gen_batches=3)
     values, experience = stepped(trainer)
     assert values["dynamic_sampling/num_gen_batches"] == 3 and values["batch"] == (16 + 4 + 4) / 3
-    assert [completion.extras for completion in experience.completions] == [
+    assert [completion.extras for completion in experience.samples] == [
         {"mark": mark} for mark in [*range(16), *[None] * 8]
     ]
     assert values["reward"] == pytest.approx((3 * 0.5 + 0.25) / 4)
@@ -200,7 +200,7 @@ def test_a_run_is_the_same_again_and_goes_on_where_it_stopped(folder, tmp_path):
     def run(name, **changes):
         trainer = make_trainer(folder, tmp_path / name, "1001011", noisy, **{**settings, **changes})
         # Half of the vocabulary ends a completion: lengths differ.
-        trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 2)))
+        trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 2)))
         trainer.train()
         return tmp_path / name / "run"
 
@@ -252,9 +252,9 @@ def test_an_error_while_drawing_leaves_the_engine_idle():
 
 def test_oversampling_keeps_as_many_groups_as_asked_for(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1" * 20, dynamic_sampling=False, oversampling_factor=1.6)
-    trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
+    trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
-    assert len(experience.trained) == 4 and len(experience.completions) == 16  # of 6.4, rounded up
+    assert len(experience.trained) == 4 and len(experience.samples) == 16  # of 6.4, rounded up
     assert values["oversampling/aborted_groups"] == 3 and trainer.source.drawn == 7
     assert trainer.state.epoch == 7 / 20
     finished = sum(len(rollout.ids) + 2 for rollout in rollouts(experience))
@@ -286,7 +286,7 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
         folder, tmp_path, "1111", [nothing, by_plan], soft_punish_cache=4, reward_weights=[2.0, 0.0],
         dynamic_sampling=False,
     )  # fmt: skip
-    trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
+    trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
     punished = [-max(len(rollout.ids) - 2, 0) / 4 for rollout in rollouts(experience)]
     assert len(set(punished)) > 2 and -1 in punished
@@ -310,14 +310,14 @@ def test_a_completion_that_nothing_judges_is_not_punished_either(folder, tmp_pat
         soft_punish_cache=4, dynamic_sampling=False,
     )  # fmt: skip
     _, experience = stepped(half)
-    per_function = reward_matrix(experience.completions)
+    per_function = reward_matrix(experience.samples)
     assert per_function[::2].isnan().all() and not per_function[1::2].isnan().any()
 
 
 def test_groups_whose_completions_are_all_masked_teach_nothing(folder, tmp_path):
     """Overlong filtering and dynamic sampling: a truncated group is replaced too."""
     trainer = make_trainer(folder, tmp_path, "1" * 12, mask_truncated_completions=True, max_num_gen_batches=3)
-    trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=(), max_tokens=3)
+    trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=(), max_tokens=3)
     before = [p.clone() for p in trainer.model.parameters()]
     values, experience = stepped(trainer)
     assert values["completions/clipped_ratio"] == 1 and values["frac_informative"] == 1
@@ -331,13 +331,13 @@ def test_all_of_it_at_once(folder, tmp_path):
         folder, tmp_path, "1001011", oversampling_factor=1.5, soft_punish_cache=3, mask_truncated_completions=True,
         updates_per_rollout=2, num_iterations=2, beta=0.05,
     )  # fmt: skip
-    trainer.make_experience.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 6)))
-    updated, update = [], trainer.update
-    trainer.update = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
+    trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 6)))
+    updated, update = [], trainer.updates
+    trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     values, experience = stepped(trainer)
     masked = [sample for sample in updated[0].samples if sample.masked]
     truncated = [rollout for rollout in rollouts(experience) if rollout.truncated]
-    assert 0 < len(masked) <= len(truncated) == len(experience.completions) * values["completions/clipped_ratio"]
+    assert 0 < len(masked) <= len(truncated) == len(experience.samples) * values["completions/clipped_ratio"]
     assert all(not sample.weights.any() for sample in masked)
     weight = sum(sample.weights.sum().item() for sample in updated[0].samples)
     assert weight == pytest.approx(2)  # 1 for each update: masked tokens do not count in DAPO's normalizer

@@ -4,7 +4,7 @@ import pytest
 import tiny
 
 from fastgrpo import GRPOConfig
-from fastgrpo.trainer.given import NOT_YET, advice, refuse_given, refuse_images, with_adapters
+from fastgrpo.trainer.setup import NOT_YET, advice, refuse_given, refuse_images, with_adapters
 
 
 def test_what_does_not_exist_here_is_named():

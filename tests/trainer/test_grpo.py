@@ -126,9 +126,7 @@ def test_without_passes_no_old_logps_are_made(monkeypatch):
 def test_truncated_completions_are_masked_on_request(tmp_path):
     trainer = make_trainer(tmp_path, mask_truncated_completions=True, loss_type="grpo")
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    trainer.make_experience.sampling = trainer.sampling.__class__(
-        max_tokens=3
-    )  # no stop token: everything is truncated
+    trainer.collector.sampling = trainer.sampling.__class__(max_tokens=3)  # no stop token: everything is truncated
     values = trainer.step()
     assert values["completions/clipped_ratio"] == 1
     assert all(torch.equal(before[name], p) for name, p in trainer.model.named_parameters())
@@ -143,8 +141,8 @@ def test_no_spread_moves_nothing(tmp_path):
 
 
 def test_no_reference_in_memory_without_beta(tmp_path):
-    assert make_trainer(tmp_path / "a").update.reference is None
-    reference = make_trainer(tmp_path / "b", beta=0.1).update.reference
+    assert make_trainer(tmp_path / "a").updates.reference is None
+    reference = make_trainer(tmp_path / "b", beta=0.1).updates.reference
     assert not any(p.requires_grad for p in reference.policy.module.parameters())
 
 
@@ -256,7 +254,7 @@ def test_minibatches_are_balanced_and_as_many_as_asked_for():
 def test_an_update_without_samples_moves_nothing():
     update = make_update(Objective())
     before = [p.clone() for p in update.policy.module.parameters()]
-    samples = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of()]
+    samples = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of()]
     metrics = update([samples]).metrics
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, update.policy.module.parameters(), strict=True))
@@ -277,7 +275,7 @@ def advantages_of(trainer):
         seen.extend(groups)
         return Updated([sample for group in groups for sample in group], [], {})
 
-    trainer.update = update
+    trainer.updates = update
     trainer.step()
     return torch.tensor([[sample.advantage for sample in group] for group in seen])
 
@@ -377,7 +375,7 @@ def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments
         return GRPOTrainer(str(path), share_of_a, args, rows, rows)
 
     run = trainer("calm", chat_template_kwargs={"mood": "calm"})
-    shown = {run.tokenizer.decode(c.prompt.ids) for c in run.make_experience(run.state).completions}
+    shown = {run.tokenizer.decode(c.prompt_ids) for c in run.collector(run.state).samples}
     assert shown == {"[calm]<user>ab\n<assistant>", "[calm]<user>c\n<assistant>"}
     assert run.train()["accuracy_after"] is not None
     with pytest.raises(ValueError, match="no mood"):

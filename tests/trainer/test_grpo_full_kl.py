@@ -67,13 +67,13 @@ def weighted_groups():
     """Two groups of three completions, those of a group of one prompt, with the weights of their tokens."""
     samples = samples_of()
     samples = [dataclasses.replace(s, prompt_ids=samples[i // 3 * 3].prompt_ids) for i, s in enumerate(samples)]
-    tokens = sum(len(s.completion_ids) for s in samples)
-    return [dataclasses.replace(s, weights=torch.full((len(s.completion_ids),), 1 / tokens)) for s in samples]
+    tokens = sum(len(s.ids) for s in samples)
+    return [dataclasses.replace(s, weights=torch.full((len(s.ids),), 1 / tokens)) for s in samples]
 
 
 def distributions(policy, sample):
     """The distributions of a completion's tokens, from transformers' own logits."""
-    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    ids = torch.tensor([sample.prompt_ids + sample.ids])
     logits = policy.module(ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
     return Categorical(logits=logits / TEMPERATURE)
 
@@ -106,7 +106,7 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
     loss, divergences = 0.0, []
     for sample, ref in zip(samples, reference, strict=True):
         now = distributions(policy, sample)
-        logps, kl = now.log_prob(torch.tensor(sample.completion_ids)), kl_divergence(now, ref)
+        logps, kl = now.log_prob(torch.tensor(sample.ids)), kl_divergence(now, ref)
         ratio = (logps - logps.detach()).exp()
         loss = loss + (sample.weights * (FULL["beta"] * kl - ratio * sample.advantage)).sum()
         divergences.append(kl.detach())
@@ -123,7 +123,7 @@ def test_the_gradient_is_that_of_full_logits(name, share_prompt):
             out.loss.backward()
             found, kl = found + out.loss.item(), kl + (out.metrics["kl"] * out.metrics["active_tokens"]).item()
         assert found == pytest.approx(loss.item(), abs=1e-5)
-        assert kl == pytest.approx(mean * sum(len(s.completion_ids) for s in samples), rel=1e-4)
+        assert kl == pytest.approx(mean * sum(len(s.ids) for s in samples), rel=1e-4)
         actual = gradients(policy)
         assert actual.keys() == expected.keys()
         for weight, gradient in expected.items():

@@ -28,7 +28,7 @@ LOSSES = {
 def stepped_samples():
     """Six samples in two groups of three, with advantages of tokens: one step each, some with a second one."""
     samples = samples_of()
-    lengths = [len(sample.completion_ids) for sample in samples]
+    lengths = [len(sample.ids) for sample in samples]
     steps = [[(1, float(i)), (length, -0.5 * i)][: 1 + i % 2] for i, length in enumerate(lengths)]
     own = process_advantages(steps, lengths, 3)
     return [
@@ -39,9 +39,9 @@ def stepped_samples():
 
 def logps_of(model, sample):
     """[T] log-probs of a completion by a plain forward pass over it alone."""
-    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    ids = torch.tensor([sample.prompt_ids + sample.ids])
     logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(sample.ids)[:, None])[:, 0]
 
 
 def updates_of(samples, objective, **settings):
@@ -91,10 +91,10 @@ def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_typ
 
 def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
     samples = samples_of()[:2]
-    length, end = len(samples[1].completion_ids), 3
+    length, end = len(samples[1].ids), 3
     assert length > end
     # The other completion has a step, too, and its reward is the lower one.
-    own = process_advantages([[(1, 0.0)], [(end, 1.0)]], [len(s.completion_ids) for s in samples], 2)
+    own = process_advantages([[(1, 0.0)], [(end, 1.0)]], [len(s.ids) for s in samples], 2)
     samples = [dataclasses.replace(s, token_advantages=a.float()) for s, a in zip(samples, own, strict=True)]
     assert own[1].tolist() == pytest.approx([own[1][0].item()] * end + [0] * (length - end)) and own[1][0] > 0
     model = tiny.model("llama").double()
@@ -113,12 +113,12 @@ def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
     samples = [dataclasses.replace(s, weights=w) for s, w in zip(samples, weights, strict=True)]
     update.loss(Batch.pack(samples, "cpu"), step_tokens=4.0, with_entropy=False).loss.backward()
     moved = (states[0].grad != 0).any(1).tolist()
-    before = len(samples[0].completion_ids)
+    before = len(samples[0].ids)
     assert moved == [True, *[False] * (before - 1), *[True] * end, *[False] * (length - end)]
     # Each row's gradient is w A (p - onehot) W by hand.
     head = model.get_output_embeddings().weight
     logits = states[0].detach() @ head.T
-    onehot = torch.nn.functional.one_hot(torch.tensor([t for s in samples for t in s.completion_ids]), head.shape[0])
+    onehot = torch.nn.functional.one_hot(torch.tensor([t for s in samples for t in s.ids]), head.shape[0])
     factor = torch.cat([w.double() * a for w, a in zip(weights, own, strict=True)])[:, None]
     expected = factor * (logits.softmax(-1) - onehot) @ head
     torch.testing.assert_close(states[0].grad, expected.detach(), atol=1e-9, rtol=1e-5)
@@ -140,9 +140,7 @@ def test_batches_hold_advantages_of_tokens_with_what_is_counted():
     samples = stepped_samples()
     packed = Batch.pack(samples, "cpu")
     assert torch.equal(packed.advantages, torch.cat([s.token_advantages for s in samples]))
-    counted = [
-        dataclasses.replace(s, counted=torch.arange(len(s.completion_ids)).remainder(2).float()) for s in samples
-    ]
+    counted = [dataclasses.replace(s, counted=torch.arange(len(s.ids)).remainder(2).float()) for s in samples]
     both = Batch.pack(counted, "cpu").advantages
     assert torch.equal(both, torch.cat([s.token_advantages * s.counted for s in counted]))
 

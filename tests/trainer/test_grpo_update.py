@@ -82,7 +82,7 @@ def teaching(samples):
 
 def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teaches():
     model, samples = policy(), samples_of()
-    idle = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of(seed=1)]
+    idle = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of(seed=1)]
     products = counted(model, [samples, idle])
     assert len(teaching(samples)) == len(samples) - 1
     assert products.counts == needed(model, teaching(samples), 3)  # no old, no reference, nothing for idle groups
@@ -90,7 +90,7 @@ def test_a_first_update_without_kl_is_one_forward_and_one_backward_of_what_teach
 
 def test_groups_without_advantage_are_not_computed():
     model = policy()
-    samples = [Sample(s.prompt_ids, s.completion_ids, 0.0) for s in samples_of()]
+    samples = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of()]
     assert counted(model, [samples]).counts == Counter()
 
 
@@ -98,7 +98,7 @@ def test_their_tokens_count_in_the_normalizer():
     """A group of no advantage beside another one leaves its loss as small as if it were computed."""
     samples = [dataclasses.replace(s, advantage=s.advantage * (i < 3)) for i, s in enumerate(samples_of())]
     updated = make_update(policy())([samples[:3], samples[3:]])
-    tokens = sum(len(sample.completion_ids) for sample in samples)
+    tokens = sum(len(sample.ids) for sample in samples)
     weights = updated.samples[0].weights
     assert weights.tolist() == pytest.approx([1 / tokens] * len(weights))
 

@@ -7,8 +7,9 @@ import math
 import pytest
 import tiny
 import torch
+from samples import answer
 
-from fastgrpo.data.records import Completion, Prompt, Rollout
+from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
 from fastgrpo.trainer.collect import length_metrics, logged_groups, rates, reward_metrics, sample_rows
 
@@ -16,9 +17,10 @@ NAN = float("nan")
 
 
 def completion(length=2, reason="stop", right=1.0, style=0.5, advantage=0.0, **changes):
-    rollout = Rollout(list(range(length)), torch.zeros(length), reason)
     rewards = {"right": right, "style": style}
-    return Completion(Prompt([1], "1+1="), rollout, "2", rewards=rewards, advantage=advantage, **changes)
+    return answer(
+        Prompt([1], "1+1="), list(range(length)), "2", reason=reason, rewards=rewards, advantage=advantage, **changes
+    )
 
 
 def test_rewards_that_were_not_given_are_left_out_of_the_means():
@@ -65,18 +67,14 @@ def test_rates():
 
 def test_a_line_of_samples_is_a_completion():
     tokenizer = tiny.tokenizer()
-    drawn = Rollout(
-        [*tokenizer("é!")["input_ids"], tokenizer.eos_token_id], torch.tensor([-0.5, -1 / 3, 0, -2]), "stop"
-    )
-    trained = {"ratios": [1.0, 0.5, 2.00004, 1.0], "clipped": [1, 2]}
-    completions = [
-        completion(), completion(), dataclasses.replace(completion(style=NAN, advantage=-1), rollout=drawn, **trained),
-        completion(extras={"answer": 2}),
-    ]  # fmt: skip
-    rows = sample_rows(7, completions, 2, [0, 1], TokenText(tokenizer))
+    ids = [*tokenizer("é!")["input_ids"], tokenizer.eos_token_id]
+    trained = dataclasses.replace(
+        completion(style=NAN, advantage=-1), ids=ids, logps=torch.tensor([-0.5, -1 / 3, 0, -2]),
+        ratios=torch.tensor([1.0, 0.5, 2.00004, 1.0]), clipped=torch.tensor([False, True, True, False]),
+    )  # fmt: skip
+    rows = sample_rows(7, 1, [trained, completion(extras={"answer": 2})], TokenText(tokenizer))
     lines = [json.loads(json.dumps(row)) for row in rows]
-    assert [line["group"] for line in lines] == [0, 0, 1, 1]
-    assert lines[2] == {
+    assert lines[0] == {
         "step": 7,
         "group": 1,
         "prompt": "1+1=",
@@ -91,7 +89,7 @@ def test_a_line_of_samples_is_a_completion():
         "ratios": [1.0, 0.5, 2.0, 1.0],
         "clipped_tokens": [1, 2],
     }
-    assert lines[3]["answer"] == 2 and not {"ratios", "clipped_tokens"} & {*lines[3]} and lines[3]["clipped"] == 0
+    assert lines[1]["answer"] == 2 and not {"ratios", "clipped_tokens"} & {*lines[1]} and lines[1]["clipped"] == 0
 
 
 @pytest.mark.parametrize(

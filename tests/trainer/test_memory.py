@@ -5,14 +5,14 @@ import functools
 import pytest
 from runs import make_trainer
 
-from fastgrpo.trainer import policy
+from fastgrpo.trainer import setup
 from fastgrpo.trainer.memory import plan_run
 
 
 @pytest.fixture
 def room(monkeypatch):
     """A function that gives runs so many bytes."""
-    return lambda size: monkeypatch.setattr(policy, "plan_run", functools.partial(plan_run, room=size))
+    return lambda size: monkeypatch.setattr(setup, "plan_run", functools.partial(plan_run, room=size))
 
 
 def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_loaded(tmp_path, monkeypatch, room):
@@ -21,7 +21,7 @@ def test_a_run_that_does_not_fit_is_refused_before_its_weights_are_loaded(tmp_pa
     def refuse(*args):
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr(policy, "policy_and_tokenizer", refuse)
+    monkeypatch.setattr(setup, "policy_and_tokenizer", refuse)
     with pytest.raises(ValueError, match=r"the run needs at least .* MiB .*, and there are 1.00 MiB: head .*"):
         make_trainer(tmp_path)
     assert not (tmp_path / "run").exists()

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fastgrpo import GRPOConfig
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.trainer.policy import make_policy
+from fastgrpo.trainer.setup import make_policy
 
 
 class Two(Ranks):

@@ -8,12 +8,11 @@ import torch
 from runs import lines, make_trainer
 
 from fastgrpo import Objective
-from fastgrpo.data.records import Completion, Prompt
+from fastgrpo.data.records import Prompt
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.trainer.collect import to_sample
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Updater
 
@@ -28,7 +27,7 @@ def drawn(policy, filters):
     engine, sampling = RolloutEngine(policy), SamplingParams(max_tokens=1, seed=0, **filters)
     rollouts = {rollout.ids[0]: rollout for rollout in engine.generate([PROMPT.ids], 256, sampling)}
     advantages = torch.linspace(-1, 2, len(rollouts)).tolist()
-    return [Completion(PROMPT, r, "", advantage=a) for r, a in zip(rollouts.values(), advantages, strict=True)]
+    return [dataclasses.replace(r, advantage=a) for r, a in zip(rollouts.values(), advantages, strict=True)]
 
 
 def gradient(policy, completions, objective, corrected):
@@ -40,8 +39,8 @@ def gradient(policy, completions, objective, corrected):
     )  # fmt: skip
     update = GRPOUpdate(policy, None, updater, objective, temperature=1.0)
     samples = [
-        dataclasses.replace(to_sample(completion, corrected=corrected), weights=completion.rollout.sampler_logps.exp())
-        for completion in completions
+        dataclasses.replace(c, weights=c.sampler_logps.exp(), sampler_logps=c.sampler_logps if corrected else None)
+        for c in completions
     ]
     policy.module.zero_grad()
     out = update.loss(Batch.pack(samples, policy.device), step_tokens=1.0, with_entropy=False)
@@ -53,7 +52,7 @@ def expected_gradient(policy, completions):
     """- sum over the kept tokens of p A grad log p, by autograd over full logits."""
     policy.module.zero_grad()
     logps = policy.module(torch.tensor([PROMPT.ids])).logits[0, -1].log_softmax(-1)
-    tokens = torch.tensor([completion.rollout.ids[0] for completion in completions])
+    tokens = torch.tensor([completion.ids[0] for completion in completions])
     advantages = torch.tensor([completion.advantage for completion in completions])
     (-(logps.exp().detach() * logps)[tokens] * advantages).sum().backward()
     return torch.cat([p.grad.flatten() for p in policy.module.parameters()]), logps.exp()[tokens].sum().item()

@@ -34,11 +34,11 @@ def padded(model, samples):
     """[S, T] mask, log-probs and entropies by full logits, one sample at a time."""
     mask, logps, entropies = torch.zeros(len(samples), T), torch.zeros(len(samples), T), torch.zeros(len(samples), T)
     for i, sample in enumerate(samples):
-        n, prompt = len(sample.completion_ids), len(sample.prompt_ids)
-        logits = model(torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0, prompt - 1 : -1]
+        n, prompt = len(sample.ids), len(sample.prompt_ids)
+        logits = model(torch.tensor([sample.prompt_ids + sample.ids])).logits[0, prompt - 1 : -1]
         scores = (logits.float() / 0.9).log_softmax(-1)
         mask[i, :n] = 1
-        logps[i, :n] = scores.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        logps[i, :n] = scores.gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
         entropies[i, :n] = -(scores.exp() * scores).sum(-1)
     return mask, logps, entropies
 
@@ -49,7 +49,7 @@ def trl_trainer():
 
 def ragged(values, samples):
     """The rows of [S, T] without their padding."""
-    return [row[: len(sample.completion_ids)] for row, sample in zip(values, samples, strict=True)]
+    return [row[: len(sample.ids)] for row, sample in zip(values, samples, strict=True)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.93, 1 - 0.2, 1 - 0.7, 1.0])
@@ -67,17 +67,17 @@ def test_tokens_of_high_entropy_are_trls(share):
     samples = [dataclasses.replace(sample, masked=i == 4) for i, sample in enumerate(samples_of())]
     update = update_of(model, top_entropy_quantile=share)
     teaching, others = [0, 1, 3, 5], [2]
-    selected = update.selection(samples, teaching, others, first=True)
+    selected, entropy = update.selection(samples, teaching, others, first=True)
     mask, _, entropies = padded(model, samples)
     mask[4] = 0
     alone = SimpleNamespace(pad_across_processes=lambda values, **_: values, gather=lambda values: values)
     expected = trainer.get_high_entropy_mask(SimpleNamespace(accelerator=alone), entropies, mask, 1 - share)
     rows = ragged(expected, samples)
-    assert selected.samples.keys() == {*teaching} and 0 < expected.sum() < mask.sum()
+    assert selected.keys() == {*teaching} and 0 < expected.sum() < mask.sum()
     for i in teaching:
-        assert torch.equal(selected.samples[i].counted.bool(), rows[i]), i
-        torch.testing.assert_close(selected.samples[i].entropy_weights, rows[i] / expected.sum())
-    assert selected.entropy == pytest.approx(entropies[expected].mean().item(), rel=1e-5)
+        assert torch.equal(selected[i].counted.bool(), rows[i]), i
+        torch.testing.assert_close(selected[i].entropy_weights, rows[i] / expected.sum())
+    assert entropy == pytest.approx(entropies[expected].mean().item(), rel=1e-5)
 
 
 def test_completions_far_off_policy_are_trls():
@@ -90,13 +90,13 @@ def test_completions_far_off_policy_are_trls():
         dataclasses.replace(s, old_logps=o) for s, o in zip(samples, ragged(logps + drift, samples), strict=True)
     ]
     update = update_of(model, off_policy_mask_threshold=0.2)
-    selected = update.selection(samples, range(6), [], first=False)
+    selected, entropy = update.selection(samples, range(6), [], first=False)
     advantages = torch.tensor([[sample.advantage] for sample in samples])
     expected = trainer.get_off_policy_mask(advantages, logps, logps + drift, mask, 0.2)[:, 0]
     assert expected.tolist() == [1, 0, 1, 1, 1, 1]  # negative are those of 1 and 4, and only 1 has moved
-    for i, sample in selected.samples.items():
-        assert sample.counted.tolist() == [expected[i]] * len(sample.completion_ids) and sample.entropy_weights is None
-    assert selected.entropy is None and len(selected.samples) == 6
+    for i, sample in selected.items():
+        assert sample.counted.tolist() == [expected[i]] * len(sample.ids) and sample.entropy_weights is None
+    assert entropy is None and len(selected) == 6
 
 
 def test_the_sampler_goes_before_the_old_policy_and_unknown_log_probs_count_nothing():
@@ -106,15 +106,15 @@ def test_the_sampler_goes_before_the_old_policy_and_unknown_log_probs_count_noth
     update = update_of(model, off_policy_mask_threshold=0.5)
     gap = torch.tensor([3.0, float("nan"), 0.0])  # a mean of 1.0 over three tokens
     far = dataclasses.replace(negative, sampler_logps=logps + gap, old_logps=logps)
-    assert update.selection([far], [0], [], first=True).samples[0].counted.sum() == 0
+    assert update.selection([far], [0], [], first=True)[0][0].counted.sum() == 0
     near = dataclasses.replace(negative, sampler_logps=logps + 0.4 * gap, old_logps=logps + 9)
-    assert update.selection([near], [0], [], first=True).samples[0].counted.sum() == 3
+    assert update.selection([near], [0], [], first=True)[0][0].counted.sum() == 3
 
 
 def test_before_the_first_update_no_pass_is_made():
     update = update_of(tiny.model("llama"), off_policy_mask_threshold=0.5)
     update.selection.policy = None
-    assert update.selection(samples_of(), [0, 1], [2], first=True).samples == {}
+    assert update.selection(samples_of(), [0, 1], [2], first=True)[0] == {}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("entropy")])
@@ -162,10 +162,10 @@ def plain_loss(model, samples, share, coef, beta):
     mask, _, entropies = padded(model, samples)
     top = (entropies >= torch.quantile(entropies[mask.bool()], 1 - share)) & mask.bool()
     for i, sample in enumerate(samples):
-        n, prompt = len(sample.completion_ids), len(sample.prompt_ids)
-        logits = model(torch.tensor([sample.prompt_ids + sample.completion_ids])).logits[0, prompt - 1 : -1]
+        n, prompt = len(sample.ids), len(sample.prompt_ids)
+        logits = model(torch.tensor([sample.prompt_ids + sample.ids])).logits[0, prompt - 1 : -1]
         scores = (logits / 0.9).log_softmax(-1)
-        logps = scores.gather(1, torch.tensor(sample.completion_ids)[:, None])[:, 0]
+        logps = scores.gather(1, torch.tensor(sample.ids)[:, None])[:, 0]
         gap = logps.detach() - logps  # the reference is the policy as it is
         surrogate = -(logps - logps.detach()).exp() * sample.advantage * top[i, :n]
         total = total + (surrogate + beta * (gap.exp() - gap - 1)).sum() / n / len(samples)
@@ -196,12 +196,11 @@ def rising(completions, **_):
 def test_runs_select_by_their_settings(tmp_path):
     settings = {"top_entropy_quantile": 0.3, "off_policy_mask_threshold": 1e-6, "num_iterations": 2, "max_steps": 1}
     trainer = make_trainer(tmp_path, rising, **settings)
-    selection, seen = trainer.update.selection, []
-    trainer.update.selection = lambda *given, **more: seen.append(selection(*given, **more)) or seen[-1]
+    selection, seen = trainer.updates.selection, []
+    trainer.updates.selection = lambda *given, **more: seen.append(selection(*given, **more)) or seen[-1]
     trainer.train()
     shares = [
-        sum(s.counted.sum().item() for s in of.samples.values()) / sum(len(s.counted) for s in of.samples.values())
-        for of in seen
+        sum(s.counted.sum().item() for s in of[0].values()) / sum(len(s.counted) for s in of[0].values()) for of in seen
     ]
     assert len(shares) == 2 and 0.2 < shares[0] < 0.4
     assert shares[1] < shares[0]  # what has become less likely than a millionth of a nat allows is left out, too

@@ -43,7 +43,7 @@ def test_the_held_out_loss_is_the_likelihood_of_completions_alone(tmp_path, caps
     examples = [example for row in HELD_OUT for example in to_examples(row, trainer.tokenizer)]
     logps = []
     for example in examples:
-        ids = torch.tensor([example.prompt_ids + example.completion_ids])
+        ids = torch.tensor([example.prompt_ids + example.ids])
         with torch.no_grad():
             every = trainer.model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         logps.append(every[len(example.prompt_ids) - 1 :])
@@ -80,9 +80,9 @@ def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     taken = Gradient(policy.module)
     schedule = SimpleNamespace(step=lambda: None)
     updater = Updater(policy, taken, schedule, max_grad_norm=0, max_tokens=max_tokens)
-    learned = learn(policy, updater, examples)
-    batch = Batch.pack([Sample(e.prompt_ids, e.completion_ids, 1.0) for e in examples], policy.device)
-    lengths = [len(example.completion_ids) for example in examples]
+    loss, _ = learn(policy, updater, examples)
+    batch = Batch.pack([Sample(e.prompt_ids, e.ids, 1.0) for e in examples], policy.device)
+    lengths = [len(example.ids) for example in examples]
     out = linear_grpo_loss(
         policy.completion_states(batch), policy.head[0], batch.targets, torch.ones(len(examples)),
         cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]), loss_type="dapo",
@@ -90,8 +90,7 @@ def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     out.loss.backward()
     expected = torch.cat([p.grad.flatten() for p in policy.module.parameters()])
     assert (taken.gradient - expected).norm() < 1e-5 * expected.norm() and expected.norm() > 0.1
-    assert learned.loss == pytest.approx(-out.logps.mean().item(), rel=1e-5) == pytest.approx(taken.loss.item())
-    assert learned.tokens == sum(lengths)
+    assert loss == pytest.approx(-out.logps.mean().item(), rel=1e-5) == pytest.approx(taken.loss.item())
 
 
 def test_reward_functions_measure_held_out_prompts_too(tmp_path):
@@ -123,14 +122,14 @@ def test_messages_are_learned(tmp_path):
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch):
     make_trainer(tmp_path, "whole").train()
     trainer = make_trainer(tmp_path, "stopped")
-    step = trainer._step
+    update = trainer.update
 
-    def interrupted(number, logged):
-        if number == 3:
+    def interrupted(collected):
+        if trainer.state.global_step == 2:
             signal.raise_signal(signal.SIGTERM)
-        return step(number, logged)
+        return update(collected)
 
-    monkeypatch.setattr(trainer, "_step", interrupted)
+    monkeypatch.setattr(trainer, "update", interrupted)
     with pytest.raises(SystemExit) as stop:
         trainer.train()
     assert stop.value.code == 143 and list(checkpoints(tmp_path / "stopped"))[-1] == 3

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.data.examples import Example
+from fastgrpo.data import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
@@ -12,7 +12,7 @@ from fastgrpo.trainer.supervised import sft
 
 
 def test_it_learns_the_completions_and_reports_their_likelihood():
-    examples = [Example([5, 6, i], [i, i + 1, 1]) for i in range(10, 18)]
+    examples = [Sample([5, 6, i], [i, i + 1, 1]) for i in range(10, 18)]
     model = tiny.model("llama")
     losses = []
     sft(
@@ -25,7 +25,7 @@ def test_it_learns_the_completions_and_reports_their_likelihood():
         1,
         SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(1,)),
     )
-    assert [rollout.ids for rollout in rollouts] == [example.completion_ids for example in examples]
+    assert [rollout.ids for rollout in rollouts] == [example.ids for example in examples]
 
 
 def test_no_examples():
@@ -38,4 +38,4 @@ def test_updates_that_are_never_finite_end_it():
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
     with pytest.raises(ValueError, match="10 updates in a row were not finite"):
-        sft(Policy(model), [Example([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)
+        sft(Policy(model), [Sample([5, 6], [7, 1])], steps=50, batch_size=1, learning_rate=1e-3)

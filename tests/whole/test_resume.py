@@ -114,9 +114,9 @@ def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path)
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **MOVING).train()
     trainer = make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **MOVING)
-    fresh = [parameter.clone() for parameter in trainer.update.reference.policy.module.parameters()]
+    fresh = [parameter.clone() for parameter in trainer.updates.reference.policy.module.parameters()]
     restore(trainer.parts(), trainer.log.checkpoint, trainer.about(), pytest.fail)
-    moved = trainer.update.reference.policy.module.parameters()
+    moved = trainer.updates.reference.policy.module.parameters()
     assert not any(torch.equal(a, b) for a, b in zip(fresh, moved, strict=True) if a.ndim == 2)
 
 

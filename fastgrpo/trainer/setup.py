@@ -1,0 +1,201 @@
+"""What a trainer makes of its arguments: adapters, held-out rows, and the policy, whose memory is planned first."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastgrpo.config.settings import TrainingConfig
+from fastgrpo.data.rows import Rows, as_rows
+from fastgrpo.evaluation.heldout import Evaluation
+from fastgrpo.policy.load import policy_and_tokenizer
+from fastgrpo.policy.lora import (
+    base_weights,
+    is_wrapper,
+    lora_settings,
+    refuse_adapters,
+    taken_over,
+    unwrapped,
+    wrap_lora,
+)
+from fastgrpo.policy.model import Policy
+from fastgrpo.policy.shard import check_torch, shard
+from fastgrpo.ranks import Ranks
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.run.kept_memory import keep_freed_memory
+from fastgrpo.run.resume import digest_of_weights, refuse_differences
+from fastgrpo.trainer.memory import Plan, choose_parallel, plan_run
+
+NOT_YET = {
+    "tools": "let the model answer in one turn",
+    "rollout_func": "let the engine draw the completions",
+    "environment_factory": "give the prompts as train_dataset and judge the completions by reward_funcs",
+    "quantization_config": "load the model without quantization, with peft_config for little memory",
+}
+
+
+def refuse_given(optimizers: Any, **given: Any) -> None:
+    """Refuse arguments of TRL's trainer that do not exist here."""
+    if optimizers is not None and any(given is not None for given in optimizers):
+        raise ValueError(
+            "optimizers: the optimizer keeps fp32 masters and its state is part of every checkpoint, so it cannot be "
+            "another one; set learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon, lr_scheduler_type and "
+            "warmup_steps"
+        )
+    for name, value in given.items():
+        if value is not None and value != []:
+            raise ValueError(f"{name} is not in fastgrpo yet: leave it out, and {NOT_YET[name]}")
+
+
+def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[Any, TrainingConfig, Any]:
+    """Read which adapters the trainer was given."""
+    wrapped = is_wrapper(model)
+    if wrapped and peft_config is not None:
+        raise ValueError("model is a PeftModel, and there is a peft_config too: pass model.merge_and_unload() with it")
+    if not wrapped and peft_config is None:
+        return model, args, None
+    if args.use_peft and not wrapped:
+        raise ValueError("peft_config and the setting use_peft both ask for adapters; leave one of them out")
+    if not wrapped:
+        return model, dataclasses.replace(args, **lora_settings(peft_config)), None
+    inner, settings = unwrapped(model, moved=getattr(args, "beta", 0.0) == 0)
+    return inner, dataclasses.replace(args, **settings), model
+
+
+def refuse_images(rows: Iterable[Mapping]) -> None:
+    """Refuse rows with images, which TRL would show to a model for text and images."""
+    for row in rows:
+        column = next((name for name in ("image", "images") if isinstance(row, Mapping) and name in row), None)
+        if column:
+            raise ValueError(
+                f"the rows have the column {column!r}: models for images are not trained here; drop the column, or "
+                "rename it if it holds no images"
+            )
+        return
+
+
+def advice(args: TrainingConfig) -> list[str]:
+    """Tell which settings of the loss do not go together well, as TRL warns."""
+    loss = args.loss_type
+    if args.importance_sampling_level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        return [
+            f"warning: importance_sampling_level=sequence with loss_type={loss} adds up over tokens, so that long "
+            "completions weigh more; loss_type=grpo is GSPO's"
+        ]
+    return []
+
+
+def read_held_out(data: Any, count: int | None) -> dict[str, Rows]:
+    """Read held-out rows."""
+    if data is None:
+        return {}
+    named = data if isinstance(data, Mapping) else {"": data}
+    read = {}
+    for name, rows in named.items():
+        if not isinstance(name, str) or "/" in name or (isinstance(data, Mapping) and not name):
+            raise ValueError(f"eval_dataset: {name!r} cannot be the name of a data set; take a text without /")
+        where = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+        read[name] = as_rows(rows, where, count, "max_eval_samples").head(count)
+    return read
+
+
+def prefixes(names: Iterable[str], prefix: str) -> list[str]:
+    """Return what the metrics of each data set begin with, as transformers does."""
+    return [f"{prefix}_{name}" if name else prefix for name in names]
+
+
+def renamed(result: Evaluation, prefix: str) -> Evaluation:
+    """Put another prefix in the place of eval/."""
+    if prefix == "eval":
+        return result
+    values, intervals = (
+        {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in of.items()}
+        for of in (result.values, result.intervals)
+    )
+    return dataclasses.replace(result, values=values, intervals=intervals)
+
+
+if TYPE_CHECKING:  # an extra
+    from peft import PeftModel
+
+
+@dataclass(frozen=True)
+class Made:
+    """The policy of a run and what belongs to it.
+
+    Attributes:
+        policy: The policy.
+        tokenizer: Its tokenizer.
+        plan: The plan of the run's memory, or None where there can be none.
+        digest: The digest of the weights before any adapters, where a resumed run needs the very same; else None.
+        parallel: How the ranks share the run, ddp or fsdp2.
+        why: Why, as a text for people.
+        wrapper: Peft's view of the model, where it has adapters; else None.
+    """
+
+    policy: Policy
+    tokenizer: PreTrainedTokenizerBase
+    plan: Plan | None
+    digest: str | None
+    parallel: str
+    why: str
+    wrapper: "PeftModel | None"
+
+
+def make_policy(
+    model: str | Path | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    args: TrainingConfig,
+    ranks: Ranks,
+    wrapper: "PeftModel | None" = None,
+    rewards: Rewards | None = None,
+) -> Made:
+    """Make the policy of a run: plan its memory, load it, add adapters, and shard it over the ranks if so chosen.
+
+    All ranks begin with the same weights. On a CPU the process keeps the memory that its steps free.
+    """
+    if args.parallel == "fsdp2" and ranks.group is None:
+        raise ValueError(
+            "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "
+            "--nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
+        )
+    plan = plan_run(args, model, ranks=ranks, rewards=rewards)
+    if plan:
+        plan.check()
+    parallel, why = (plan.parallel, plan.chosen) if plan else choose_parallel(args, None)
+    if parallel == "fsdp2":
+        check_torch()
+    checkpointing = plan.checkpointing if plan else args.gradient_checkpointing is not False
+    chosen = dataclasses.replace(args, gradient_checkpointing=checkpointing)  # auto has become one of the two
+    policy, tokenizer = policy_and_tokenizer(model, tokenizer, chosen)
+    if policy.device.type == "cpu":
+        keep_freed_memory()
+    if isinstance(model, PreTrainedModel):
+        ranks.share([*policy.parameters(), *policy.module.buffers()], "the weights of the model")
+    # A resumed run makes the frozen reference, or the weights below the adapters, from the model that it is given.
+    needed = args.keeps_first_weights or ranks.size > 1
+    digest = digest_of_weights(base_weights(policy.module)) if needed else None
+    refuse_differences(ranks, weights_of_the_model=digest)
+    refuse_adapters(policy.module)
+    if wrapper is not None:
+        taken_over(wrapper)
+    elif args.use_peft:
+        wrapper = wrap_lora(
+            policy.module,
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            target_modules=args.lora_target_modules,
+            seed=args.seed,
+        )
+    if parallel == "fsdp2":
+        policy = shard(
+            policy,
+            ranks,
+            dtype=policy.dtype,
+            reshard_after_forward=args.fsdp_reshard_after_forward,
+            cpu_offload=args.fsdp_cpu_offload,
+        )
+    return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
