@@ -13,7 +13,9 @@ import functools
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
 
-from fastgrpo.config.fields import allowed, did_you_mean, hints
+from fastgrpo.config.fields import allowed, did_you_mean, hints, own_fields, sections_of, title
 from fastgrpo.config.streams import LEFT, prepare_streams, reader_left
 from fastgrpo.config.validation import CONDITIONS
 
@@ -185,6 +187,9 @@ def parse_flags(
     """
     import tyro
 
+    if asked := {"--help-all", "--help_all"} & {*argv} or {"-h", "--help"} & {*argv}:
+        print(help_page(record, defaults, prog, description, everything=asked <= {"--help-all", "--help_all"}))
+        raise SystemExit(0)
     argv = _spelled_out([_renamed(argument, aliases or {}) for argument in argv], record)
     if {*COMPLETION} & {*argv}:
         prog = prog.replace("python -m fastgrpo.", "fastgrpo-")  # a shell completes the arguments of one word
@@ -215,13 +220,60 @@ def _plain(record, defaults):
 
     fields, types = [], get_type_hints(record)
     for field in dataclasses.fields(record):
-        default = defaults.get(field.name, field.default)
+        default = _default(field, defaults)
         if isinstance(default, tuple):
             default = list(default)
         made = {} if default is dataclasses.MISSING else {"default_factory": functools.partial(copy, default)}
         kind = Annotated[types[field.name], tyro.conf.arg(help=full_help(record, field))]
         fields.append((field.name, kind, dataclasses.field(**made, kw_only=True)))
     return dataclasses.make_dataclass(record.__name__, fields)
+
+
+# What `--help` of a training shows; `--help-all` shows the rest.
+FIRST = """
+model_name_or_path use_peft gradient_checkpointing dtype device task dataset_name max_completion_length seed
+prompts_per_step num_generations temperature dynamic_sampling max_num_seqs rollout_backend reward_funcs reward_timeout
+reward_weights scale_rewards loss_type epsilon epsilon_high beta mask_truncated_completions num_iterations
+max_steps num_train_epochs learning_rate lr_scheduler_type warmup_steps max_tokens_per_microbatch
+batch_size train_file max_eval_samples eval_steps eval_num_generations parallel output_dir overwrite_output_dir
+logging_steps save_steps resume_from_checkpoint report_to quiet
+"""
+
+
+def help_page(record: type, defaults: Mapping[str, Any], prog: str, description: str, everything: bool) -> str:
+    """Write the help: in groups, and for a training only what a first user needs, unless everything is asked for."""
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    first = None if everything or not hasattr(record, "command") else FIRST.split()
+    needed = [field.name for field in dataclasses.fields(record) if _default(field, defaults) is dataclasses.MISSING]
+    lines = [" ".join(["usage:", prog, *map(str.upper, needed), "[--flag value ...]"]), ""]
+    for paragraph in description.split("\n\n"):
+        lines += [*textwrap.wrap(" ".join(paragraph.split()), width), ""]
+    if first is not None:
+        lines += ["The settings that come first; --help-all shows all of them.", ""]
+    for section in sections_of(record):
+        fields = [field for field in own_fields(section) if first is None or field.name in first]
+        if fields:
+            lines.append(f"{title(section)}:")
+        for field in fields:
+            name = f"  {field.name.upper()}" if field.name in needed else f"  --{field.name}"
+            text = full_help(record, field) if first is None else field.metadata["help"].partition(". ")[0].rstrip(".")
+            default = f" (default: {shown(_default(field, defaults))})" if field.name not in needed else ""
+            if first is not None and not _default(field, defaults):
+                default = ""  # off, or nothing
+            block = textwrap.wrap(text + default, width - 31)
+            lines += [f"{name:30} {block[0]}"] if len(name) < 30 else [name, " " * 31 + block[0]]
+            lines += [" " * 31 + line for line in block[1:]]
+        lines += [""] if fields and first is None else []
+    return "\n".join(lines).rstrip()
+
+
+def shown(value: Any) -> str:
+    """Show a value as it is written on the command line."""
+    return " ".join(map(str, value)) or "empty" if isinstance(value, (list, tuple)) else str(value)
+
+
+def _default(field, defaults):
+    return defaults.get(field.name, field.default)
 
 
 def full_help(record: type, field: dataclasses.Field) -> str:

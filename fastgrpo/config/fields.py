@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import enum
 import functools
+import inspect
 import json
 import os
 import re
@@ -197,6 +198,22 @@ def allowed(kind: Any) -> str:
     if low:
         return "positive" if low == "(0" else f"above {low[1:]}" if low[0] == "(" else f"at least {low[1:]}"
     return "" if not high else f"below {high[:-1]}" if high[-1] == ")" else f"at most {high[:-1]}"
+
+
+def own_fields(cls: type) -> list[dataclasses.Field]:
+    """Return the fields that a section adds to those it inherits."""
+    added = inspect.get_annotations(cls)
+    return [field for field in dataclasses.fields(cls) if field.name in added] if dataclasses.is_dataclass(cls) else []
+
+
+def sections_of(record: type) -> list[type]:
+    """Return the sections of a record in the order of its fields."""
+    return [cls for cls in reversed(record.__mro__) if own_fields(cls)]
+
+
+def title(section: type) -> str:
+    """Return the words that a section is called."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
 
 
 def check_name(name: Any, record: type, where: str, error: type[Exception], others: Iterable[str] = ()) -> None:

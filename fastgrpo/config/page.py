@@ -1,13 +1,11 @@
 """docs/settings.md and docs/from-trl.md, made from the fields and from the table of TRL's arguments by `make pages`."""
 
 import dataclasses
-import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Iterable
 
-from fastgrpo.config.fields import allowed, hints
+from fastgrpo.config.fields import allowed, hints, own_fields, sections_of, title
 from fastgrpo.config.settings import GRPOConfig, SelectionConfig, SFTConfig, TrainConfig
 from fastgrpo.config.trl import ACCEPTED, IDLE, OLDER, OTHER_DEFAULTS, REFUSED, SAME, TRANSLATED
 from fastgrpo.config.validation import CONDITIONS, on_resume
@@ -108,20 +106,12 @@ def page() -> str:
 
 def sections() -> list[type]:
     """Find the sections of `TrainConfig`, and what supervised training and distillation add to them."""
-    return [*(cls for cls in reversed(TrainConfig.__mro__) if _own(cls)), SFTConfig, SelectionConfig]
-
-
-def _own(cls):
-    """Return the fields that a class adds to those it inherits."""
-    added = inspect.get_annotations(cls)
-    return [field for field in dataclasses.fields(cls) if field.name in added] if dataclasses.is_dataclass(cls) else []
+    return [*sections_of(TrainConfig), SFTConfig, SelectionConfig]
 
 
 def _table(section):
-    words = (
-        TITLES.get(section) or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).capitalize()
-    )
-    rows = "\n".join(_row(section, field) for field in _own(section))
+    words = TITLES.get(section) or title(section)
+    rows = "\n".join(_row(section, field) for field in own_fields(section))
     return f"## {words}\n\n{section.__doc__.splitlines()[0]}\n\n{HEADER}\n{rows}"
 
 
