@@ -14,16 +14,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from fastgrpo.config import sections
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings_class
-from fastgrpo.config.sections import (
-    CompletionConfig,
-    DatasetConfig,
-    EngineConfig,
-    JudgingConfig,
-    LoadingConfig,
-    PromptConfig,
-)
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, with_text
 from fastgrpo.data.records import Sample, TrainerState
@@ -46,7 +39,15 @@ TITLES = ("reward", "mean", "spread", "groups with spread", "None", "errors", "t
 
 
 @settings_class
-class CheckConfig(JudgingConfig, EngineConfig, CompletionConfig, DatasetConfig, PromptConfig, LoadingConfig, Settings):
+class CheckConfig(
+    sections.JudgingConfig,
+    sections.EngineConfig,
+    sections.CompletionConfig,
+    sections.DatasetConfig,
+    sections.PromptConfig,
+    sections.LoadingConfig,
+    Settings,
+):
     """The settings of the command. Settings that training has too mean the same there."""
 
     task: str = "dataset"

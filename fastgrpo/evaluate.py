@@ -11,20 +11,10 @@ import dataclasses
 import json
 import sys
 
+from fastgrpo.config import sections
 from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, Several, Temperature, settings_class
 from fastgrpo.config.recipe import take_flag, task_defaults
-from fastgrpo.config.sections import (
-    CompletionConfig,
-    DatasetConfig,
-    EngineConfig,
-    EvaluationConfig,
-    LoadingConfig,
-    OutputConfig,
-    PromptConfig,
-    RewardConfig,
-    TokenFilterConfig,
-)
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
@@ -41,15 +31,15 @@ from fastgrpo.tasks import find_task, needed_rewards
 
 @settings_class
 class EvaluateConfig(
-    OutputConfig,
-    EvaluationConfig,
-    RewardConfig,
-    EngineConfig,
-    TokenFilterConfig,
-    CompletionConfig,
-    DatasetConfig,
-    PromptConfig,
-    LoadingConfig,
+    sections.OutputConfig,
+    sections.EvaluationConfig,
+    sections.RewardConfig,
+    sections.EngineConfig,
+    sections.TokenFilterConfig,
+    sections.CompletionConfig,
+    sections.DatasetConfig,
+    sections.PromptConfig,
+    sections.LoadingConfig,
     Settings,
 ):  # the fields come in the reverse of this order
     """The settings of the command. Settings that training has too mean the same there."""
