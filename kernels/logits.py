@@ -17,8 +17,15 @@ import triton.language as tl
 
 from fastgrpo.kernels import launch
 from fastgrpo.kernels.launch import LN2, LOG2E, ROWS_VARY, log1p
-from fastgrpo.kernels.objectives import PolicyRows, first_order, importance_weights, needed
-from fastgrpo.kernels.policy_loss import GRAD, LOSS, kernel_knobs, loss_rows, policy_loss_fwd, policy_metrics
+from fastgrpo.kernels.objectives import (
+    PolicyRows,
+    first_order,
+    importance_weights,
+    kernel_knobs,
+    needed,
+    policy_metrics,
+)
+from fastgrpo.kernels.policy_loss import GRAD, LOSS, loss_rows, policy_loss_fwd
 
 Tensor = torch.Tensor
 

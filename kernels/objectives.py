@@ -5,17 +5,27 @@ weight against the sampler,
 
     loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
 
-A surrogate s is one small function in SURROGATES. It returns its value, its slope through log r (which a
-sequence-level ratio spreads over the tokens of the sequence), and its slope through logp itself. The same formulas
-stand as Triton in policy_loss.py.
+Each surrogate s and each KL estimate is one small function, which serves Triton and PyTorch alike. policy_loss.py runs
+them as a Triton kernel, and `token_loss` in plain PyTorch.
 """
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+
+if find_spec("triton") is not None:
+    import triton.language as tl
+    from triton import jit
+else:
+
+    def jit(function):
+        return function
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -184,69 +194,124 @@ LOG_WEIGHT_MIN = math.log(1e-8)
 
 
 class Tokens(NamedTuple):
-    """What a surrogate reads.
+    """What `vespo_phi` reads: [M] values, importance weights or None, and lengths [S] int64."""
 
-    Attributes:
-        logps: [M] log-probs under the policy.
-        log_ratio: [M] log-ratio of each token.
-        ratio: [M] ratio at the objective's level, of the token or of its sequence.
-        advantages: [M].
-        importance: [M] importance weights against the sampler, or None.
-        lengths: [S] int64 tokens of each sequence, or None.
-    """
-
-    logps: torch.Tensor
     log_ratio: torch.Tensor
-    ratio: torch.Tensor
     advantages: torch.Tensor
     importance: torch.Tensor | None
-    lengths: torch.Tensor | None
+    lengths: torch.Tensor
 
 
-class Surrogate(NamedTuple):
-    """What a surrogate returns.
-
-    Attributes:
-        value: [M], s of each token.
-        by_log_ratio: ds/dlog r, [M] or 0.
-        by_logp: ds/dlogp apart from the ratio, [M] or 0.
-    """
-
-    value: torch.Tensor
-    by_log_ratio: torch.Tensor | float
-    by_logp: torch.Tensor | float
+# The formulas of a token, for Triton and for PyTorch at once: `_in_torch` has the same functions with `Torch` as `tl`.
+# A surrogate returns its value s, ds/dlog r (which a sequence-level ratio spreads over the tokens of the sequence), and
+# ds/dlogp apart from the ratio.
 
 
-def _clip(tokens, objective):
+@jit
+def clip(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
     """-min(r A, clip(r) A): PPO (arXiv 1707.06347 eq. 7), with the first r held under delta (arXiv 2505.07291)."""
-    ratio, advantages = tokens.ratio, tokens.advantages
-    low, high = objective.ratio_bounds
-    bounded = ratio if objective.delta is None else ratio.clamp(max=objective.delta)
-    unclipped, clipped = bounded * advantages, ratio.clamp(low, high) * advantages
+    bounded = ratio
+    if delta is not None:
+        bounded = tl.minimum(ratio, delta)
+    unclipped = bounded * advantage
+    clipped = tl.minimum(tl.maximum(ratio, low), high) * advantage
     # The gradient flows through the smaller branch, and there only where its clamp does not hold the ratio.
-    flows = torch.where(unclipped <= clipped, bounded == ratio, (low <= ratio) & (ratio <= high))
-    return Surrogate(-torch.min(unclipped, clipped), torch.where(flows, -advantages * ratio, 0.0), 0.0)
+    inside = tl.where(unclipped <= clipped, bounded == ratio, (ratio >= low) & (ratio <= high))
+    return -tl.minimum(unclipped, clipped), tl.where(inside, -advantage * ratio, 0.0), tl.zeros_like(ratio)
 
 
-def _cispo(tokens, objective):
-    """-sg(min(r, epsilon_high)) A logp: every token keeps its gradient (arXiv 2506.13585; cap of 2510.13786)."""
-    slope = -tokens.ratio.clamp(max=objective.ratio_bounds[1]) * tokens.advantages
-    return Surrogate(slope * tokens.logps, 0.0, slope)
+@jit
+def cispo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
+    """-sg(min(r, high)) A logp: every token keeps its gradient (arXiv 2506.13585; cap of 2510.13786)."""
+    slope = -tl.minimum(ratio, high) * advantage
+    return slope * logp, tl.zeros_like(ratio), slope
 
 
-def _sapo(tokens, objective):
+@jit
+def sapo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
     """-4/tau sigmoid(tau (r - 1)) A: a soft gate instead of the clip (arXiv 2511.20347)."""
-    ratio, advantages = tokens.ratio, tokens.advantages
-    tau = _choose(advantages > 0, objective.sapo_temperature_pos, objective.sapo_temperature_neg, advantages)
-    gate = torch.sigmoid(tau * (ratio - 1))
+    tau = tl.where(advantage > 0, tl.zeros_like(advantage) + tau_pos, tau_neg)
+    gate = tl.sigmoid(tau * (ratio - 1.0))
     # d gate / d log r = tau gate (1 - gate) r
-    return Surrogate(-4 / tau * gate * advantages, -4 * gate * (1 - gate) * ratio * advantages, 0.0)
+    return -4.0 / tau * gate * advantage, -4.0 * gate * (1.0 - gate) * ratio * advantage, tl.zeros_like(ratio)
 
 
-def _vespo(tokens, objective):
-    """-sg(phi(W)) A logp (arXiv 2602.10693)."""
-    slope = -vespo_phi(tokens, objective) * tokens.advantages
-    return Surrogate(slope * tokens.logps, 0.0, slope)
+@jit
+def vespo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
+    """-sg(phi(W)) A logp (arXiv 2602.10693); `vespo_phi` computes phi from the whole sequence."""
+    slope = -phi * advantage
+    return slope * logp, tl.zeros_like(ratio), slope
+
+
+@jit
+def surrogate(NAME, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
+    """Return (s, ds/dlog r, ds/dlogp) of each token."""
+    if NAME == "clip":
+        result = clip(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    elif NAME == "cispo":
+        result = cispo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    elif NAME == "sapo":
+        result = sapo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    else:
+        tl.static_assert(NAME == "vespo")
+        result = vespo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    return result
+
+
+@jit
+def kl_estimate(KIND, d):
+    """Return the KL estimate from d = ref - logp and its derivative by logp (http://joschu.net/blog/kl-approx.html)."""
+    if KIND == "k1":
+        result = -d, tl.zeros_like(d) + 1.0
+    elif KIND == "k2":
+        result = 0.5 * d * d, -d
+    elif KIND == "k3":
+        result = k3(d), -expm1(d)
+    else:
+        tl.static_assert(KIND == "abs")
+        result = tl.abs(d), tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, tl.zeros_like(d)))
+    return result
+
+
+@jit
+def expm1(x):
+    """Return e^x - 1 without its cancellation at small x."""
+    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
+    return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1.0)
+
+
+@jit
+def k3(d):
+    """Return e^d - d - 1 without its cancellation at small d."""
+    series = d * d * (0.5 + d * (0.16666667 + d * (0.041666668 + d * (0.008333334 + d * 0.0013888889))))
+    return tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
+
+
+class Torch:
+    """What the formulas use of triton.language, in PyTorch."""
+
+    abs, sigmoid, where, zeros_like = torch.abs, torch.sigmoid, torch.where, torch.zeros_like
+
+    @staticmethod
+    def minimum(x, y):
+        return torch.minimum(x, y) if isinstance(y, torch.Tensor) else x.clamp(max=y)
+
+    @staticmethod
+    def maximum(x, y):
+        return torch.maximum(x, y) if isinstance(y, torch.Tensor) else x.clamp(min=y)
+
+    @staticmethod
+    def static_assert(condition):
+        assert condition
+
+
+# The same formulas with PyTorch as `tl`. It is a module, because torch.compile looks globals up by a module's name.
+_in_torch = ModuleType(f"{__name__}_in_torch")
+sys.modules[_in_torch.__name__] = _in_torch
+_in_torch.__dict__.update(__builtins__=__builtins__, tl=Torch, expm1=torch.expm1, k3=lambda d: torch.expm1(d) - d)
+for _formula in (clip, cispo, sapo, vespo, surrogate, kl_estimate):
+    _code = getattr(_formula, "fn", _formula).__code__
+    setattr(_in_torch, _code.co_name, FunctionType(_code, vars(_in_torch)))
 
 
 def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
@@ -272,20 +337,57 @@ def _choose(condition, yes, no, like):
     return torch.full_like(like, no).masked_fill_(condition, yes)
 
 
-SURROGATES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
+def kernel_knobs(objective: Any) -> tuple[str | bool | float | None, ...]:
+    """Return an objective's knobs in the order in which `token_loss` and the kernels take them."""
+    return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
+            objective.delta, objective.beta, objective.sapo_temperature_pos,
+            objective.sapo_temperature_neg)  # fmt: skip
 
-# Estimators of KL(policy || reference) from d = ref - logp: (value, derivative by logp).
-# Source: http://joschu.net/blog/kl-approx.html
-KL_ESTIMATORS = {
-    "k1": lambda d: (-d, torch.ones_like(d)),
-    "k2": lambda d: (d.square() / 2, -d),
-    "k3": lambda d: (torch.expm1(d) - d, -torch.expm1(d)),  # e^d - d - 1
-    "abs": lambda d: (d.abs(), -d.sign()),
-}
+
+def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, name, kind, correct_kl, low, high, delta,
+               beta, tau_pos, tau_neg):  # fmt: skip
+    """Compute each token's loss, in plain PyTorch as policy_loss.loss_rows does in Triton.
+
+    Returns:
+        The loss; g, without what flows through a given log_ratio, whose part belongs to the whole sequence; that part;
+        the weighted surrogate; the KL; and the ratio: [M] each.
+    """
+    of_sequence = log_ratio is not None
+    if not of_sequence:
+        log_ratio = torch.zeros_like(logp) if old is None else logp - old
+    ratio = log_ratio.exp()
+    value, by_ratio, by_logp = _in_torch.surrogate(
+        name, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg
+    )
+    scale = weight if importance is None else weight * importance  # w I
+    policy, grad, grad_ratio = scale * value, scale * by_logp, scale * by_ratio
+    kl = torch.zeros_like(logp)
+    if ref is not None:
+        kl, dkl = _in_torch.kl_estimate(kind, ref - logp)
+        if correct_kl:  # r KL, with gradient through both (arXiv 2512.02556)
+            kl, dkl = kl * ratio, dkl * ratio
+            grad_ratio = grad_ratio + beta * weight * kl
+        grad = grad + beta * weight * dkl
+    if not of_sequence:
+        grad = grad + grad_ratio
+    return policy + beta * weight * kl, grad, grad_ratio, policy, kl, ratio  # w (I s + beta KL)
+
+
+def policy_metrics(out: Any, advantages: torch.Tensor, objective: Any) -> dict[str, torch.Tensor]:
+    """Return the metrics [M] of each token from the results of `token_loss` or of the kernel."""
+    low, high = objective.ratio_bounds
+    policy, kl, ratio = out[3], out[4], out[5]
+    return {
+        "policy_loss": policy,
+        "kl": kl,
+        "ratio": ratio,
+        "clipped_low": (ratio < low) & (advantages < 0),
+        "clipped_high": (ratio > high) & (advantages > 0),
+    }
 
 
 def policy_loss_fwd(
-    logps: torch.Tensor, rows: PolicyRows, objective: Any
+    logps: torch.Tensor, rows: PolicyRows, objective: Any, tokens: Callable = token_loss
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the loss of each token and its gradient in closed form.
 
@@ -293,41 +395,29 @@ def policy_loss_fwd(
         logps: [M] log-probs under the policy.
         rows: The kept tokens.
         objective: An Objective.
+        tokens: `token_loss`, or the kernel of policy_loss.py.
 
     Returns:
         loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and per-token metrics [M] by name: `policy_loss`
         (weighted), `kl`, `ratio`, `clipped_low`, `clipped_high`, and with sampler_logps `importance` and `sampler_gap`.
     """
-    advantages, weights = rows.advantages, rows.weights
-    per_sequence = objective.importance_sampling_level == "sequence"
-    log_ratio = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
-    ratio = (sequence_mean(log_ratio, rows.lengths) if per_sequence else log_ratio).exp()
+    per_sequence, log_ratio, phi = objective.importance_sampling_level == "sequence", None, None
+    per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
+    if per_sequence:
+        log_ratio = sequence_mean(per_token, rows.lengths)
     importance, metrics = importance_weights(logps, rows, objective)
-    surrogate = SURROGATES[objective.surrogate](
-        Tokens(logps, log_ratio, ratio, advantages, importance, rows.lengths), objective
-    )
-    # w I; vespo has the importance weight inside of phi
-    scale = weights if importance is None or objective.surrogate == "vespo" else weights * importance
-    policy = scale * surrogate.value  # w I s
-    g, g_ratio = scale * surrogate.by_logp, scale * surrogate.by_log_ratio
-    kl = torch.zeros_like(logps)
-    if objective.beta != 0 and not objective.full_kl:  # the full one is not a function of the log-probs: full_kl.py
-        kl, dkl = KL_ESTIMATORS[objective.kl](rows.ref_logps - logps)
-        if objective.use_bias_correction_kl:  # r KL, with gradient through both (arXiv 2512.02556)
-            kl, dkl = kl * ratio, dkl * ratio
-            g_ratio = g_ratio + objective.beta * weights * kl
-        g = g + objective.beta * weights * dkl
-    # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
-    g = g + (sequence_mean(g_ratio, rows.lengths) if per_sequence else g_ratio)
-    low, high = objective.ratio_bounds
-    metrics |= {
-        "policy_loss": policy,
-        "kl": kl,
-        "ratio": ratio,
-        "clipped_low": (ratio < low) & (advantages < 0),
-        "clipped_high": (ratio > high) & (advantages > 0),
-    }
-    return policy + objective.beta * weights * kl, g, metrics  # w (I s + beta KL)
+    if objective.surrogate == "vespo":  # it has the importance weight inside of phi
+        phi = vespo_phi(Tokens(per_token, rows.advantages, importance, rows.lengths), objective)
+        importance = None
+    # The full KL is no function of the log-probs: see head_torch.py.
+    ref = None if objective.beta == 0 or objective.full_kl else rows.ref_logps
+    out = tokens(logps, rows.old_logps, log_ratio, ref, rows.advantages, rows.weights, importance, phi,
+                 *kernel_knobs(objective))  # fmt: skip
+    g = out[1]
+    if per_sequence:
+        # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
+        g = g + sequence_mean(out[2], rows.lengths)
+    return out[0], g, {**metrics, **policy_metrics(out, rows.advantages, objective)}
 
 
 def importance_weights(

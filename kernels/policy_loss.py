@@ -3,11 +3,10 @@
     loss = w (I s(r, logp, A) + beta KL),   g = dloss/dlogp
 
 with r the ratio, A the advantage, w the weight that carries the aggregation, and I the importance weight against the
-sampler. Each surrogate s is one branch of `_surrogate`; the rest of the kernel does not depend on which it is. What
-couples the tokens of a sequence (its mean log-ratio, its importance weight, VESPO's phi) is computed by a handful of
-O(M) sums in PyTorch and comes in per token.
+sampler. The formulas of s and KL stand in objectives.py. What couples the tokens of a sequence (its mean log-ratio, its
+importance weight, VESPO's phi) is computed by a handful of O(M) sums in PyTorch and comes in per token.
 
-`loss_rows` computes some tokens of a block, and is what `logits_grpo.py` calls too. `_policy_loss_fwd_kernel` gives a
+`loss_rows` computes some tokens of a block, and is what logits.py calls too. `_policy_loss_fwd_kernel` gives a
 block of tokens to each program.
 
 Shapes: M kept tokens, one row each. Every value per token is fp32 [M].
@@ -21,66 +20,11 @@ import triton.language as tl
 
 from fastgrpo.kernels import launch, objectives
 from fastgrpo.kernels.launch import ROWS_VARY
-from fastgrpo.kernels.objectives import PolicyRows, Tokens, sequence_mean
+from fastgrpo.kernels.objectives import PolicyRows, kl_estimate, surrogate
 
 # What the rows of the kernel's [6, M] output hold.
-LOSS, GRAD, GRAD_RATIO, POLICY, KL, RATIO = range(6)
+LOSS, GRAD = 0, 1
 BLOCK = 256
-
-
-@triton.jit
-def _expm1(x):
-    """Return e^x - 1 without its cancellation at small x."""
-    series = x * (1.0 + x * (0.5 + x * (0.16666667 + x * (0.041666668 + x * 0.008333334))))
-    return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1.0)
-
-
-@triton.jit
-def _k3(d):
-    """Return e^d - d - 1 without its cancellation at small d."""
-    series = d * d * (0.5 + d * (0.16666667 + d * (0.041666668 + d * (0.008333334 + d * 0.0013888889))))
-    return tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
-
-
-@triton.jit
-def _surrogate(SURROGATE: tl.constexpr, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
-    """Return (s, ds/dlog r, ds/dlogp) of each token."""
-    zero = tl.zeros_like(ratio)
-    if SURROGATE == "clip":  # -min(r A, clip(r) A), the first r at most delta (arXiv 1707.06347, 2505.07291)
-        bounded = ratio
-        if delta is not None:
-            bounded = tl.minimum(ratio, delta)
-        unclipped = bounded * advantage
-        clipped = tl.minimum(tl.maximum(ratio, low), high) * advantage
-        inside = tl.where(unclipped <= clipped, bounded == ratio, (ratio >= low) & (ratio <= high))
-        result = -tl.minimum(unclipped, clipped), tl.where(inside, -advantage * ratio, 0.0), zero
-    elif SURROGATE == "cispo":  # -sg(min(r, high)) A logp (arXiv 2506.13585)
-        slope = -tl.minimum(ratio, high) * advantage
-        result = slope * logp, zero, slope
-    elif SURROGATE == "sapo":  # -4/tau sigmoid(tau (r - 1)) A (arXiv 2511.20347)
-        tau = tl.where(advantage > 0, tau_pos, tau_neg)
-        gate = tl.sigmoid(tau * (ratio - 1.0))
-        result = -4.0 / tau * gate * advantage, -4.0 * gate * (1.0 - gate) * ratio * advantage, zero
-    else:
-        tl.static_assert(SURROGATE == "vespo")  # -sg(phi) A logp (arXiv 2602.10693)
-        slope = -phi * advantage
-        result = slope * logp, zero, slope
-    return result
-
-
-@triton.jit
-def _kl(KIND: tl.constexpr, d):
-    """Return the KL estimate from d = ref - logp and its derivative by logp (http://joschu.net/blog/kl-approx.html)."""
-    if KIND == "k1":
-        result = -d, tl.full(d.shape, 1.0, tl.float32)
-    elif KIND == "k2":
-        result = 0.5 * d * d, -d
-    elif KIND == "k3":
-        result = _k3(d), -_expm1(d)
-    else:
-        tl.static_assert(KIND == "abs")
-        result = tl.abs(d), tl.where(d > 0, -1.0, tl.where(d < 0, 1.0, 0.0))
-    return result
 
 
 @triton.jit
@@ -126,7 +70,7 @@ def loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr
     phi = tl.zeros_like(logp)
     if phi_ptr is not None:
         phi = tl.load(phi_ptr + rows, mask=ok, other=0.0)
-    value, by_ratio, by_logp = _surrogate(SURROGATE, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    value, by_ratio, by_logp = surrogate(SURROGATE, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
     scale = weight
     if importance_ptr is not None:
         scale *= tl.load(importance_ptr + rows, mask=ok, other=0.0)
@@ -134,7 +78,7 @@ def loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr
     grad, grad_ratio = scale * by_logp, scale * by_ratio
     kl = tl.zeros_like(logp)
     if ref_ptr is not None:
-        kl, dkl = _kl(KIND, tl.load(ref_ptr + rows, mask=ok, other=0.0).to(tl.float32) - logp)
+        kl, dkl = kl_estimate(KIND, tl.load(ref_ptr + rows, mask=ok, other=0.0).to(tl.float32) - logp)
         if CORRECT_KL:  # r KL, with gradient through both (arXiv 2512.02556)
             kl *= ratio
             dkl *= ratio
@@ -212,34 +156,6 @@ def _(logps, *_):
     return logps.new_empty(6, len(logps), dtype=torch.float32)
 
 
-def kernel_knobs(objective: Any) -> tuple[str | bool | float | None, ...]:
-    """Return an objective's knobs in the order in which the kernels take them."""
-    return (objective.surrogate, objective.kl, objective.use_bias_correction_kl, *objective.ratio_bounds,
-            objective.delta, objective.beta, objective.sapo_temperature_pos,
-            objective.sapo_temperature_neg)  # fmt: skip
-
-
-def policy_metrics(out: torch.Tensor, advantages: torch.Tensor, objective: Any) -> dict[str, torch.Tensor]:
-    """Return the metrics of each token from the kernel's output.
-
-    Args:
-        out: [6, M], as `policy_loss_rows` returns it.
-        advantages: [M].
-        objective: An Objective.
-
-    Returns:
-        `policy_loss` (weighted), `kl`, `ratio`, `clipped_low` and `clipped_high`, [M] each.
-    """
-    low, high = objective.ratio_bounds
-    return {
-        "policy_loss": out[POLICY],
-        "kl": out[KL],
-        "ratio": out[RATIO],
-        "clipped_low": (out[RATIO] < low) & (advantages < 0),
-        "clipped_high": (out[RATIO] > high) & (advantages > 0),
-    }
-
-
 def policy_loss_fwd(
     logps: torch.Tensor, rows: PolicyRows, objective: Any
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -253,21 +169,4 @@ def policy_loss_fwd(
     Returns:
         loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and the metrics [M] of objectives.policy_loss_fwd.
     """
-    per_sequence = objective.importance_sampling_level == "sequence"
-    log_ratio = phi = None
-    per_token = torch.zeros_like(logps) if rows.old_logps is None else logps - rows.old_logps
-    if per_sequence:
-        log_ratio = sequence_mean(per_token, rows.lengths)
-    importance, metrics = objectives.importance_weights(logps, rows, objective)
-    if objective.surrogate == "vespo":
-        tokens = Tokens(logps, per_token, None, rows.advantages, importance, rows.lengths)
-        phi = objectives.vespo_phi(tokens, objective)
-    out = policy_loss_rows(
-        logps, rows.old_logps, log_ratio, None if objective.beta == 0 else rows.ref_logps, rows.advantages,
-        rows.weights, None if phi is not None else importance, phi, *kernel_knobs(objective),
-    )  # fmt: skip
-    g = out[GRAD]
-    if per_sequence:
-        # Every token of the sequence moves the common ratio by 1/len: d(mean log-ratio)/d(logp_t) = 1/len.
-        g = g + sequence_mean(out[GRAD_RATIO], rows.lengths)
-    return out[LOSS], g, {**metrics, **policy_metrics(out, rows.advantages, objective)}
+    return objectives.policy_loss_fwd(logps, rows, objective, policy_loss_rows)

@@ -392,7 +392,7 @@ def _vespo(objective, advantages, mask, old_logps, ratio):
     # Without old log-probs W is known: -phi(W) A logp is CISPO's loss for the advantages phi(W) A, its ratio being 1.
     importance = log_ratio.masked_fill(~mask, 0).exp().flatten()
     lengths = torch.full((len(mask),), mask.shape[1], device=mask.device)
-    tokens = Tokens(None, torch.zeros_like(importance), None, advantages.flatten(), importance, lengths)
+    tokens = Tokens(torch.zeros_like(importance), advantages.flatten(), importance, lengths)
     phi = vespo_phi(tokens, objective).view(mask.shape)
     return Terms(replace(objective, loss_type="cispo", epsilon_high=1.0), advantages * phi, None)
 

@@ -186,7 +186,7 @@ def _trusts(name, ways, states, kept, objective, asked, options):
         **options,
         "temperatures": isinstance(kept.temperature, torch.Tensor),
         **{knob: value if isinstance(value, (str, bool)) else value is not None
-           for knob, value in zip(knobs, policy_loss.kernel_knobs(objective), strict=True)},
+           for knob, value in zip(knobs, objectives.kernel_knobs(objective), strict=True)},
         **{name: getattr(kept, name) is not None for name in given},
     }  # fmt: skip
     return self_check.trusted(

@@ -17,8 +17,8 @@ the sampler (1 without `sampler_logps`), e_n = 1 / tokens of the step. A loss ty
 | vespo     | -sg(phi(W_s)) A logp                   | 1 / tokens of step   | arXiv 2602.10693 |
 
 GSPO (arXiv 2507.18071) is grpo with importance_sampling_level="sequence". docs/objectives.md explains every symbol, and
-where TRL, Liger and the papers differ. The surrogates s_n are computed in kernels/objectives.py (and as Triton
-in kernels/policy_loss.py), the weights w_n at the end of this file.
+where TRL, Liger and the papers differ. The surrogates s_n are computed in kernels/objectives.py, the
+weights w_n at the end of this file.
 """
 
 import math
