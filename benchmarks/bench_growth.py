@@ -110,7 +110,7 @@ def step(folder: Path, group: int, length: int) -> Callable[[], Any]:
     )  # fmt: skip
     bench_step.save_model(folder / "model", STEP_MODEL)
     trainer = GRPOTrainer(str(folder / "model"), bench_step.parity, config, bench_step.make_rows(STEP_MODEL))
-    making = trainer.make_experience
+    making = trainer.collector
     making.sampling = dataclasses.replace(making.sampling, stop_token_ids=())  # no token ends a completion
     trainer.step()  # makes the optimizer's state, which stays
     return trainer.step
