@@ -67,7 +67,7 @@ def test_a_rank_that_is_lost_while_the_threads_find_each_other_is_named(monkeypa
 
     monkeypatch.setattr(dist, "new_group", broken)
     one = Ranks(0, 2, store=dist.HashStore())
-    one.store.set("failed/1", "KeyError: 'a bug'")
+    one.store.set("cause", json.dumps([1, "KeyError: 'a bug'"]))
     with pytest.raises(RankLost, match="waits for the group for the checkpoint: rank 1 failed: KeyError: 'a bug'"):
         apart(one, "checkpoint", 60)
 
