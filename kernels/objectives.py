@@ -24,7 +24,7 @@ if find_spec("triton") is not None:
     from triton import jit
 else:
 
-    def jit(function):
+    def jit(function):  # noqa: D103
         return function
 
 
@@ -209,7 +209,7 @@ class Tokens(NamedTuple):
 
 @jit
 def clip(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
-    """-min(r A, clip(r) A): PPO (arXiv 1707.06347 eq. 7), with the first r held under delta (arXiv 2505.07291)."""
+    """PPO (arXiv 1707.06347 eq. 7), -min(r A, clip(r) A), with the first r held under delta (arXiv 2505.07291)."""
     bounded = ratio
     if delta is not None:
         bounded = tl.minimum(ratio, delta)

@@ -59,7 +59,7 @@ class Sample:
         token_advantages: fp32 factor of each token, where step rewards made them; None where all have `advantage`.
         masked: Whether its tokens are left out of the loss.
         weights: fp32 weight w_n of each token over the whole update.
-        old_logps: fp32 log-probs under the policy that drew it; None on the first update of a rollout, whose ratio is 1.
+        old_logps: fp32 log-probs under the policy that drew it; None on a rollout's first update, whose ratio is 1.
         ref_logps: fp32 log-probs under the reference; None without one.
         counted: 1 for the tokens whose surrogate counts and 0 for the others; None where all of them count.
         entropy_weights: fp32 weight e_n of each token in the entropy bonus; None where it is that of the objective.

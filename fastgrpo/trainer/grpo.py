@@ -501,7 +501,7 @@ class GRPOTrainer:
         return self.args.logs(step) or step == self.state.max_steps
 
     def _log_samples(self, step, collected, updated):
-        """Write some groups to samples.jsonl, with the ratios that the last update saw on the rank that trained them."""
+        """Write some groups to samples.jsonl, with the ratios of the last update, gathered from all ranks."""
         size, samples = self.args.num_generations, list(collected.samples)
         groups = logged_groups(len(samples) // size, size, self.args.logging_samples)
         needed = {group * size + i for group in groups for i in range(size)}
