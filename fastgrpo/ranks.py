@@ -399,12 +399,12 @@ def _beneath_torch(hook):
 
 
 def outlive_sigterm() -> None:
-    """Ignore SIGTERM where it would end the process, so that a rank that has lost another can report it and end.
+    """Let the next SIGTERM pass where it would end the process: a rank that has lost another reports it and ends.
 
     torchrun sends SIGTERM to all ranks once one has ended, and SIGKILL 30 s later.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def own_gpu(device: str, rank: int, size: int) -> int:
