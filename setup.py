@@ -9,7 +9,6 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastgrpo" / "_version.py").read_text()).group(1)
 TRANSFORMERS = "transformers>=5.16,<6,!=5.24.0"  # 5.24.0 asks for a peft that does not exist
-QUANTIZATION = ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"]
 # An editable install is a line in a .pth file where every package lies at its own path. With the mapping of kernels/
 # it would be an import finder, which Python asks after the folders on the path: a script beside the clone would import
 # the clone's folder as a namespace package. fastgrpo/__init__.py finds kernels/ in the clone without the mapping.
@@ -48,7 +47,7 @@ setup(
         ],
         "gguf": ["gguf>=0.17,<1", "accelerate>=1.10,<2", TRANSFORMERS],
         "lora": ["peft>=0.20,<1"],
-        "quantization": QUANTIZATION,
+        "quantization": ["torchao>=0.17,<1", "bitsandbytes>=0.49,<1"],
         "integrations": [
             "trl>=1.15,<2",
             "liger-kernel>=0.8,<0.9; platform_system == 'Linux'",
@@ -73,7 +72,6 @@ setup(
             "peft>=0.20,<1",
             "gguf>=0.17,<1",
             "accelerate>=1.10,<2",
-            *QUANTIZATION,
             "uvicorn>=0.30,<1",
             "trackio>=0.40,<1",
             "wandb>=0.22,<1",

@@ -5,7 +5,7 @@ Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 
 import pytest
 import torch
-from head_runs import PATHS, run_grpo, run_logprob
+from head_runs import run_grpo, run_logprob
 from heads import random_head
 
 from fastgrpo import Objective
@@ -26,9 +26,9 @@ def test_a_row_of_any_stride():
     assert launch.rows_contiguous(wide) is wide
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_every_launch_is_on_the_device_of_its_tensors(path, monkeypatch):
-    """Triton launches on the current device, whatever device the tensors are on."""
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_every_launch_is_on_the_device_of_its_tensors(softcap, monkeypatch):
+    """Triton launches on the current device, whatever device the tensors are on. A bonus under a soft-cap recomputes."""
     from triton.runtime.interpreter import GridExecutor
 
     inside, launches = [], []
@@ -51,10 +51,10 @@ def test_every_launch_is_on_the_device_of_its_tensors(path, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", Guard)
     monkeypatch.setattr(GridExecutor, "__call__", watched)
-    head = random_head(20, 16, 50)
+    head = random_head(20, 16, 50, softcap=softcap)
     bonus = torch.full((20,), 0.3 / 20)
-    run_grpo(head, Objective(beta=0.1, entropy_coef=0.3), path=path, chunk_rows=8, entropy_weights=bonus)
-    run_logprob(head, path=path)
+    run_grpo(head, Objective(beta=0.1, entropy_coef=0.3), chunk_rows=8, entropy_weights=bonus)
+    run_logprob(head)
     logits = (head.hidden @ head.weight.T).requires_grad_()
     for inplace in (False, True):
         given = logits.clone()
