@@ -28,7 +28,7 @@ def test_a_row_of_any_stride():
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_every_launch_is_on_the_device_of_its_tensors(softcap, monkeypatch):
-    """Triton launches on the current device, whatever device the tensors are on. A bonus under a soft-cap recomputes."""
+    """Triton launches on the current device, whatever device the tensors are on."""
     from triton.runtime.interpreter import GridExecutor
 
     inside, launches = [], []
