@@ -13,7 +13,7 @@ ENDED = r"this trainer no longer holds output_dir .*make a new trainer, with res
 @pytest.mark.parametrize("settings", [{"overwrite_output_dir": True}, {"resume_from_checkpoint": "auto"}])
 def test_two_trainers_of_one_process_do_not_share_a_folder(tmp_path, settings):
     first = make_trainer(tmp_path, **settings)
-    with pytest.raises(ValueError, match=r"in use by another trainer of this process; .* back with trainer.log.close"):
+    with pytest.raises(ValueError, match=r"in use by another trainer of this process; .* with trainer.log.close"):
         make_trainer(tmp_path, **settings)
     first.log.close()
     second = make_trainer(tmp_path, **settings)
