@@ -1,13 +1,126 @@
-"""Reward functions: how they are found, called and checked, and the functions that come with tasks."""
+"""Reward functions: how they are found, called and checked, and the functions that come with tasks.
+
+`find_reward` finds one by its name: an existing folder and ORG/MODEL are reward models, prm: with one of them is a
+process reward model, sandbox: runs programs, http://HOST:PORT/PATH is a scorer on a server, and module:function is a
+function.
+"""
 
 import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-_HOME = {"find_reward": "finding"}  # which loads transformers, and answers are read without it
-__all__ = list(_HOME)
+from fastgrpo.rewards.guard import Failure, attempt
+
+__all__ = ["find_reward"]
+PRM = "prm:"  # in front of the folder or hub id of a process reward model
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'fastgrpo.rewards' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fastgrpo.rewards.{_HOME[name]}"), name)
+def find_reward(
+    spec: str,
+    known: Sequence[Callable] = (),
+    trust_remote_code: bool = False,
+    prm: Mapping[str, Any] | None = None,
+) -> Callable:
+    """Find a reward function by its name.
+
+    Args:
+        spec: The name of one of `known`, "module:function", the folder or hub id (ORG/MODEL) of a reward model, "prm:"
+            with that of a process reward model, the URL of a server (http://HOST:PORT/PATH), "sandbox:python" or
+            "sandbox:python-all".
+        known: The task's own functions.
+        trust_remote_code: Whether Python code that comes with a reward model may run.
+        prm: Further arguments of `ProcessRewardModel`.
+
+    Returns:
+        The function.
+
+    Raises:
+        ValueError: There is no such name, module or function, or this machine cannot run the sandbox.
+    """
+    by_name = {function.__name__: function for function in known}
+    if spec in by_name:
+        return by_name[spec]
+    if spec.startswith(("http://", "https://")):
+        from fastgrpo.rewards.http import HttpScorer
+
+        return HttpScorer(spec)
+    if spec.startswith("sandbox:"):
+        from fastgrpo.rewards.sandbox import make_sandbox
+
+        return make_sandbox(spec)
+    if spec.startswith(PRM) or names_model(spec):
+        return _load_model(spec, {"trust_remote_code": trust_remote_code}, prm)
+    module, separator, name = spec.partition(":")
+    if not separator:
+        raise ValueError(
+            f"no reward function {spec!r}; the task has {', '.join(by_name) or 'none'}; "
+            "a function of your own is named module:function, a reward model by its folder or as ORG/MODEL, a process "
+            "reward model by prm: in front of them, a server as http://HOST:PORT/PATH, and the sandbox for programs "
+            "sandbox:python"
+        )
+    function = attempt(lambda: getattr(importlib.import_module(module), name))
+    if isinstance(function, Failure):
+        raise ValueError(
+            f"reward function {spec!r} cannot be imported: {function}; the module must be installed, or lie in the "
+            "working directory or on the PYTHONPATH"
+        ) from function.error
+    if not callable(function):
+        raise ValueError(f"reward function {spec!r} is a {type(function).__name__}, which cannot be called")
+    return function
+
+
+def _load_model(name, settings, prm):
+    """Load a reward model, or after "prm:" a process reward model."""
+    from fastgrpo.rewards.models import ProcessRewardModel, RewardModel
+
+    if name.startswith(PRM):
+        return ProcessRewardModel.load(name.removeprefix(PRM), **settings | dict(prm or {}))
+    return RewardModel.load(name, **settings)
+
+
+def find_rewards(
+    rewards: Any,
+    tokenizers: Any,
+    template: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    prm: Mapping[str, Any] | None = None,
+) -> list[Callable]:
+    """Turn TRL's `reward_funcs` (functions, models and names) into reward functions."""
+    from transformers import PreTrainedModel
+
+    from fastgrpo.rewards.models import RewardModel
+
+    rewards = list(rewards) if isinstance(rewards, (list, tuple)) else [rewards]
+    if tokenizers is None:
+        tokenizers = [None] * len(rewards)
+    tokenizers = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers]
+    if len(tokenizers) != len(rewards):
+        raise ValueError(
+            f"reward_processing_classes has {len(tokenizers)} entries, which must match the {len(rewards)} reward_funcs"
+        )
+
+    def find(reward, tokenizer):
+        settings = {"tokenizer": tokenizer, "template": template, "trust_remote_code": trust_remote_code}
+        if isinstance(reward, str):
+            is_model = reward.startswith(PRM) or names_model(reward)
+            return _load_model(reward, settings, prm) if is_model else find_reward(reward)
+        return RewardModel(reward, **settings) if isinstance(reward, PreTrainedModel) else reward
+
+    return [find(reward, tokenizer) for reward, tokenizer in zip(rewards, tokenizers, strict=True)]
+
+
+def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
+    """Read the settings of process reward models."""
+    names = [*(rewards if isinstance(rewards, (list, tuple)) else [rewards]), *config.reward_funcs]
+    if config.prm and not any(isinstance(name, str) and name.startswith(PRM) for name in names):
+        raise ValueError(
+            f"prm_kwargs has an effect only where reward_funcs names a process reward model ({PRM}DIR); leave it out, "
+            "or pass them to the ProcessRewardModel that you make"
+        )
+    return config.prm
+
+
+def names_model(name: str) -> bool:
+    """Tell whether a name is that of a reward model and not of a function."""
+    return Path(name).is_dir() or (":" not in name and "/" in name and not name.endswith(".py"))

@@ -23,10 +23,10 @@ from fastgrpo.data.prompts import copied, shortened, with_text
 from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, slowness_told
+from fastgrpo.rewards.guard import Failure, attempt, awaited, cores
 from fastgrpo.rewards.models import Judge
 from fastgrpo.rewards.pool import TIMED_OUT, Given, Pool
-from fastgrpo.rewards.values import LOGS, NUMBER, Logs, number, read_verdicts, shown
+from fastgrpo.rewards.values import LOGS, Logs, read_verdicts, shown
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,12 @@ class Rewards:
     verdict. It may be async. What it returns may also be a tuple, a generator, a 1-d tensor or array, or a pandas
     Series.
 
-    All that a function gets is a copy made for it alone, one for each completion, so it may change what it gets. It
-    may draw from the global random generators, which are seeded and saved with the run. After it, the working
-    directory and the modes of torch are put back (`modes_kept`). Whatever it raises counts as its failure, SystemExit
-    too; KeyboardInterrupt alone ends the run.
+    A function gets copies made for it, so it may change them. It may draw from the global random generators, which are
+    seeded and saved with the run. After it, the working directory and the modes of torch are restored. Whatever it
+    raises counts as its failure, except KeyboardInterrupt, which ends the run. Its name is its `__name__`; a second one
+    of the same name is name_2.
 
-    A function is named by its `__name__`, and a second one of the same name by name_2.
-
-    With a limit of time or with workers, functions run in processes of their own: see `Pooled`. There, one gets a
-    single completion in a call, and the global random generators are seeded for each call.
+    With a time limit or workers, functions run in other processes (`Pooled`), usually with one completion a call.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class Rewards:
         weights = [*(weights or [1.0] * len(functions)), *[1.0] * len(shaping)]
         self.weights = torch.tensor(weights, dtype=torch.float64)
         self.on_error = on_error
-        self.told = False  # whether a completion without any reward has been told of
+        self.warned = False  # whether a completion without any reward was logged
         if timeout is not None and workers == 0:
             raise ValueError("reward_timeout needs processes that can be killed: leave reward_workers out, or raise it")
         for function in self.functions if timeout is not None else ():
@@ -154,27 +151,19 @@ class Rewards:
         begun: dict[str, list[tuple[int, Future]]] | None = None,
     ) -> Judged:
         """Judge completions."""
-        count = len(completions)
-        notes = [Logs(count) for _ in self.functions]
+        count, logs = len(completions), {name: Logs(len(completions)) for name in self.names}
         begun = self.begin(completions, trainer_state, columns) if begun is None else begun
-        calls = [
-            partial(_call, function, completions, trainer_state, own, columns)
-            for name, function, own in zip(self.names, self.functions, notes, strict=True)
-            if name not in begun
-        ]
-        named = zip(self.names, self.functions, strict=True)
-        with slowness_told([name for name, function in named if pooled(function) and name not in begun]):
-            here = iter(awaited([attempt(call) for call in calls]))
-        results = [
-            self.pooled.collect(begun[name], own) if name in begun else next(here)
-            for name, own in zip(self.names, notes, strict=True)
-        ]
+        here = {name: f for name, f in zip(self.names, self.functions, strict=True) if name not in begun}
+        calls = [partial(_call, f, completions, trainer_state, logs[name], columns) for name, f in here.items()]
+        results = dict(zip(here, awaited([attempt(call) for call in calls]), strict=True))
+        for name, result in results.items():
+            if not isinstance(result, Failure):
+                results[name] = attempt(partial(read_verdicts, result, count))
+        results |= {name: self.pooled.collect(calls, logs[name]) for name, calls in begun.items()}
         per_function, errors, timeouts = [], Counter(), Counter()
         logged, extras, owners, steps = defaultdict(list), {}, {}, {}
-        for name, result, own in zip(self.names, results, notes, strict=True):
-            verdicts = result
-            if name not in begun and not isinstance(result, Failure):
-                verdicts = attempt(partial(read_verdicts, result, count))
+        for name in self.names:
+            verdicts, own = results[name], logs[name]
             for metric, values in own.metrics.items():
                 logged[metric] += values
             for column, values in own.columns.items():
@@ -202,20 +191,20 @@ class Rewards:
         ]
         if not timeouts:  # what took too long says nothing of the rows
             if not errors:
-                self._tell_silence(done)
+                self._warn_unjudged(done)
             if not allow_none:
                 self.refuse_none(done)
         return Judged(done, errors, dict(logged), timeouts)
 
-    def _tell_silence(self, completions):
-        """Warn once where no function gives a completion a reward."""
-        silent = None if self.told else next((c for c in completions if all(map(math.isnan, c.rewards.values()))), None)
-        if silent is not None:
-            self.told = True
+    def _warn_unjudged(self, completions):
+        """Warn once of a completion without any reward."""
+        unjudged = next((c for c in completions if all(map(math.isnan, c.rewards.values()))), None)
+        if unjudged is not None and not self.warned:
+            self.warned = True
             logger.warning(
                 "all reward functions returned None for a completion of the prompt %s, which has no advantage then; "
                 "give every row a function that judges it",
-                shortened(silent.prompt),
+                shortened(unjudged.prompt),
             )
 
     def refuse_none(self, completions: Sequence[Sample]) -> None:
@@ -228,33 +217,32 @@ class Rewards:
 
     def _checked(self, name, verdicts, completions, errors, timeouts):
         """Return the rewards of one function, [S] fp64. `verdicts` are as `read_verdicts` gives them, or a failure."""
-        count, first = len(completions), next(iter(completions), None)
-        rewards = torch.full((count,), math.nan, dtype=torch.float64)
-        if isinstance(verdicts, Failure):
-            self._fail(name, _raised(verdicts, first), errors, count, first, verdicts.error)
-        elif isinstance(verdicts, str):
-            self._fail(name, verdicts, errors, count, first)
-        else:
-            for i, verdict in enumerate(verdicts):
-                if isinstance(verdict, str):
-                    self._fail(name, verdict, errors, 1, completions[i])
-                elif isinstance(verdict, Failure):
-                    self._fail(name, _raised(verdict, completions[i]), errors, 1, completions[i], verdict.error)
-                elif verdict is TIMED_OUT:
-                    timeouts[name] += 1
-                elif verdict is not None:
-                    rewards[i] = verdict
+        rewards = torch.full((len(completions),), math.nan, dtype=torch.float64)
+        if isinstance(verdicts, (str, Failure)):
+            self._fail(name, verdicts, completions, errors)
+            return rewards
+        for i, verdict in enumerate(verdicts):
+            if isinstance(verdict, (str, Failure)):
+                self._fail(name, verdict, completions[i : i + 1], errors)
+            elif verdict is TIMED_OUT:
+                timeouts[name] += 1
+            elif verdict is not None:
+                rewards[i] = verdict
         return rewards
 
-    def _fail(self, name, problem, errors, count, completion, cause=None):
-        """Count `count` errors, or raise one and name its completion: the first one where a call failed as a whole."""
+    def _fail(self, name, problem, completions, errors):
+        """Count a failed call for its completions, or raise it and name the first one."""
         if self.on_error == "skip":
-            errors[name] += count
+            errors[name] += len(completions)
             return
-        where = "" if count == 1 else f"in a call of {count} completions, the first of them "
+        first, cause = completions[0], None
+        if isinstance(problem, Failure):
+            columns = ", ".join(first.columns) or "(none)"
+            problem, cause = f"raised {problem}; the row has the columns {columns}", problem.error
+        where = "" if len(completions) == 1 else f"in a call of {len(completions)} completions, the first of them "
         raise ValueError(
             f"reward function {name!r} {problem}; --reward_errors skip leaves such rewards out\n"
-            f"  {where}on the prompt {shortened(completion.prompt)}, completion {shortened(completion.content)}"
+            f"  {where}on the prompt {shortened(first.prompt)}, completion {shortened(first.content)}"
         ) from cause
 
     def total(self, per_function: torch.Tensor) -> torch.Tensor:
@@ -271,12 +259,6 @@ def rewards_settings(config: Any) -> dict[str, Any]:
         "workers": config.reward_workers,
         "seed": config.seed,
     }
-
-
-def _raised(failure, completion):
-    """Say what a function raised, and what it could have read."""
-    columns = ", ".join(completion.columns if completion else ()) or "(none)"
-    return f"raised {failure}; the row has the columns {columns}"
 
 
 def _beyond(steps, completions):
@@ -310,28 +292,16 @@ def check_function(function: Any) -> None:
             "f(prompts, completions, **columns) or a list of them"
             + ("; fastgrpo.rewards.find_reward finds module:function" if isinstance(function, str) else "")
         )
-    _check_signature(function)
-    mark = getattr(function, "full_mark", 1.0)
-    if number(mark) is None:
-        raise ValueError(
-            f"reward function {getattr(function, '__name__', type(function).__name__)!r}: its attribute full_mark must "
-            f"be {NUMBER}, got {shown(mark)}"
-        )
-
-
-def _check_signature(function):
-    """Refuse a function that does not take all that it would be called with, before any completion is drawn for it."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some callables of C do not tell
         return
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         name = getattr(function, "__name__", type(function).__name__)
-        taken = ", ".join(map(str, parameters))
         raise ValueError(
-            f"reward function {name!r} takes ({taken}), and is called with prompts, completions, completion_ids, every "
-            f"column of the rows and more, all by name; write {name}(completions, **columns), with the columns that it "
-            "reads named before **columns"
+            f"reward function {name!r} takes ({', '.join(map(str, parameters))}), and is called with prompts, "
+            f"completions, completion_ids, every column of the rows and more, all by name; write "
+            f"{name}(completions, **columns), with the columns that it reads named before **columns"
         )
 
 

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import contextvars
 import inspect
-import logging
 import os
 import threading
 import traceback
@@ -20,9 +19,6 @@ from functools import partial
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-logger = logging.getLogger(__name__)
-SLOW = 60.0  # seconds after which a call of reward functions is told of
-_TOLD = set()  # the functions that were told of
 _OWN = threading.local()  # the event loop of each thread
 os.register_at_fork(after_in_child=lambda: vars(_OWN).clear())  # two processes must not wait in one loop
 
@@ -84,36 +80,26 @@ def _end(error):
     os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
 
 
-def _modes():
-    """Return how each mode is read and written; `modes_kept` handles three others."""
+@contextlib.contextmanager
+def modes_kept() -> Iterator[None]:
+    """Make a context that restores the working directory and torch's modes: gradients, inference, autocast, and so on.
+
+    The random generators are not among them.
+    """
     import torch  # here, because the processes of a pool do not need it
 
     def set_device(device):
         # A default device slows every operation down, and the CPU is the default without one.
         torch.set_default_device(None if device == torch.device("cpu") else device)
 
-    return (
+    modes = [
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_default_device, set_device),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        *[
-            (partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind))
-            for kind in ("cpu", "cuda")
-        ],
-    )
-
-
-@contextlib.contextmanager
-def modes_kept() -> Iterator[None]:
-    """Make a context that puts the modes of the process back when it is left.
-
-    The modes are the working directory and, of torch, gradients, inference mode, autocast, default dtype, default
-    device, number of threads and deterministic algorithms. The random generators are not among them.
-    """
-    import torch
-
-    modes = _modes()
+    ]
+    for kind in ("cpu", "cuda"):
+        modes.append((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)))
     before = [read() for read, _ in modes]
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     # Through its descriptor, a folder is found again even where it was renamed or deleted.
@@ -129,30 +115,6 @@ def modes_kept() -> Iterator[None]:
         for (read, write), value in zip(modes, before, strict=True):
             if read() != value:
                 write(value)
-
-
-@contextlib.contextmanager
-def slowness_told(names: Sequence[str]) -> Iterator[None]:
-    """Make a context that warns once where the reward functions that are called in it take longer than a minute."""
-    new = [name for name in names if name not in _TOLD]
-
-    def tell() -> None:
-        _TOLD.update(new)
-        logger.warning(
-            "the reward functions %s have been running for %g seconds; --reward_timeout SECONDS runs them in processes "
-            "of their own and ends what takes longer",
-            ", ".join(new),
-            SLOW,
-        )
-
-    timer = threading.Timer(SLOW, tell)
-    timer.daemon = True
-    if new:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def awaited(results: Sequence[Any]) -> list[Any]:
@@ -187,7 +149,7 @@ def _is_cancelled(result):
 
 
 def _run(function):
-    """Run an async function in the loop of this thread."""
+    """Run an async function in the loop of this thread; in another thread where a loop runs here, as in a notebook."""
     if not hasattr(_OWN, "loop"):
         _OWN.loop = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         atexit.register(_OWN.loop.close)
@@ -201,21 +163,16 @@ def _run(function):
             raise
 
     try:
-        return _beside_loops(run)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return run()
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(run).result()
     except BaseException:
         atexit.unregister(loop.close)
         del _OWN.loop
         raise
-
-
-def _beside_loops(call):
-    """Call a function that runs a loop; in another thread where this one runs one already, as in a notebook."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return call()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(call).result()
 
 
 def cores() -> int:

@@ -77,10 +77,12 @@ class Judge:
                 tokenizer = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=trust_remote_code)
         self.model, self.tokenizer, self.template = model.eval(), tokenizer, template or {}
         self.model.config.use_cache = False  # each text is read once
-        self.told = False  # whether a text that is too long has been told of
+        self.warned = False  # whether a text that is too long was logged
+        self.policy_tokenizer = None
+        self._prepare()
 
-    def _check_kind(self, model) -> None:
-        """Refuse a model of another kind."""
+    def _prepare(self) -> None:
+        """Check the tokenizer."""
 
     def place(self, device: torch.device, policy_tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Move the model to a device, in bf16 on a GPU and in fp32 on a CPU; quantized weights stay as they are."""
@@ -100,8 +102,8 @@ class Judge:
         """Pass token ids through the model."""
         results, longest = [None] * len(texts), self._positions()
         fitting = [i for i, ids in enumerate(texts) if 0 < len(ids) <= longest]
-        if not self.told and any(len(ids) > longest for ids in texts):
-            self.told = True
+        if not self.warned and any(len(ids) > longest for ids in texts):
+            self.warned = True
             logger.warning(
                 "the reward model %s has %d positions, and a prompt with its completion takes %d tokens: such "
                 "completions get no reward from it; lower max_completion_length, or use a model for longer texts",
@@ -172,24 +174,17 @@ class RewardModel(Judge):
         ValueError: The model has not one label, there is no tokenizer, or the tokenizer has no padding token.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        template: dict[str, Any] | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        super().__init__(model, tokenizer, template, trust_remote_code)
+    def _prepare(self):
         if self.tokenizer.pad_token_id is None:
             raise ValueError(
                 f"reward_funcs: the tokenizer of {self.__name__} has no padding token, and the model reads its reward "
                 "before the first one; set tokenizer.pad_token to a token that no text has (the end token ends turns "
                 "of a chat too), and pass the tokenizer as reward_processing_classes"
             )
-        model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        self.model.config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
 
     def _check_kind(self, model):
-        if not type(model).__name__.endswith("ForSequenceClassification") or model.config.num_labels != 1:
+        if not type(model).__name__.endswith(SEQUENCES) or model.config.num_labels != 1:
             raise ValueError(
                 f"reward_funcs: {self.__name__} is a {type(model).__name__} with {model.config.num_labels} labels; a "
                 "reward model is loaded by AutoModelForSequenceClassification with num_labels=1. A process reward "
@@ -220,28 +215,20 @@ class RewardModel(Judge):
         It is None where both together are longer than the model can read. Raises ValueError where the prompts are
         messages and the tokenizer has no chat template.
         """
-        texts = self._texts(prompts, completions)
-
-        def read(inputs, indices):
-            return self.model(**inputs).logits[:, 0].float().tolist()
-
-        # An encoder reads [CLS] TEXT [SEP]; the template of a chat writes what other models need.
-        special = bool(texts) and self._lacks_first(texts[0])
-        return self._judged(self.tokenizer(text=texts, add_special_tokens=special)["input_ids"] if texts else [], read)
-
-    def _texts(self, prompts, completions):
-        """Return prompt and completion of each as one text."""
-        if prompts and isinstance(prompts[0], list):
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        if not texts:
+            return []
+        if isinstance(texts[0], list):
             if self.tokenizer.chat_template is None:
                 raise ValueError(
                     f"the prompts are lists of messages, and the tokenizer of the reward model {self.__name__} has no "
                     "chat template; pass one that has as reward_processing_classes"
                 )
-            return [
-                self.tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self.template)
-                for prompt, completion in zip(prompts, completions, strict=True)
-            ]
-        return [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+            render = self.tokenizer.apply_chat_template
+            texts = [render(messages, tokenize=False, **self.template) for messages in texts]
+        # An encoder reads [CLS] TEXT [SEP]; the template of a chat writes what other models need.
+        ids = self.tokenizer(text=texts, add_special_tokens=self._lacks_first(texts[0]))["input_ids"]
+        return self._judged(ids, lambda inputs, _: self.model(**inputs).logits[:, 0].float().tolist())
 
 
 class ProcessRewardModel(Judge):
@@ -285,7 +272,7 @@ class ProcessRewardModel(Judge):
             raise ValueError(f"aggregation must be one of {', '.join(PRM_AGGREGATIONS)}, got {aggregation!r}")
         if not separator:
             raise ValueError("separator must not be empty: it separates the steps of a completion")
-        self.separator, self.aggregation, self.policy_tokenizer = separator, aggregation, None
+        self.separator, self.aggregation = separator, aggregation
         if step_tag is None:
             tag_known = QWEN_TAG in self.tokenizer.get_vocab()
             step_tag = SHEPHERD_TAG if self._by_tokens else QWEN_TAG if tag_known else separator
@@ -359,16 +346,16 @@ class ProcessRewardModel(Judge):
         read. `log_extra` takes the column NAME/steps. `log_steps` takes the ends and the rewards of the steps, where
         the policy's tokenizer is known, as it is in a run with process_rewards=token (`place`).
         """
-        answers = [_text(completion) for completion in completions]
-        split = [split_steps(answer, self.separator) for answer in answers]
-        steps = [[text for text, _ in of_one] for of_one in split]
+        split = [split_steps(_text(completion), self.separator) for completion in completions]
         build = self._text_with_tags if self._by_tokens else self._ids_with_tags
-        texts, places = [], []
-        for prompt, of_one in zip(prompts, steps, strict=True):
-            ids, at = build(prompt, of_one) if of_one else ([], [])
-            texts.append(ids)
-            places.append(at)
-        rewards = self._judged(texts, lambda inputs, indices: self._read(inputs, [places[i] for i in indices]))
+        texts = [
+            build(prompt, [text for text, _ in of_one]) if of_one else ([], [])
+            for prompt, of_one in zip(prompts, split, strict=True)
+        ]
+        places = [at for _, at in texts]
+        rewards = self._judged(
+            [ids for ids, _ in texts], lambda inputs, indices: self._read(inputs, [places[i] for i in indices])
+        )
         if log_extra is not None:
             log_extra(f"{self.__name__}/steps", rewards)
         if log_steps is not None and self.policy_tokenizer is not None:

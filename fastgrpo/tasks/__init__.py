@@ -26,7 +26,7 @@ from fastgrpo.data import ShuffledRows, Source
 from fastgrpo.data.examples import to_examples
 from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.load import load_policy, load_tokenizer
-from fastgrpo.rewards.finding import find_reward, prm_options
+from fastgrpo.rewards import find_reward, prm_options
 from fastgrpo.run.checkpoint import save_model
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.trainer.optim import check_schedule

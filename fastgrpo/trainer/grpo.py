@@ -31,8 +31,8 @@ from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.lora import merged
 from fastgrpo.policy.reference import make_reference
 from fastgrpo.ranks import join
+from fastgrpo.rewards import find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards, rewards_settings
-from fastgrpo.rewards.finding import found, prm_options
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
@@ -213,7 +213,7 @@ class GRPOTrainer:
     def _make_rewards(self, reward_funcs, tokenizers) -> Rewards | None:
         args = self.args
         options = prm_options(args, reward_funcs)
-        functions = found(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
+        functions = find_rewards(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
         return Rewards(functions, args.reward_weights, shaping=shaping(args), **rewards_settings(args))
 
     def _check_rows(self, train_rows: Rows) -> None:

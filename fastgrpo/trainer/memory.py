@@ -80,8 +80,8 @@ from fastgrpo.policy.load import loading, read_config, read_json
 from fastgrpo.policy.lora import ADAPTER, add_lora
 from fastgrpo.policy.model import head_dim
 from fastgrpo.ranks import ALONE, Ranks
+from fastgrpo.rewards import PRM, names_model
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.finding import PRM, names_model
 from fastgrpo.rewards.models import auto_class, same_device
 from fastgrpo.rollout.attention import choose_provider
 from fastgrpo.rollout.slots import copied_tokens, fit, kv_token_bytes, memory_left

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from fastgrpo.rewards import find_reward
-from fastgrpo.rewards.finding import found
+from fastgrpo.rewards import find_reward, find_rewards
 
 
 def test_a_module_that_fails_on_import_is_named(tmp_path, monkeypatch):
@@ -28,7 +27,7 @@ def test_finding_functions():
     assert find_reward("math:sqrt") is math.sqrt
     with pytest.raises(ValueError, match="no reward function 'accuracy'; the task has correctness"):
         find_reward("accuracy", [correctness])
-    for find in (find_reward, lambda name: found(name, None)):  # the path of a file is no model of the hub
+    for find in (find_reward, lambda name: find_rewards(name, None)):  # the path of a file is no model of the hub
         with pytest.raises(ValueError, match=r"no reward function 'rewards/mine\.py'.*is named module:function"):
             find("rewards/mine.py")
     with pytest.raises(ValueError, match="cannot be imported"):

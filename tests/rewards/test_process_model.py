@@ -11,8 +11,8 @@ from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassifica
 
 from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Prompt
+from fastgrpo.rewards import find_reward, find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.finding import find_reward, found, prm_options
 from fastgrpo.rewards.models import ProcessRewardModel, aggregate
 
 PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
@@ -201,7 +201,7 @@ def test_models_of_another_kind_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is a Qwen2ForSequenceClassification, .* name it without prm:"):
         ProcessRewardModel(outcome, tokenizer)
     with pytest.raises(ValueError, match=r"ForTokenClassification with 2 labels; .* process reward model is named"):
-        found(classifier(), tokenizer)
+        find_rewards(classifier(), tokenizer)
     outcome.save_pretrained(tmp_path / "outcome")
     with pytest.raises(ValueError, match=r"is a Qwen2ForSequenceClassification; .* name it without prm:"):
         find_reward(f"prm:{tmp_path / 'outcome'}")
@@ -233,7 +233,7 @@ def test_a_folder_is_found_by_its_name_with_the_settings(form, tmp_path):
     judge = find_reward(f"prm:{folder}", prm=config.prm)
     assert isinstance(judge, ProcessRewardModel) and (judge.aggregation, judge.separator) == ("mean", ".")
     assert judge.__name__ == "steps" and not judge.pooled
-    (again,) = found(f"prm:{folder}", None, prm=prm_options(config, f"prm:{folder}"))
+    (again,) = find_rewards(f"prm:{folder}", None, prm=prm_options(config, f"prm:{folder}"))
     model = form().eval()
     truth = by_labels(model, "p", ["a", "b"], ".") if form is classifier else by_tokens(model, "p", ["a", "b"])
     close(again(["p"], ["a.b"]), [sum(truth) / 2])

@@ -10,8 +10,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from fastgrpo.rewards import find_reward, find_rewards, names_model
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.finding import find_reward, found, names_model
 from fastgrpo.rewards.models import RewardModel
 
 
@@ -74,9 +74,9 @@ def test_one_rule_reads_names(tmp_path):
     assert names_model(str(folder)) and names_model("org/model") and not names_model("math:sqrt")
     assert isinstance(find_reward(str(folder)), RewardModel)
     with pytest.raises(ValueError, match=r"no reward function 'accuracy'.* model by its folder or as ORG/MODEL"):
-        found("accuracy", None)
+        find_rewards("accuracy", None)
     with pytest.raises(ValueError, match=r"the reward model of 'no/such' cannot be loaded"):
-        found("no/such", None)
+        find_rewards("no/such", None)
 
 
 def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
@@ -85,7 +85,7 @@ def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
 
     tokenizer = tiny.tokenizer()
     mixed = [length, str(saved(tmp_path / "judge", seed=1)), classifier()]
-    functions = found(mixed, [None, None, tokenizer])
+    functions = find_rewards(mixed, [None, None, tokenizer])
     assert functions[0] is length and functions[2].tokenizer is tokenizer
     assert Rewards(functions).names == ["length", "judge", "Qwen2ForSequenceClassification"]
     functions[2].model.to(torch.bfloat16)
@@ -139,8 +139,8 @@ def framed_alone(model, tokenizer, text):
 
 def test_there_are_as_many_tokenizers_as_rewards():
     with pytest.raises(ValueError, match=r"has 1 entries, which must match the 2 reward_funcs"):
-        found([classifier(), classifier()], tiny.tokenizer())
-    judge = found(classifier(), tiny.tokenizer())
+        find_rewards([classifier(), classifier()], tiny.tokenizer())
+    judge = find_rewards(classifier(), tiny.tokenizer())
     assert len(judge) == 1
 
 
