@@ -1,8 +1,7 @@
 """Rows, prompts and completions: the records that cross stages, and the sources that rows are drawn from."""
 
-from fastgrpo.data.load import load_rows
 from fastgrpo.data.records import Prompt, Sample, TrainerState
-from fastgrpo.data.rows import Rows
+from fastgrpo.data.rows import Rows, load_rows
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows, Source
 
 __all__ = [

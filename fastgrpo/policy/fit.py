@@ -6,8 +6,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fastgrpo.data.examples import to_examples
-from fastgrpo.data.prompts import shortened, to_prompt
+from fastgrpo.data.prompts import shortened, to_examples, to_prompt
 from fastgrpo.data.records import Prompt, Sample
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.policy.model import Policy

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.config.sections import PromptConfig
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.data import ShuffledRows, Source
-from fastgrpo.data.examples import to_examples
+from fastgrpo.data.prompts import to_examples
 from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.load import load_policy, load_tokenizer
 from fastgrpo.rewards import find_reward, prm_options

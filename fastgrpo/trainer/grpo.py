@@ -29,7 +29,7 @@ from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.lora import merged
-from fastgrpo.policy.reference import make_reference
+from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.ranks import join
 from fastgrpo.rewards import find_rewards, prm_options
 from fastgrpo.rewards.call import Rewards, rewards_settings

@@ -1,6 +1,9 @@
 """What a trainer makes of its arguments: adapters, held-out rows, and the policy, whose memory is planned first."""
 
+import ctypes
 import dataclasses
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,6 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.run.kept_memory import keep_freed_memory
 from fastgrpo.run.resume import digest_of_weights, refuse_differences
 from fastgrpo.trainer.memory import Plan, choose_parallel, plan_run
 
@@ -199,3 +201,21 @@ def make_policy(
             cpu_offload=args.fsdp_cpu_offload,
         )
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of <malloc.h>
+VARIABLES = "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"  # of the environment, `man mallopt`
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc's malloc keep what this process frees, unless the environment says how it is to behave.
+
+    A step on a CPU allocates its activations anew and frees them in its backward pass. glibc would give memory of this
+    size back at once, so that the kernel has to zero and map the same pages in every step.
+    """
+    chosen = any(name in os.environ for name in VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    # Large blocks come from the heap, in place of a mapping of their own, and the heap does not shrink.
+    return mallopt is not None and bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, -1))

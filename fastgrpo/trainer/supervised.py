@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.settings import SFTConfig
-from fastgrpo.data.examples import is_example, to_examples
+from fastgrpo.data.prompts import is_example, to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
 from fastgrpo.policy.batch import Dealer
 from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.curves import SUPERVISED_PANELS, Panel
 from fastgrpo.run.health import MAX_SKIPPED

@@ -25,7 +25,7 @@ from fastgrpo.data.records import Sample
 from fastgrpo.loss import GRPOLossOutput, Objective, linear_grpo_loss
 from fastgrpo.policy.batch import Batch, Dealer
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Reference, Scoring, score
+from fastgrpo.policy.ref_model import Reference, Scoring, score
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.profiling import StageTimer, update_flops
 from fastgrpo.trainer.optim import MasterAdamW

@@ -3,7 +3,7 @@
 import pytest
 import tiny
 
-from fastgrpo.data.examples import to_examples
+from fastgrpo.data.prompts import to_examples
 
 QUESTION = {"role": "user", "content": "one"}
 ANSWER = {"role": "assistant", "content": "two"}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from fastgrpo.data.load import load_rows, read_jsonl
+from fastgrpo.data.rows import load_rows, read_jsonl
 
 
 def test_files_and_folders(tmp_path):

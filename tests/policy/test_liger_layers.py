@@ -15,7 +15,7 @@ from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.dry_run import dry_run
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import frozen_copy
+from fastgrpo.policy.ref_model import frozen_copy
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, make_reference, score
+from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule

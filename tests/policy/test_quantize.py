@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.policy.reference import quantize
+from fastgrpo.policy.ref_model import quantize
 
 LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 

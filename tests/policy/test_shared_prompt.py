@@ -13,7 +13,7 @@ from fastgrpo.policy import varlen
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, make_reference, score
+from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.policy.varlen import PaddedAttention
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Updater

@@ -11,7 +11,7 @@ import torch
 from runs import samples_of
 
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import FrozenCopy, HostWeights, LayerStream, Scoring, StreamedCopy, frozen_copy, score
+from fastgrpo.policy.ref_model import FrozenCopy, HostWeights, LayerStream, Scoring, StreamedCopy, frozen_copy, score
 
 NAMES = ["qwen2", "qwen3", "llama", "smollm3-like"]
 

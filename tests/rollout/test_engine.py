@@ -7,7 +7,7 @@ from drawing import PROMPTS, greedy_of_transformers
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.attention import GroupDecode
 from fastgrpo.rollout.engine import RolloutEngine

@@ -10,7 +10,7 @@ from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout.attention import _obstacle
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams

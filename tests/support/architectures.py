@@ -19,7 +19,7 @@ from fastgrpo.policy.dry_run import DryRun, dry_run
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, score
+from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.hf import HFBackend
 from fastgrpo.rollout.sampling import SamplingParams

@@ -20,7 +20,7 @@ from fastgrpo.data.records import Sample
 from fastgrpo.loss import Objective
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import make_reference
+from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import (
+from fastgrpo.policy.ref_model import (
     AdaptersOff,
     FrozenCopy,
     QuantizedCopy,

@@ -13,7 +13,7 @@ from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import Scoring, make_reference, score
+from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule

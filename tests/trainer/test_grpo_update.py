@@ -13,7 +13,7 @@ from fastgrpo.data.records import Sample
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import make_reference
+from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Updater
 

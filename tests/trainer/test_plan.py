@@ -11,7 +11,7 @@ from transformers import Qwen2ForSequenceClassification
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import make_reference
+from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import RewardModel

@@ -12,7 +12,7 @@ from runs import make_trainer, samples_of
 from fastgrpo import Objective, linear_grpo_loss
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.reference import make_reference
+from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Updater, quantile
 

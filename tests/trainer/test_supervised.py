@@ -12,7 +12,7 @@ from resumed import assert_same_run, lines
 from runs import share_of_a
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
-from fastgrpo.data.examples import to_examples
+from fastgrpo.data.prompts import to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
 from fastgrpo.policy.batch import Batch, Dealer

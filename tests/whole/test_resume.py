@@ -52,7 +52,7 @@ def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, 
     if package is not None:
         pytest.importorskip(package)
     elif "ref_quantization" in settings:
-        monkeypatch.setattr("fastgrpo.policy.reference.quantize", rounded)
+        monkeypatch.setattr("fastgrpo.policy.ref_model.quantize", rounded)
     make_trainer(tmp_path, "whole", **settings).train()
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **settings).train()

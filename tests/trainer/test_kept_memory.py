@@ -7,13 +7,13 @@ import sys
 import pytest
 from runs import make_trainer
 
-from fastgrpo.run.kept_memory import VARIABLES
 from fastgrpo.trainer import setup
+from fastgrpo.trainer.setup import VARIABLES
 
 # Prints what keep_freed_memory returned, and how many MiB more are resident after 256 MiB were written and freed.
 PROGRAM = """
 import psutil
-from fastgrpo.run.kept_memory import keep_freed_memory
+from fastgrpo.trainer.setup import keep_freed_memory
 
 kept, before = keep_freed_memory(), psutil.Process().memory_info().rss
 blocks = [b"x" * (64 * 2**20) for _ in range(4)]
