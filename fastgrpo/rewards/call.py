@@ -94,8 +94,9 @@ class Rewards:
             if not pooled(function) and hasattr(function, "limit"):
                 function.limit(timeout)
         others = {name: f for name, f in zip(self.names, self.functions, strict=True) if pooled(f)}
-        count = workers_of(timeout, workers)
-        self.pooled = Pooled(others, timeout, count, seed) if count and others else None
+        if workers is None:
+            workers = 0 if timeout is None else min(cores(), POOL_WORKERS)
+        self.pooled = Pooled(others, timeout, workers, seed) if workers and others else None
 
     @property
     def models(self) -> list[Judge]:
@@ -308,13 +309,16 @@ def check_function(function: Any) -> None:
 def names_of(functions: Sequence[Callable]) -> list[str]:
     """Name each function; those that share a name are told apart by a number."""
     names = []
-    for function in functions:
-        while isinstance(function, partial):
-            function = function.func
+    for function in map(_innermost, functions):
         name = getattr(function, "__name__", type(function).__name__)
         free = (name if i == 1 else f"{name}_{i}" for i in itertools.count(1))
         names.append(next(candidate for candidate in free if candidate not in names))
     return names
+
+
+def _innermost(function):
+    """Unwrap functools.partial."""
+    return _innermost(function.func) if isinstance(function, partial) else function
 
 
 class Pooled:
@@ -334,24 +338,25 @@ class Pooled:
         self, key: int, completions: Sequence[Sample], state: TrainerState | None, columns: Iterable[str] = ()
     ) -> dict[str, list[tuple[int, Future]]]:
         """Begin to judge completions. Each call comes with how many it judges."""
-        now = plain_state(state)  # an evaluation changes the state between two steps, too
-        if self.told != now:
+        now = step = None
+        if state is not None:  # made a plain object, which needs no module of the project to be read
+            values = {name: list(v) if name == "log_history" else deepcopy(v) for name, v in vars(state).items()}
+            now, step = SimpleNamespace(**values), state.global_step
+        if self.told != now:  # an evaluation changes the state between two steps, too
             self.pool.tell(now)
             self.told = now
-        step = None if state is None else state.global_step
         columns, calls = tuple(columns), {}
         for name, function in self.functions.items():
-            together = _is_async(function)
+            plain = _innermost(function)
+            together = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
             size = len(completions) if getattr(function, "group_wise", False) else 1
             parts = [completions[i : i + size] for i in range(0, len(completions), size)]
             given = [Given(arguments(part, columns), LOGS, len(part)) for part in parts]
             limit = None if self.timeout is None else self.timeout * size
-            seeds = [self._seed(step, key, i, name) for i in range(len(given))]
-            if together:
-                results = self.pool.submit(name, given, seeds[0], limit, together=True)
-            else:
-                pairs = zip(given, seeds, strict=True)
-                results = [self.pool.submit(name, [one], seed, limit)[0] for one, seed in pairs]
+            results = []
+            for start in [0] if together else range(len(given)):
+                job = given if together else given[start : start + 1]
+                results += self.pool.submit(name, job, self._seed(step, key, start, name), limit, together)
             calls[name] = [(one.count, result) for one, result in zip(given, results, strict=True)]
         return calls
 
@@ -376,13 +381,6 @@ def pooled(function: Callable) -> bool:
     return getattr(function, "pooled", True)
 
 
-def workers_of(timeout: float | None, workers: int | None) -> int:
-    """Choose the number of processes."""
-    if workers is not None:
-        return workers
-    return 0 if timeout is None else min(cores(), POOL_WORKERS)
-
-
 def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str, list]:
     """Make the arguments of a call that have one item a completion."""
     names = dict.fromkeys([*columns, *(name for completion in completions for name in completion.columns)])
@@ -394,25 +392,11 @@ def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str
     }
 
 
-def _is_async(function):
-    while isinstance(function, partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
 def _read(outcome, notes, count):
     """Read what a call returned and logged. Raises ValueError where it logged what cannot be logged."""
     for name, args, named in outcome.logged:
         getattr(notes, name)(*args, **named)
     return read_verdicts(outcome.result, count)
-
-
-def plain_state(state: Any) -> SimpleNamespace | None:
-    """Make an object with the attributes of the trainer's state, which needs no module of the project to be read."""
-    if state is None:
-        return None
-    values = {name: list(value) if name == "log_history" else deepcopy(value) for name, value in vars(state).items()}
-    return SimpleNamespace(**values)
 
 
 class Judging:
@@ -441,8 +425,8 @@ class Judging:
 
     def result(self, allow_none: bool = False) -> Judged:
         """Wait for the verdicts, and gather those of all ranks."""
-        mine = sorted(self.groups)
-        completions, begun = [completion for i in mine for completion in self.groups[i]], defaultdict(list)
+        mine, begun = sorted(self.groups), defaultdict(list)
+        completions = [completion for i in mine for completion in self.groups[i]]
         for i in mine:
             for name, calls in self.begun[i].items():
                 begun[name] += calls
@@ -453,19 +437,18 @@ class Judging:
             return judged
         owners = [i for i in mine for _ in self.groups[i]]
         sent = dataclasses.replace(judged, completions=list(zip(owners, map(_sent, judged.completions), strict=True)))
-        completions, errors, timeouts, logged = [], Counter(), Counter(), defaultdict(list)
+        pairs, errors, timeouts, logged = [], Counter(), Counter(), defaultdict(list)
         for other in self.ranks.gather(sent, "the completions that the ranks drew"):
-            completions += other.completions
+            pairs += other.completions
             errors += other.errors
             timeouts += other.timeouts
             for name, values in other.logged.items():
                 logged[name] += values
-        completions = [
-            dataclasses.replace(
-                sample, prompt_ids=self.prompts[i].ids, prompt=self.prompts[i].prompt, columns=self.prompts[i].columns
-            )
-            for i, sample in sorted(completions, key=lambda pair: pair[0])
-        ]
+        completions = []
+        for i, sample in sorted(pairs, key=lambda pair: pair[0]):
+            given = self.prompts[i]
+            restored = {"prompt_ids": given.ids, "prompt": given.prompt, "columns": given.columns}
+            completions.append(dataclasses.replace(sample, **restored))
         if not allow_none and not timeouts:
             self.rewards.refuse_none(completions)
         return Judged(completions, errors, dict(logged), timeouts)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import random
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -25,19 +24,14 @@ CONCURRENCY = 8  # requests at the same time
 TIMEOUT = 60.0  # seconds of a request where reward_timeout says nothing
 RETRIES = 6  # tries after the first one
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0  # seconds: the bounds within which the wait before a try doubles
-FAILURES = 4  # requests in a row that fail to the end, before no more are sent
-PAUSE = 60.0  # seconds after which one request finds out whether the server is back
 _RETRIED = {408, 429, 500, 502, 503, 504}
 
 
-class ScorerDown(ConnectionError):
-    """The server did not answer, or said so often that it cannot, that no more requests are sent for a while."""
-
-
 class _Again(Exception):
-    """A request is to be sent again, after so many seconds (None: of our choice)."""
+    """A request failed, and is to be sent again after so many seconds (None: of our choice)."""
 
-    def __init__(self, seconds: float | None = None):
+    def __init__(self, problem: str, seconds: float | None = None):
+        super().__init__(problem)
         self.seconds = seconds
 
 
@@ -55,7 +49,6 @@ class HttpScorer:
         concurrency: The largest number of requests at the same time.
         retries: How often a request is sent again.
         sleep: What waits between two tries, given the seconds.
-        clock: What tells the time, in seconds.
 
     Attributes:
         pooled: False, because a pool of processes would wait no better.
@@ -75,17 +68,15 @@ class HttpScorer:
         concurrency: int = CONCURRENCY,
         retries: int = RETRIES,
         sleep: Callable[[float], Awaitable] = asyncio.sleep,
-        clock: Callable[[], float] = time.monotonic,
     ):
         parsed = _parsed(url)
-        self.url, self.timeout, self.batch, self.retries = url, timeout, batch, retries
+        self.url, self.timeout, self.batch, self.concurrency = url, timeout, batch, concurrency
         self.shown = str(parsed.copy_with(query=None, fragment=None))  # a query may hold a secret
-        self.sleep, self.clock = sleep, clock
-        self.__name__ = _name(parsed)
+        self.sleep, self.retries = sleep, retries
+        # The name in metrics: http://localhost:8000/score/math -> localhost_8000_score_math.
+        words = [parsed.host, str(parsed.port or ""), *parsed.path.strip("/").split("/")]
+        self.__name__ = "_".join("".join(c if c.isalnum() else "_" for c in word) for word in words if word)
         self.local = parsed.host in ("localhost", "127.0.0.1", "::1")  # which no proxy of the environment reaches
-        self.concurrency = concurrency
-        self.failures, self.closed_until = 0, 0.0
-        self.last = ""  # what failed last
         _headers()
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells each URL with its query
 
@@ -100,7 +91,7 @@ class HttpScorer:
         """Judge completions: what the server gives for each, None where it gives no verdict.
 
         The other columns of the rows are sent too. Raises ValueError where a column cannot be written as JSON or the
-        answer cannot be read, and ScorerDown where the server does not answer.
+        answer cannot be read, and ConnectionError where the server does not answer.
         """
         sent = {name: values for name, values in columns.items() if name not in _NOT_SENT}
         sent |= {"prompts": prompts, "completions": completions}
@@ -113,65 +104,43 @@ class HttpScorer:
         options = {"timeout": self.timeout, "headers": _headers(), "trust_env": not self.local}
         async with httpx.AsyncClient(follow_redirects=False, **options) as client:
 
-            async def ask(body: bytes, count: int, retries: int = self.retries) -> list[float | None]:
+            async def ask(body: bytes, count: int) -> list[float | None]:
                 async with limit:
-                    return self._read(await self._post(client, body, retries), count)
+                    return self._read(await self._post(client, body), count)
 
-            rewards = []
-            if self.closed_until:
-                if self.clock() < self.closed_until:
-                    raise ScorerDown(self._down())
-                rewards = await ask(bodies.pop(0), counts.pop(0), retries=0)
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(ask(body, count)) for body, count in zip(bodies, counts, strict=True)]
-        return rewards + [reward for task in asked for reward in task.result()]
+        return [reward for task in asked for reward in task.result()]
 
-    async def _post(self, client, body, retries):
-        """Send a request until it is answered. Raises ScorerDown where it is not."""
+    async def _post(self, client, body):
+        """Send a request until it is answered. Raises ConnectionError where it is not."""
         again = AsyncRetrying(
             retry=retry_if_exception_type(_Again),
-            stop=stop_after_attempt(retries + 1),
+            stop=stop_after_attempt(self.retries + 1),
             wait=_wait,
             sleep=self.sleep,
             reraise=True,
         )
         try:
-            answer = await again(self._try, client, body, retries)
-        except _Again:
-            self.failures += 1
-            if self.failures >= FAILURES:
-                self.closed_until = self.clock() + PAUSE
-                raise ScorerDown(self._down()) from None
-            raise ScorerDown(
-                f"the reward server {self.shown} failed {retries + 1} times: {self.last}; "
-                "start it, or look into its log"
+            return await again(self._try, client, body)
+        except _Again as last:
+            raise ConnectionError(
+                f"the reward server {self.shown} failed {self.retries + 1} times: {last}; start it, or look into its "
+                "log"
             ) from None
-        self.failures, self.closed_until = 0, 0.0
-        return answer
 
-    async def _try(self, client, body, retries):
+    async def _try(self, client, body):
         """Send a request once. Raises _Again where it is to be sent again."""
-        if self.closed_until and retries:  # another request found out that the server is gone
-            raise ScorerDown(self._down())
         try:
             async with asyncio.timeout(self.timeout):  # httpx has a limit for each read, and none for the whole
                 answer = await client.post(self.url, content=body)
         except (httpx.TimeoutException, TimeoutError):
-            self.last = f"no answer within {self.timeout:g} s"
-            raise _Again from None
+            raise _Again(f"no answer within {self.timeout:g} s") from None
         except httpx.RequestError as error:
-            self.last = f"{type(error).__name__}: {error}"
-            raise _Again from None
+            raise _Again(f"{type(error).__name__}: {error}") from None
         if answer.status_code in _RETRIED:
-            self.last = f"it answered {answer.status_code}: {self._start(answer)}"
-            raise _Again(_retry_after(answer))
+            raise _Again(f"it answered {answer.status_code}: {self._start(answer)}", _retry_after(answer))
         return answer
-
-    def _down(self):
-        return (
-            f"the reward server {self.shown} failed {self.failures} times in a row, and is not asked for {PAUSE:g} s; "
-            f"the last failure: {self.last}; start it, or look into its log"
-        )
 
     def _read(self, answer, count):
         """Read the rewards out of an answer."""
@@ -219,12 +188,6 @@ def _parsed(url):
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"reward_funcs: {url!r} names no server; write http://HOST:PORT/PATH")
     return parsed
-
-
-def _name(url):
-    """Make a name for metrics: http://localhost:8000/score/math -> localhost_8000_score_math."""
-    words = [url.host, str(url.port or ""), *url.path.strip("/").split("/")]
-    return "_".join("".join(c if c.isalnum() else "_" for c in word) for word in words if word)
 
 
 def _headers():

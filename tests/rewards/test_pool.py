@@ -96,7 +96,7 @@ def test_a_completion_that_takes_too_long_is_given_up_with_all_that_it_started(t
 def test_a_batch_that_takes_too_long_ends_no_run(tmp_path):
     with Rewards(pool_rewards.endless, timeout=2.0, workers=1) as rewards:
         judged = rewards(completions(f"hang {tmp_path / 'child'}"))  # which would refuse that nothing has a reward
-    assert judged.timeouts == {"endless": 1} and not rewards.told
+    assert judged.timeouts == {"endless": 1} and not rewards.warned
 
 
 def test_a_worker_that_dies_is_replaced(tmp_path):
