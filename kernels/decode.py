@@ -207,8 +207,8 @@ def group_decode(
             query, keys, values, lengths, members, parts, lses, scale * LOG2E.value, *query.stride()[:2],
             *keys.stride()[:3], *values.stride()[:3], lanes, heads, group, row_blocks, first, count,
             splits - first - count, RATIO=ratio, DEPTH=depth, PRECISION=launch.precision(query.dtype),
-            BLOCK_M=blocks.rows, BLOCK_N=blocks.cols, BLOCK_D=blocks.depth, num_warps=blocks.warps,
-            num_stages=blocks.stages,
+            BLOCK_M=blocks.rows, BLOCK_N=blocks.cols, BLOCK_D=blocks.depth,
+            **launch.options(blocks.warps, blocks.stages),
         )  # fmt: skip
 
     if lanes:
@@ -219,6 +219,6 @@ def group_decode(
                     shared_splits)  # fmt: skip
         _merge_fwd_kernel[(lanes, triton.cdiv(heads, launch.MERGE_HEADS))](
             parts, lses, out, lanes, heads, splits, DEPTH=depth, HEADS=launch.MERGE_HEADS, BLOCK_D=own.depth,
-            num_warps=4,
+            **launch.options(),
         )  # fmt: skip
     return out

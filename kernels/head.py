@@ -194,8 +194,7 @@ def product_options(head: Head, blocks: launch.Blocks) -> dict[str, Any]:
         "EVEN_K": depth % blocks.depth == 0,
         "BLOCK_M": blocks.rows,
         "BLOCK_K": blocks.depth,
-        "num_warps": blocks.warps,
-        "num_stages": blocks.stages,
+        **launch.options(blocks.warps, blocks.stages),
     }
 
 
@@ -652,7 +651,7 @@ def reduce_fwd(tiles: torch.Tensor) -> torch.Tensor:
     n_tiles, n = tiles.shape
     out = torch.empty(n, dtype=torch.float32, device=tiles.device)
     _reduce_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
-        tiles, out, n, n_tiles, ROWS=launch.REDUCE_ROWS, TILES=launch.REDUCE_TILES
+        tiles, out, n, n_tiles, ROWS=launch.REDUCE_ROWS, TILES=launch.REDUCE_TILES, **launch.options()
     )
     return out
 
@@ -674,7 +673,7 @@ def finish_fwd(
     _finish_fwd_kernel[(triton.cdiv(n, launch.REDUCE_ROWS),)](
         out, target_y, total, entropy, *splits, head.targets, exps, 0 if exps is None else exps.stride(0),
         head.temperature, head.temperatures, head.softcap, n, len(splits[0]), WITH_ENTROPY=entropy is not None,
-        ROWS=launch.REDUCE_ROWS, BLOCK_SPLITS=launch.GUARD_SPLITS,
+        ROWS=launch.REDUCE_ROWS, BLOCK_SPLITS=launch.GUARD_SPLITS, **launch.options(),
     )  # fmt: skip
     return out
 
@@ -698,7 +697,7 @@ def entropy_bwd(
     block = 64 if launch.INTERPRET else 4096
     _entropy_bwd_kernel[(len(exps), triton.cdiv(exps.shape[1], block))](
         exps, exps.stride(0), out, out.stride(0), targets, patch, g, h, rows.norm, rows.entropy, exps.shape[1],
-        BLOCK=block,
+        BLOCK=block, **launch.options(),
     )  # fmt: skip
     return out
 

@@ -9,7 +9,7 @@ that a test's matrix has several of each kind.
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,6 +62,11 @@ class Blocks(NamedTuple):
     depth: int
     warps: int
     stages: int
+
+
+def options(warps: int = 4, stages: int = 3) -> dict[str, Any]:
+    """Return the compiler's options of a launch. Fused multiply-adds are stated: Triton 3.10 turns them off."""
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
 # Major capabilities that have the tensor-memory accelerator and the shared memory for its blocks. sm_120 has the

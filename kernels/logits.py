@@ -175,7 +175,7 @@ def _scale_rows_kernel(d_ptr, d_stride, factor_ptr, vocab, BLOCK: tl.constexpr):
 
 
 def _options(warps=launch.LOGITS_WARPS):
-    return {"BLOCK": 64 if launch.INTERPRET else launch.LOGITS_BLOCK, "num_warps": warps}
+    return {"BLOCK": 64 if launch.INTERPRET else launch.LOGITS_BLOCK, **launch.options(warps)}
 
 
 def _launch_fwd(logits, places, targets, temperature, temperatures, out, policy_rows, bonus, knobs, fused):

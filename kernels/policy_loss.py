@@ -146,7 +146,7 @@ def policy_loss_rows(logps: torch.Tensor, old: torch.Tensor | None, log_ratio: t
         rows = (None if x is None else x.float().contiguous() for x in rows)
         _policy_loss_fwd_kernel[(triton.cdiv(n, BLOCK),)](
             *rows, out, low, high, delta, beta, tau_pos, tau_neg, n,
-            SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, BLOCK=BLOCK,
+            SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, BLOCK=BLOCK, **launch.options(),
         )  # fmt: skip
     return out
 

@@ -206,7 +206,7 @@ def sample(
     _check(logits, uniforms)
     assert temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1, (temperature, top_k, top_p, min_p)
     (rows, vocab), device = logits.shape, logits.device
-    tile, options = launch.sample_tile(), {"num_warps": launch.SAMPLE_WARPS}
+    tile, options = launch.sample_tile(), launch.options(launch.SAMPLE_WARPS)
     n_tiles = triton.cdiv(vocab, tile)
     greedy = temperature == 0
     row = {"z_ptr": logits, "z_stride": logits.stride(0), "vocab": vocab, "n_tiles": n_tiles, "TILE": tile,

@@ -12,6 +12,8 @@ from machine_code import budgets, measure
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from fastgrpo.kernels import launch
+
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Bytes of shared memory that a block may have (CUDA C++ Programming Guide, table of compute capabilities).
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -68,7 +70,7 @@ class Compilation:
         compiled = triton.compile(
             ASTSource(kernel, signature, constants, attributes),
             target=GPUTarget("cuda", self.capability, 32),
-            options={"num_warps": self.warps, "num_stages": self.stages},
+            options=launch.options(self.warps, self.stages),
         )
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -4,7 +4,8 @@ The ways are shortest paths through the control flow of the disassembly. The inn
 the last matrix instruction. The epilogue is the shortest way from there to the first store and on: back to the loop
 where a program computes several tiles, and else to the end. So a branch that few tiles take does not count.
 
-`make machine-code` measures every compilation of tests/kernels/test_aot.py and writes the table TABLE anew.
+`make machine-code` measures every compilation of tests/kernels/test_aot.py and writes the table of the installed Triton
+in TABLE anew.
 """
 
 import json
@@ -60,16 +61,19 @@ class Budget:
 
 @cache
 def budgets():
-    """Return the committed Budgets by the name of the compilation; empty under another Triton than they are of."""
-    table = json.loads(TABLE.read_text())
-    rows = table["budgets"] if table["triton"] == triton.__version__ else {}
+    """Return the committed Budgets of the installed Triton by the name of the compilation; empty without a table."""
+    rows = json.loads(TABLE.read_text()).get(triton.__version__, {})
     return {name: Budget(**row) for name, row in rows.items()}
 
 
 def write_budgets(found):
-    """Write a dict of Budgets by name as the committed table, a line each."""
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(asdict(found[name]))}" for name in sorted(found))
-    TABLE.write_text(f'{{"triton": "{triton.__version__}", "budgets": {{\n{rows}\n}}}}\n')
+    """Write a dict of Budgets by name as the committed table of the installed Triton, a line each."""
+    tables = json.loads(TABLE.read_text()) | {triton.__version__: {name: asdict(each) for name, each in found.items()}}
+    texts = []
+    for version, rows in sorted(tables.items()):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows[name])}" for name in sorted(rows))
+        texts.append(f'"{version}": {{\n{lines}\n}}')
+    TABLE.write_text("{" + ",\n".join(texts) + "}\n")
 
 
 def measure(registers, stack, shared, disassembly):
