@@ -51,8 +51,6 @@ from fastgrpo.kernels.head_torch import (
     all_reduce_,
     bias_product,
     hidden_product,
-    mm_fp32,
-    weight_product,
 )
 from fastgrpo.kernels.launch import LN2, LOG2E, ROWS_VARY, log1p
 from fastgrpo.kernels.objectives import PolicyRows, cut, first_order, needed, no_autocast, policy_parts
@@ -415,7 +413,7 @@ def linear_exp_fwd(
             of 1.
         sums: Whether sum_v E is returned, the target's column left out.
         entropy: Whether sum_v E x2 is returned, the target's column left out.
-        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`tiles.flagged`) are computed. None computes
+        flags: [N] fp32 row sums. Only row blocks that hold a flagged row (`flagged`) are computed. None computes
             all.
 
     Returns:
@@ -678,70 +676,33 @@ def finish_fwd(
     return out
 
 
-def entropy_bwd(
-    exps: torch.Tensor, targets: torch.Tensor, rows: Rows, g: torch.Tensor, h: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
-    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then `rows.slope` alone.
+@launch.operator("fastgrpo::head_entropy_bwd", mutates_args=("out",))
+def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor, out: Tensor) -> None:
+    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows` alone.
 
         out_v = E_v (g + h (log p_v + H)),   v != target
 
     Args:
         exps: [N, V] E.
         targets: [N] int64.
-        rows: What the forward computed.
+        rows: [7, N] fp32, `Rows` of the forward.
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies.
         out: [N, V], which is written: `exps` itself or another tensor.
     """
-    patch = g * rows.patch + h * rows.mass * (rows.logp + rows.entropy)
+    stats = Rows(*rows.unbind(0))
+    patch = g * stats.patch + h * stats.mass * (stats.logp + stats.entropy)
     block = 64 if launch.INTERPRET else 4096
     _entropy_bwd_kernel[(len(exps), triton.cdiv(exps.shape[1], block))](
-        exps, exps.stride(0), out, out.stride(0), targets, patch, g, h, rows.norm, rows.entropy, exps.shape[1],
+        exps, exps.stride(0), out, out.stride(0), targets, patch, g, h, stats.norm, stats.entropy, exps.shape[1],
         BLOCK=block, **launch.options(),
     )  # fmt: skip
-    return out
 
 
-@launch.operator("fastgrpo::head_products")
-def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, needs: list[bool],
-                  weight_dtype: torch.dtype, group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of hidden, weight and bias from kept exponentials.
-
-    Args:
-        exps: [n, V] E.
-        v: [n] fp32.
-        hidden: [n, D].
-        weight: [V, D] in the dtype of hidden.
-        needs: Which of the three gradients are needed.
-        weight_dtype: Dtype of dW.
-        group: Name of the process group of a sharded weight, or None.
-
-    Returns:
-        dH [n, D], dW [V, D] in weight_dtype and dbias [V] fp32, each empty where not needed.
-    """
-    if len(hidden) == 0:
-        return HeadGradients(0, weight, needs).result(weight_dtype)
-    with no_autocast(hidden):
-        return (
-            hidden_product(exps, v, weight, group) if needs[0] else hidden.new_empty(0),
-            weight_product(exps, v, hidden, weight_dtype) if needs[1] else weight.new_empty(0, dtype=weight_dtype),
-            bias_product(exps, v) if needs[2] else v.new_empty(0),
-        )
-
-
-@head_products.register_fake
-def _(exps, v, hidden, weight, needs, weight_dtype, group):
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else 0),
-        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
-        v.new_empty(weight.shape[0] if needs[2] else 0),
-    )
-
-
-@launch.operator("fastgrpo::head_products_add_", mutates_args=("hidden_sum", "weight_sum", "bias_sum"))
-def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, hidden_sum: Tensor | None,
-                       weight_sum: Tensor | None, bias_sum: Tensor | None, start: int) -> None:  # fmt: skip
-    """Compute the same for one chunk: write its rows of dH, and add its dW and dbias.
+@launch.operator("fastgrpo::head_products", mutates_args=("dh", "dw", "dbias"))
+def head_products(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, dh: Tensor | None, dw: Tensor | None,
+                  dbias: Tensor | None, start: int, group: str | None) -> None:  # fmt: skip
+    """Compute the gradients of one chunk from its E: write its rows of dH, and add its part to dW and dbias.
 
     The first chunk, which starts at row 0, overwrites dW and dbias, so that they need not be zeroed before.
 
@@ -750,75 +711,42 @@ def head_products_add_(exps: Tensor, v: Tensor, hidden: Tensor, weight: Tensor, 
         v: [n] fp32.
         hidden: [n, D].
         weight: [V, D] in the dtype of hidden.
-        hidden_sum: [M, D], in which rows `start` to `start` + n are written, or None.
-        weight_sum: [V, D] fp32, or None.
-        bias_sum: [V] fp32, or None.
+        dh: [M, D], in which rows `start` to `start` + n are written, or None.
+        dw: [V, D] fp32, or None. The only chunk may write it in the dtype of the weight.
+        dbias: [V] fp32, or None.
         start: The chunk's first row among all.
+        group: Name of the process group of a sharded weight, over which dH is summed, or None.
     """
     first = start == 0
+    if len(hidden) == 0:
+        for total in (dw, dbias) if first else ():
+            if total is not None:
+                total.zero_()
+        return
     with no_autocast(hidden):
-        if weight_sum is not None:
-            add_weight_product_(weight_sum, exps, v, hidden, first)
-        if bias_sum is not None:
+        if dh is not None:
+            hidden_product(exps, v, weight, dh[start : start + len(exps)], group)
+        if dw is not None:
+            add_weight_product_(dw, exps, v, hidden, first)
+        if dbias is not None:
             product = bias_product(exps, v)
-            bias_sum.copy_(product) if first else bias_sum.add_(product)
-        if hidden_sum is not None:
-            part = hidden_sum[start : start + len(exps)]
-            if part.dtype == torch.float32:
-                mm_fp32(exps, weight, out=part).mul_(v[:, None])
-            else:
-                torch.mul(mm_fp32(exps, weight), v[:, None], out=part)
+            dbias.copy_(product) if first else dbias.add_(product)
 
 
-class HeadGradients:
-    """dH [M, D], dW [V, D] and dbias [V] over several chunks, added from the first row to the last.
+def empty_gradients(
+    rows: int, weight: Tensor, needs: Sequence[bool], scaled: bool = False
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return dH [rows, D], dW [V, D] and dbias [V] to be written, None where not needed.
 
-    dW and dbias add up in fp32. dH is in the dtype of hidden, or in fp32 where ranks add to it or where it is scaled
-    later, because rounding both before and after a factor would lose precision.
-
-    Args:
-        rows: M, the rows of hidden over all chunks.
-        weight: [V, D] in the dtype of hidden.
-        needs: Which of the gradients of hidden, weight and bias are needed.
-        group: Name of the process group of a sharded weight, or None.
-        scaled: Whether the sums are multiplied by grad_output later.
+    They are fp32 where they are `scaled` later: rounding both before and after a factor would lose precision. Otherwise
+    dH has the dtype of hidden, and dW that of the weight's gradient.
     """
-
-    def __init__(
-        self, rows: int, weight: Tensor, needs: Sequence[bool], group: str | None = None, scaled: bool = False
-    ) -> None:
-        self.weight, self.group, self.start = weight, group, 0
-        fp32 = {"dtype": torch.float32, "device": weight.device}
-        dtype = torch.float32 if scaled or group is not None else weight.dtype
-        shape = rows, weight.shape[1]
-        self.hidden_sum = torch.empty(shape, dtype=dtype, device=weight.device) if needs[0] else None
-        self.weight_sum = torch.empty(weight.shape, **fp32) if needs[1] else None
-        self.bias_sum = torch.empty(weight.shape[0], **fp32) if needs[2] else None
-
-    def add(self, exps: Tensor, v: Tensor, hidden: Tensor) -> None:
-        """Add the next n rows, from their E [n, V], v [n] and hidden [n, D]."""
-        sums = self.hidden_sum, self.weight_sum, self.bias_sum
-        head_products_add_(exps, v, hidden, self.weight, *sums, self.start)
-        self.start += len(exps)
-
-    def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return (dH, dW, dbias) as they were added up, None where not needed."""
-        if self.start == 0:  # there were no rows, and so no first chunk that writes
-            for total in (self.weight_sum, self.bias_sum):
-                if total is not None:
-                    total.zero_()
-        if self.hidden_sum is not None:
-            all_reduce_(self.hidden_sum, self.group)
-        return self.hidden_sum, self.weight_sum, self.bias_sum
-
-    def result(self, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dH, dW, dbias) in the form of `head_products`."""
-        dh, dw, db = self.sums()
-        return (
-            self.weight.new_empty(0) if dh is None else dh.to(self.weight.dtype),
-            self.weight.new_empty(0, dtype=weight_dtype) if dw is None else dw.to(weight_dtype),
-            self.weight.new_empty(0, dtype=torch.float32) if db is None else db,
-        )
+    dtypes = (torch.float32, torch.float32) if scaled else (weight.dtype, grad_dtype(weight))
+    shapes = ((rows, weight.shape[1]), weight.shape, weight.shape[:1])
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=weight.device) if need else None
+        for shape, dtype, need in zip(shapes, (*dtypes, torch.float32), needs, strict=True)
+    )
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
@@ -827,14 +755,6 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
     if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def wanted(
-    gradients: tuple[Tensor, Tensor, Tensor], needs: Sequence[bool], bias_dtype: torch.dtype | bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return what autograd receives, None where a gradient is not needed."""
-    dh, dw, db = gradients
-    return dh if needs[0] else None, dw if needs[1] else None, db.to(bias_dtype) if needs[2] else None
 
 
 def chunk_slices(total: int, size: int) -> list[slice]:
@@ -922,7 +842,7 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         group: Name of the process group of a sharded weight, or None.
 
     Returns:
-        `head_rows.Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
+        `Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
     """
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):
@@ -942,48 +862,12 @@ def _(hidden, weight, bias, targets, temperature, temperatures, softcap, keep, e
     return hidden.new_empty(7, n, dtype=torch.float32), empty_exps(n if keep else 0, vocab, weight)
 
 
-@launch.operator("fastgrpo::head_entropy_bwd")
-def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> Tensor:
-    """Bring the gradients of log-prob and entropy into E; v is then the slope of `rows` alone.
-
-    Args:
-        exps: [N, V] anchored E.
-        targets: [N] int64.
-        rows: [7, N] fp32, `head_rows.Rows` of the forward.
-        g: [N] fp32, gradient of the log-probs.
-        h: [N] fp32, gradient of the entropies.
-
-    Returns:
-        [N, V], a new tensor.
-    """
-    return entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, empty_exps(*exps.shape, exps))
-
-
-@head_entropy_bwd.register_fake
-def _(exps, targets, rows, g, h):
-    return empty_exps(*exps.shape, exps)
-
-
-@launch.operator("fastgrpo::head_entropy_bwd_", mutates_args=("exps",))
-def head_entropy_bwd_(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor) -> None:
-    """Bring the gradients of log-prob and entropy into E in place; v is then the slope of `rows` alone.
-
-    Args:
-        exps: [N, V] anchored E.
-        targets: [N] int64.
-        rows: [7, N] fp32, `head_rows.Rows` of the forward.
-        g: [N] fp32, gradient of the log-probs.
-        h: [N] fp32, gradient of the entropies.
-    """
-    entropy_bwd(exps, targets, Rows(*rows.unbind(0)), g, h, exps)
-
-
-@launch.operator("fastgrpo::linear_logprob_bwd")
+@launch.operator("fastgrpo::linear_logprob_bwd", mutates_args=("dh", "dw", "dbias"))
 def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float,
                        temperatures: Tensor | None, softcap: float | None, rows: Tensor, g: Tensor,
-                       h: Tensor | None, needs: list[bool], weight_dtype: torch.dtype, chunk_rows: int,
-                       group: str | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Recompute E by chunks and compute the gradients from it.
+                       h: Tensor | None, dh: Tensor | None, dw: Tensor | None, dbias: Tensor | None, chunk_rows: int,
+                       group: str | None) -> None:  # fmt: skip
+    """Recompute E by chunks and write the gradients that follow from it.
 
     Args:
         hidden: [N, D] bf16.
@@ -993,36 +877,28 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         temperature: T of all rows, read where `temperatures` is None.
         temperatures: [N] T of each row, or None.
         softcap: Cap of the logits, or None.
-        rows: [7, N] fp32, `head_rows.Rows` of the forward.
+        rows: [7, N] fp32, `Rows` of the forward.
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies, or None.
-        needs: Which of the gradients of hidden, weight and bias are needed.
-        weight_dtype: Dtype of dW.
+        dh: [N, D], or None.
+        dw: [V, D], or None.
+        dbias: [V] fp32, or None.
         chunk_rows: The most rows of a chunk.
         group: Name of the process group of a sharded weight, or None.
-
-    Returns:
-        dH [N, D], dW [V, D] and dbias [V], as `head_products` returns them.
     """
-    grads = HeadGradients(len(hidden), weight, needs, group)
+    slices = chunk_slices(len(hidden), chunk_rows)
+    total = dw if dw is None or len(slices) == 1 else torch.empty_like(dw, dtype=torch.float32)
     with no_autocast(hidden):
         head = Head(hidden, weight, bias, targets, temperature, temperatures, softcap).checked()
-        for part in chunk_slices(len(hidden), chunk_rows) if len(hidden) else ():
-            exps = empty_exps(part.stop - part.start, weight.shape[0], weight)
-            stats = Rows(*rows[:, part].unbind(0))
-            v = recompute_exps(head.cut(part), stats, g[part], None if h is None else h[part], exps)
-            grads.add(exps, v, hidden[part])
-    return grads.result(weight_dtype)
-
-
-@linear_logprob_bwd.register_fake
-def _(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h, needs, weight_dtype, chunk_rows,
-      group):  # fmt: skip
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else 0),
-        weight.new_empty(weight.shape if needs[1] else 0, dtype=weight_dtype),
-        rows.new_empty(weight.shape[0] if needs[2] else 0),
-    )
+        room = empty_exps(slices[0].stop, weight.shape[0], weight)  # for the exponentials of any chunk
+        for part in slices:
+            exps, v = room[: part.stop - part.start], g[part]
+            if len(v):
+                stats = Rows(*rows[:, part].unbind(0))
+                v = recompute_exps(head.cut(part), stats, v, None if h is None else h[part], exps)
+            head_products(exps, v, hidden[part], weight, dh, total, dbias, part.start, group)
+    if total is not dw:
+        dw.copy_(total)
 
 
 class LinearLogprob(torch.autograd.Function):
@@ -1051,14 +927,17 @@ class LinearLogprob(torch.autograd.Function):
         temperature, softcap, needs, chunk_rows, group, keep = ctx.options
         g = torch.zeros_like(rows[0]) if grad_logps is None else grad_logps.contiguous()
         h = None if grad_entropy is None else grad_entropy.contiguous()
-        if keep:
-            if h is not None:
-                exps, g = head_entropy_bwd(exps, targets, rows, g, h), 1.0
-            gradients = head_products(exps, g * rows[3], hidden, weight, list(needs), grad_dtype(weight), group)
+        dh, dw, db = gradients = empty_gradients(len(hidden), weight, needs)
+        if not keep:
+            linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g, h,
+                               *gradients, chunk_rows, group)  # fmt: skip
+        elif h is None:
+            head_products(exps, g * rows[3], hidden, weight, *gradients, 0, group)
         else:
-            gradients = linear_logprob_bwd(hidden, weight, bias, targets, temperature, temperatures, softcap, rows, g,
-                                           h, list(needs), grad_dtype(weight), chunk_rows, group)  # fmt: skip
-        return *wanted(gradients, needs, needs[2] and grad_dtype(bias)), *(None,) * 9
+            mixed = empty_exps(*exps.shape, exps)
+            head_entropy_bwd(exps, targets, rows, g, h, mixed)
+            head_products(mixed, rows[3], hidden, weight, *gradients, 0, group)
+        return dh, dw, None if db is None else db.to(grad_dtype(bias)), *(None,) * 9
 
 
 def linear_logprob(
@@ -1138,7 +1017,7 @@ class LinearGRPO(torch.autograd.Function):
             )
         elif not keeps:
             ctx.form = "recompute" if any(needs) else "none"
-        grads = HeadGradients(m, weight, needs, group, scaled=True) if ctx.form == "many" else None
+        sums = empty_gradients(m, weight, needs, scaled=True) if ctx.form == "many" else None
         outputs = []
         for part, sequences in parts:
             h, stats, exps = head_fwd(part, keeps)
@@ -1154,10 +1033,10 @@ class LinearGRPO(torch.autograd.Function):
             if keeps:
                 v = g * stats[3]
                 if part_bonus is not None:
-                    head_entropy_bwd_(exps, rows.targets[part], stats, g, -part_bonus)
+                    head_entropy_bwd(exps, rows.targets[part], stats, g, -part_bonus, exps)
                     v = stats[3]
-            if grads is not None:
-                grads.add(exps, v, h)
+            if sums is not None:
+                head_products(exps, v, h, weight, *sums, part.start, group)
                 exps = None  # freed before the next chunk allocates its own: one chunk of exponentials at a time
             outputs.append(
                 {"loss": loss, "logps": stats[0], **({"entropy": stats[1]} if with_entropy else {}), **metrics}
@@ -1165,11 +1044,11 @@ class LinearGRPO(torch.autograd.Function):
         if ctx.form == "one":
             ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, exps, v)
         elif ctx.form == "many":
-            ctx.save_for_backward(rows.index, *grads.sums())
-            ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
+            ctx.save_for_backward(rows.index, *sums)
         elif ctx.form == "recompute":
             ctx.save_for_backward(hidden, weight, bias, rows.index, rows.active, rows.targets, ts, stats, g, bonus)
-        ctx.options = (needs, t, softcap, chunk_rows, grad_dtype(weight), group, hidden.shape)
+        ctx.dtypes = (hidden.dtype, grad_dtype(weight), None if bias is None else grad_dtype(bias))
+        ctx.options = (needs, t, softcap, chunk_rows, group, hidden.shape)
         merged = {name: torch.cat([output[name] for output in outputs]) for name in outputs[0]}
         return merged.pop("loss").sum(dtype=torch.float64).float(), merged
 
@@ -1178,7 +1057,7 @@ class LinearGRPO(torch.autograd.Function):
     def backward(ctx, grad_loss, _):
         if grad_loss is None:
             return (None,) * 10
-        needs, t, softcap, chunk_rows, weight_dtype, group, shape = ctx.options
+        needs, t, softcap, chunk_rows, group, shape = ctx.options
         saved = ctx.saved_tensors  # read once: a checkpointed region hands them out once
         if ctx.form == "many":
             # Out of place: the saved sums may be asked for again (retain_graph). One pass each: scaled and rounded.
@@ -1190,16 +1069,16 @@ class LinearGRPO(torch.autograd.Function):
             return _scatter(dh, index, shape), dw, db, *(None,) * 7
         hidden, weight, bias, index, active = saved[:5]
         h = _gather(hidden, index, active, slice(None))
+        dh, dw, db = gradients = empty_gradients(len(h), weight, needs)
         if ctx.form == "one":
             exps, v = saved[5:]
-            gradients = head_products(exps, v * grad_loss, h, weight, list(needs), weight_dtype, group)
+            head_products(exps, v * grad_loss, h, weight, *gradients, 0, group)
         else:
             targets, ts, stats, g, bonus = saved[5:]
             entropy_grad = None if bonus is None else -bonus * grad_loss
-            gradients = linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
-                                           list(needs), weight_dtype, chunk_rows, group)  # fmt: skip
-        dh, dw, db = wanted(gradients, needs, needs[2] and grad_dtype(bias))
-        return _scatter(dh, index, shape), dw, db, *(None,) * 7
+            linear_logprob_bwd(h, weight, bias, targets, t, ts, softcap, stats, g * grad_loss, entropy_grad,
+                               *gradients, chunk_rows, group)  # fmt: skip
+        return _scatter(dh, index, shape), dw, None if db is None else db.to(ctx.dtypes[2]), *(None,) * 7
 
 
 def _gather(hidden, index, active, part):

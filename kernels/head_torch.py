@@ -98,41 +98,37 @@ def add_mm_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
     return total.add_(mm_fp32(a, b))
 
 
-def hidden_product(exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, group: str | None = None) -> torch.Tensor:
-    """Compute dH = v (E W): an fp32 product, scaled, summed over the ranks of the group, and rounded once.
+def hidden_product(
+    exps: torch.Tensor, v: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, group: str | None = None
+) -> torch.Tensor:
+    """Write dH = v (E W): an fp32 product, scaled, summed over the ranks of the group, and rounded once.
 
     Args:
         exps: E [n, V].
         v: [n] fp32.
         weight: [V, D].
+        out: dH [n, D], fp32 or in the dtype of the weight.
         group: Name of the process group over which the rows of the weight are sharded, or None.
-
-    Returns:
-        dH [n, D] in the dtype of the weight.
     """
-    if group is not None:
-        return all_reduce_(mm_fp32(exps, weight).mul_(v[:, None]), group).to(weight.dtype)
-    out = torch.empty(len(exps), weight.shape[1], dtype=weight.dtype, device=weight.device)
-    return torch.mul(mm_fp32(exps, weight), v[:, None], out=out)
-
-
-def _scaled(hidden, v):
-    """Compute v H in the dtype of H."""
-    return torch.mul(hidden, v[:, None], out=torch.empty_like(hidden))
-
-
-def weight_product(exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute dW [V, D] = E^T (v H), accumulated in fp32."""
-    scaled = _scaled(hidden, v)
-    return exps.T @ scaled if dtype == exps.dtype else mm_fp32(exps.T, scaled).to(dtype)
+    product = mm_fp32(exps, weight, out=out if out.dtype == torch.float32 else None)
+    if group is None:
+        return torch.mul(product, v[:, None], out=out)
+    return out.copy_(all_reduce_(product.mul_(v[:, None]), group))
 
 
 def add_weight_product_(
     total: torch.Tensor, exps: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, first: bool
 ) -> torch.Tensor:
-    """Add a chunk to dW [V, D] fp32: total += E^T (v H). The first one overwrites it, so that it need not be zeroed."""
-    scaled = _scaled(hidden, v)
-    return mm_fp32(exps.T, scaled, out=total) if first else add_mm_(total, exps.T, scaled)
+    """Add a chunk to dW [V, D] fp32: total += E^T (v H). The first one overwrites it, so that it need not be zeroed.
+
+    A first chunk that is the only one may be written in the dtype of E.
+    """
+    scaled = torch.mul(hidden, v[:, None], out=torch.empty_like(hidden))
+    if not first:
+        return add_mm_(total, exps.T, scaled)
+    if total.dtype == exps.dtype:
+        return torch.mm(exps.T, scaled, out=total)
+    return mm_fp32(exps.T, scaled, out=total)
 
 
 def bias_product(exps: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -267,7 +267,22 @@ def _(logits, places, targets, *_):
             logits.new_empty(6, len(targets), dtype=torch.float32))  # fmt: skip
 
 
-def _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h):
+@launch.operator("fastgrpo::logits_bwd", mutates_args=("out",))
+def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
+               stats: Tensor, g: Tensor, h: Tensor | None, out: Tensor) -> None:  # fmt: skip
+    """Write the gradient of the logits from those of log-prob and entropy.
+
+    Args:
+        logits: [N, V] with contiguous rows.
+        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
+        targets: [M] int64.
+        temperature: T of all tokens, read where `temperatures` is None.
+        temperatures: [M] T of each token, or None.
+        stats: [4, M], as `logits_stats` returns it.
+        g: [M] fp32, gradient of the log-probs.
+        h: [M] fp32, gradient of the entropies, or None.
+        out: [N, V] in the dtype of the logits, which is written: the logits themselves or another tensor.
+    """
     if len(logits) == 0:
         return
     inverse = None if temperatures is None else temperatures.float().reciprocal()
@@ -275,52 +290,6 @@ def _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, 
         logits, logits.stride(0), out, out.stride(0), places, targets, 1.0 / temperature, inverse, stats, g, h,
         len(targets), logits.shape[1], **_options(),
     )  # fmt: skip
-
-
-@launch.operator("fastgrpo::logits_bwd")
-def logits_bwd(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
-               stats: Tensor, g: Tensor, h: Tensor | None) -> Tensor:  # fmt: skip
-    """Compute the gradient of the logits from those of log-prob and entropy.
-
-    Args:
-        logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
-        targets: [M] int64.
-        temperature: T of all tokens, read where `temperatures` is None.
-        temperatures: [M] T of each token, or None.
-        stats: [4, M], as `logits_stats` returns it.
-        g: [M] fp32, gradient of the log-probs.
-        h: [M] fp32, gradient of the entropies, or None.
-
-    Returns:
-        [N, V] in the dtype of the logits, a new tensor.
-    """
-    out = torch.empty_like(logits)
-    _launch_bwd(logits, out, places, targets, temperature, temperatures, stats, g, h)
-    return out
-
-
-@logits_bwd.register_fake
-def _(logits, *_):
-    return torch.empty_like(logits)
-
-
-@launch.operator("fastgrpo::logits_bwd_", mutates_args=("logits",))
-def logits_bwd_(logits: Tensor, places: Tensor | None, targets: Tensor, temperature: float, temperatures: Tensor | None,
-                stats: Tensor, g: Tensor, h: Tensor | None) -> None:  # fmt: skip
-    """Write the gradient of the logits over the logits.
-
-    Args:
-        logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
-        targets: [M] int64.
-        temperature: T of all tokens, read where `temperatures` is None.
-        temperatures: [M] T of each token, or None.
-        stats: [4, M], as `logits_stats` returns it.
-        g: [M] fp32, gradient of the log-probs.
-        h: [M] fp32, gradient of the entropies, or None.
-    """
-    _launch_bwd(logits, logits, places, targets, temperature, temperatures, stats, g, h)
 
 
 @launch.operator("fastgrpo::scale_rows_", mutates_args=("matrix",))
@@ -389,10 +358,8 @@ class LogitsGRPO(torch.autograd.Function):
             scale_rows_(grad, grad_loss)
         else:
             h = None if bonus is None else -bonus * grad_loss
-            gradient = (logits_bwd_ if ctx.inplace else logits_bwd)(
-                grad, places, targets, ctx.t, ts, stats, g * grad_loss, h
-            )
-            grad = grad if ctx.inplace else gradient
+            grad = grad if ctx.inplace else torch.empty_like(grad)
+            logits_bwd(logits.detach(), places, targets, ctx.t, ts, stats, g * grad_loss, h, grad)
         return grad, *(None,) * 5
 
 

@@ -113,13 +113,14 @@ def test_gradients_of_several_chunks_are_rounded_once(monkeypatch):
     """Formed before grad_output is known, they stay fp32 until it is: 3 round(x) is not round(3 x)."""
     head, kept = random_head(70, 24, 50, torch.float16), []
     head.targets[:] = (head.hidden.float() @ head.weight.float().T).argmax(-1)  # E <= 1: fp16 holds it
-    original = head_kernels.HeadGradients.sums
+    original = head_kernels.empty_gradients
 
-    def watched(self):
-        kept.extend(x.clone() for x in original(self) if x is not None)
-        return original(self)
+    def watched(*args, **options):
+        sums = original(*args, **options)
+        kept.extend(x for x in sums if x is not None)
+        return sums
 
-    monkeypatch.setattr(head_kernels.HeadGradients, "sums", watched)
+    monkeypatch.setattr(head_kernels, "empty_gradients", watched)
     ours = run_grpo(head, DAPO, chunk_rows=32, factor=3.0)
     assert [x.dtype for x in kept] == [torch.float32] * 2
     for name, total in zip(("hidden", "weight"), kept, strict=True):
@@ -134,7 +135,7 @@ def test_two_runs_give_the_same_bits():
 
 def test_products_run_once_in_a_checkpointed_region(monkeypatch):
     """The one-chunk form forms gradients in the backward: the first pass of a checkpoint costs its forward alone."""
-    head, counts = random_head(37, 16, 50), {"hidden_product": 0, "weight_product": 0}
+    head, counts = random_head(37, 16, 50), {"hidden_product": 0, "add_weight_product_": 0}
     for name in counts:
         original = getattr(head_kernels, name)
 
@@ -149,7 +150,7 @@ def test_products_run_once_in_a_checkpointed_region(monkeypatch):
         return head_kernels.linear_grpo_loss(hidden, weight, None, head.rows(DAPO), DAPO)[0]
 
     torch.utils.checkpoint.checkpoint(region, *leaves.values(), use_reentrant=False).backward()
-    assert counts == {"hidden_product": 1, "weight_product": 1}
+    assert counts == {"hidden_product": 1, "add_weight_product_": 1}
     torch.testing.assert_close(leaves["weight"].grad, run_grpo(head, DAPO)["weight"])
 
 
