@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test test-quantization real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -21,6 +21,13 @@ JOBS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The tests of the quantization extra. They come last, because torchao writes to stderr in every process that finds it,
+# which other tests compare.
+QUANTIZATION_TESTS := tests/policy tests/whole/test_resume.py -k "int8 or nf4 or quantiz"
+test-quantization: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[quantization]'
+	$(BIN)/python -m pytest $(QUANTIZATION_TESTS) $(ARGS)
 
 # SmolLM2-135M-Instruct: about 35 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
 # again.
