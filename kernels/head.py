@@ -53,8 +53,8 @@ from fastgrpo.kernels.head_torch import (
     hidden_product,
 )
 from fastgrpo.kernels.launch import LN2, LOG2E, ROWS_VARY, log1p
+from fastgrpo.kernels.logits import policy_loss_fwd
 from fastgrpo.kernels.objectives import PolicyRows, cut, first_order, needed, no_autocast, policy_parts
-from fastgrpo.kernels.policy_loss import policy_loss_fwd
 
 Tensor = torch.Tensor
 

@@ -1,10 +1,14 @@
-"""The GRPO loss of given logits, whose gradient may be written over the logits in one read and one write.
+"""The GRPO loss of given logits or log-probs in Triton, by the formulas of objectives.py.
+
+What couples the tokens of a sequence (its mean log-ratio, its importance weight, VESPO's phi) is computed by a handful
+of O(M) sums in PyTorch and comes in per token. The gradient of logits may be written over them, in one read and one
+write:
 
     logp = z_t - log sum_v exp(z_v),   z = logits / T,   dz_v = (g (1[v = t] - p_v) - h p_v (log p_v + H)) / T
 
 In place, where no token looks at the others of its sequence, one kernel computes log-prob, loss and gradient of a token
 and writes the latter over its logits. Otherwise the forward reads the logits and keeps vectors [M], and the backward
-reads them again and writes the gradient, over the logits or into a new tensor. The kernels are in logits_rows.py.
+reads them again and writes the gradient, over the logits or into a new tensor.
 
 Shapes: N rows of logits (tokens), M <= N kept ones, V vocabulary.
 """
@@ -15,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastgrpo.kernels import launch
+from fastgrpo.kernels import launch, objectives
 from fastgrpo.kernels.launch import LN2, LOG2E, ROWS_VARY, log1p
 from fastgrpo.kernels.objectives import (
     PolicyRows,
@@ -24,10 +28,120 @@ from fastgrpo.kernels.objectives import (
     kernel_knobs,
     needed,
     policy_metrics,
+    token_loss,
 )
-from fastgrpo.kernels.policy_loss import GRAD, LOSS, loss_rows, policy_loss_fwd
 
 Tensor = torch.Tensor
+# What the rows of [6, M] results of `_loss_rows` hold.
+LOSS, GRAD = 0, 1
+POLICY_BLOCK = 256  # tokens of a program, for log-probs that are already there
+
+
+@triton.jit
+def _loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
+               out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE: tl.constexpr, KIND: tl.constexpr,
+               CORRECT_KL: tl.constexpr):  # fmt: skip
+    """Store what `token_loss` computes of some tokens into out [6, M], and return their g. Pointers may be None."""
+    ok = rows < n_rows
+    old, log_ratio, ref, importance, phi = None, None, None, None, None
+    if old_ptr is not None:
+        old = tl.load(old_ptr + rows, mask=ok, other=0.0)
+    if log_ratio_ptr is not None:
+        log_ratio = tl.load(log_ratio_ptr + rows, mask=ok, other=0.0)
+    if ref_ptr is not None:
+        ref = tl.load(ref_ptr + rows, mask=ok, other=0.0)
+    if importance_ptr is not None:
+        importance = tl.load(importance_ptr + rows, mask=ok, other=0.0)
+    if phi_ptr is not None:
+        phi = tl.load(phi_ptr + rows, mask=ok, other=0.0)
+    advantage = tl.load(advantage_ptr + rows, mask=ok, other=0.0)
+    weight = tl.load(weight_ptr + rows, mask=ok, other=0.0)
+    loss, grad, grad_ratio, policy, kl, ratio = token_loss(
+        logp, old, log_ratio, ref, advantage, weight, importance, phi, SURROGATE, KIND, CORRECT_KL, low, high, delta,
+        beta, tau_pos, tau_neg,
+    )  # fmt: skip
+    tl.store(out_ptr + rows, loss, mask=ok)
+    tl.store(out_ptr + n_rows + rows, grad, mask=ok)
+    tl.store(out_ptr + 2 * n_rows + rows, grad_ratio, mask=ok)
+    tl.store(out_ptr + 3 * n_rows + rows, policy, mask=ok)
+    tl.store(out_ptr + 4 * n_rows + rows, kl, mask=ok)
+    tl.store(out_ptr + 5 * n_rows + rows, ratio, mask=ok)
+    return grad
+
+
+@triton.jit(**ROWS_VARY)
+def _policy_loss_fwd_kernel(logp_ptr, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr,
+                            phi_ptr, out_ptr, low, high, delta, beta, tau_pos, tau_neg, n_rows,
+                            SURROGATE: tl.constexpr, KIND: tl.constexpr, CORRECT_KL: tl.constexpr,
+                            BLOCK: tl.constexpr):  # fmt: skip
+    """Compute the loss of one block of tokens."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    logp = tl.load(logp_ptr + rows, mask=rows < n_rows, other=0.0)
+    _loss_rows(logp, rows, n_rows, old_ptr, log_ratio_ptr, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, phi_ptr,
+                out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
+
+
+@launch.operator("fastgrpo::policy_loss_rows")
+def policy_loss_rows(logps: Tensor, old: Tensor | None, log_ratio: Tensor | None,
+                     ref: Tensor | None, advantages: Tensor, weights: Tensor,
+                     importance: Tensor | None, phi: Tensor | None, surrogate: str, kl: str,
+                     correct_kl: bool, low: float, high: float, delta: float | None, beta: float, tau_pos: float,
+                     tau_neg: float) -> Tensor:  # fmt: skip
+    """Run the kernel over all kept tokens.
+
+    Args:
+        logps: [M] log-probs under the policy.
+        old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
+        log_ratio: [M] log-ratios that take the place of logps - old, or None.
+        ref: [M] log-probs under the reference, or None for no KL.
+        advantages: [M].
+        weights: [M], which carry the mask and the whole aggregation.
+        importance: [M] importance weights against the sampler, or None for 1.
+        phi: [M] VESPO's weights, or None.
+        surrogate: Name of the surrogate: clip, cispo, sapo or vespo.
+        kl: Name of the KL estimator: k1, k2, k3 or abs.
+        correct_kl: Whether the KL is multiplied by the ratio.
+        low: Lower bound of the clipped ratio.
+        high: Upper bound of the clipped ratio.
+        delta: Upper bound of the unclipped ratio, or None.
+        beta: Factor of the KL.
+        tau_pos: SAPO's temperature for tokens with a positive advantage.
+        tau_neg: SAPO's temperature for the other tokens.
+
+    Returns:
+        [6, M] fp32: the loss, g (without what flows through a given log_ratio), the part of the gradient that flows
+        through the log-ratio, the loss without its KL, the KL, and the ratio.
+    """
+    n = len(logps)
+    out = logps.new_empty(6, n, dtype=torch.float32)
+    if n:
+        rows = (logps, old, log_ratio, ref, advantages, weights, importance, phi)
+        assert all(x is None or x.shape == (n,) for x in rows), [None if x is None else x.shape for x in rows]
+        rows = (None if x is None else x.float().contiguous() for x in rows)
+        _policy_loss_fwd_kernel[(triton.cdiv(n, POLICY_BLOCK),)](
+            *rows, out, low, high, delta, beta, tau_pos, tau_neg, n,
+            SURROGATE=surrogate, KIND=kl, CORRECT_KL=correct_kl, BLOCK=POLICY_BLOCK, **launch.options(),
+        )  # fmt: skip
+    return out
+
+
+@policy_loss_rows.register_fake
+def _(logps, *_):
+    return logps.new_empty(6, len(logps), dtype=torch.float32)
+
+
+def policy_loss_fwd(logps: Tensor, rows: PolicyRows, objective: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Compute the loss of each token and its gradient, as objectives.policy_loss_fwd does.
+
+    Args:
+        logps: [M] fp32 log-probs under the policy.
+        rows: The kept tokens.
+        objective: An Objective.
+
+    Returns:
+        loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and the metrics [M] of objectives.policy_loss_fwd.
+    """
+    return objectives.policy_loss_fwd(logps, rows, objective, policy_loss_rows)
 
 
 @triton.jit
@@ -129,7 +243,7 @@ def _logits_grpo_fwd_kernel(z_ptr, z_stride, place_ptr, target_ptr, inv_t, inv_t
     tl.store(stats_ptr + 2 * n_rows + rows, lse2)
     tl.store(stats_ptr + 3 * n_rows + rows, rest)
     if FUSED:
-        g = loss_rows(logp, rows, n_rows, old_ptr, None, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, None,
+        g = _loss_rows(logp, rows, n_rows, old_ptr, None, ref_ptr, advantage_ptr, weight_ptr, importance_ptr, None,
                         out_ptr, low, high, delta, beta, tau_pos, tau_neg, SURROGATE, KIND, CORRECT_KL)  # fmt: skip
         h = tl.zeros((1,), tl.float32)
         if bonus_ptr is not None:

@@ -5,8 +5,8 @@ weight against the sampler,
 
     loss = w (I s(r, logp, A) + beta KL),    g = w I ds/dlogp + beta w dKL/dlogp + mean over the sequence of (...)
 
-Each surrogate s and each KL estimate is one small function, which serves Triton and PyTorch alike. policy_loss.py runs
-them as a Triton kernel, and `token_loss` in plain PyTorch.
+Each surrogate s, each KL estimate and their sum `token_loss` is one function, which serves Triton and PyTorch alike.
+logits.py runs it in Triton kernels.
 """
 
 import functools
@@ -146,7 +146,7 @@ def policy_parts(
         objective: An Objective.
         slices: The chunks of an objective that never looks at sequences.
         size: Most tokens of a chunk.
-        policy_loss_fwd: objectives.policy_loss_fwd or policy_loss.policy_loss_fwd.
+        policy_loss_fwd: objectives.policy_loss_fwd or logits.policy_loss_fwd.
         forward_only: Computes the log-probs [M] of all kept tokens.
     """
     parts = [(part, slice(None)) for part in slices]
@@ -287,10 +287,42 @@ def k3(d):
     return tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
 
 
+@jit
+def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, NAME, KIND, CORRECT_KL, low, high, delta,
+               beta, tau_pos, tau_neg):  # fmt: skip
+    """Compute the loss of tokens. `old`, `log_ratio`, `ref`, `importance` and `phi` may be None.
+
+    Returns:
+        The loss; g, without what flows through a given log_ratio, whose part belongs to the whole sequence; that part;
+        the weighted surrogate; the KL; and the ratio.
+    """
+    moved = tl.zeros_like(logp)
+    if log_ratio is not None:
+        moved = log_ratio
+    elif old is not None:
+        moved = logp - old
+    ratio = tl.exp(moved)  # r = pi / pi_old
+    value, by_ratio, by_logp = surrogate(NAME, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg)
+    scale = weight
+    if importance is not None:
+        scale = weight * importance  # w I
+    policy, grad, grad_ratio = scale * value, scale * by_logp, scale * by_ratio
+    kl = tl.zeros_like(logp)
+    if ref is not None:
+        kl, dkl = kl_estimate(KIND, ref - logp)
+        if CORRECT_KL:  # r KL, with gradient through both (arXiv 2512.02556)
+            kl, dkl = kl * ratio, dkl * ratio
+            grad_ratio = grad_ratio + beta * weight * kl
+        grad = grad + beta * weight * dkl
+    if log_ratio is None:
+        grad = grad + grad_ratio
+    return policy + beta * weight * kl, grad, grad_ratio, policy, kl, ratio  # w (I s + beta KL)
+
+
 class Torch:
     """What the formulas use of triton.language, in PyTorch."""
 
-    abs, sigmoid, where, zeros_like = torch.abs, torch.sigmoid, torch.where, torch.zeros_like
+    abs, exp, sigmoid, where, zeros_like = torch.abs, torch.exp, torch.sigmoid, torch.where, torch.zeros_like
 
     @staticmethod
     def minimum(x, y):
@@ -309,7 +341,7 @@ class Torch:
 _in_torch = ModuleType(f"{__name__}_in_torch")
 sys.modules[_in_torch.__name__] = _in_torch
 _in_torch.__dict__.update(__builtins__=__builtins__, tl=Torch, expm1=torch.expm1, k3=lambda d: torch.expm1(d) - d)
-for _formula in (clip, cispo, sapo, vespo, surrogate, kl_estimate):
+for _formula in (clip, cispo, sapo, vespo, surrogate, kl_estimate, token_loss):
     _code = getattr(_formula, "fn", _formula).__code__
     setattr(_in_torch, _code.co_name, FunctionType(_code, vars(_in_torch)))
 
@@ -344,35 +376,6 @@ def kernel_knobs(objective: Any) -> tuple[str | bool | float | None, ...]:
             objective.sapo_temperature_neg)  # fmt: skip
 
 
-def token_loss(logp, old, log_ratio, ref, advantage, weight, importance, phi, name, kind, correct_kl, low, high, delta,
-               beta, tau_pos, tau_neg):  # fmt: skip
-    """Compute each token's loss, in plain PyTorch as policy_loss.loss_rows does in Triton.
-
-    Returns:
-        The loss; g, without what flows through a given log_ratio, whose part belongs to the whole sequence; that part;
-        the weighted surrogate; the KL; and the ratio: [M] each.
-    """
-    of_sequence = log_ratio is not None
-    if not of_sequence:
-        log_ratio = torch.zeros_like(logp) if old is None else logp - old
-    ratio = log_ratio.exp()
-    value, by_ratio, by_logp = _in_torch.surrogate(
-        name, logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg
-    )
-    scale = weight if importance is None else weight * importance  # w I
-    policy, grad, grad_ratio = scale * value, scale * by_logp, scale * by_ratio
-    kl = torch.zeros_like(logp)
-    if ref is not None:
-        kl, dkl = _in_torch.kl_estimate(kind, ref - logp)
-        if correct_kl:  # r KL, with gradient through both (arXiv 2512.02556)
-            kl, dkl = kl * ratio, dkl * ratio
-            grad_ratio = grad_ratio + beta * weight * kl
-        grad = grad + beta * weight * dkl
-    if not of_sequence:
-        grad = grad + grad_ratio
-    return policy + beta * weight * kl, grad, grad_ratio, policy, kl, ratio  # w (I s + beta KL)
-
-
 def policy_metrics(out: Any, advantages: torch.Tensor, objective: Any) -> dict[str, torch.Tensor]:
     """Return the metrics [M] of each token from the results of `token_loss` or of the kernel."""
     low, high = objective.ratio_bounds
@@ -387,7 +390,7 @@ def policy_metrics(out: Any, advantages: torch.Tensor, objective: Any) -> dict[s
 
 
 def policy_loss_fwd(
-    logps: torch.Tensor, rows: PolicyRows, objective: Any, tokens: Callable = token_loss
+    logps: torch.Tensor, rows: PolicyRows, objective: Any, tokens: Callable = _in_torch.token_loss
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the loss of each token and its gradient in closed form.
 
@@ -395,7 +398,7 @@ def policy_loss_fwd(
         logps: [M] log-probs under the policy.
         rows: The kept tokens.
         objective: An Objective.
-        tokens: `token_loss`, or the kernel of policy_loss.py.
+        tokens: `token_loss`, or its kernel `policy_loss_rows` in logits.py.
 
     Returns:
         loss [M], its weight applied; g [M] = d(sum loss)/dlogp; and per-token metrics [M] by name: `policy_loss`
@@ -453,7 +456,7 @@ def importance_weights(
 class PolicyLoss(torch.autograd.Function):
     """Returns the loss of log-probs [M], a scalar, and a dict of [M] metrics.
 
-    `fwd` is the `policy_loss_fwd` of this module, or the one of policy_loss.py, which runs it as a Triton kernel.
+    `fwd` is the `policy_loss_fwd` of this module, or the one of logits.py, which runs it as a Triton kernel.
     """
 
     @staticmethod

@@ -22,7 +22,6 @@ from fastgrpo.loss.losses import linear_grpo_loss, logits_grpo_loss
 if HAS_TRITON:
     from fastgrpo.kernels import head as head_kernels
     from fastgrpo.kernels import logits as logits_kernels
-    from fastgrpo.kernels import policy_loss
 
 Tensor = torch.Tensor
 DAPO = Objective(beta=0.1)
@@ -206,7 +205,7 @@ def token_losses(place: Place) -> Trial | None:
         return found
 
     def ours() -> dict[str, Tensor]:
-        found, forward = {}, (objectives if place.mode == "cpu" else policy_loss).policy_loss_fwd
+        found, forward = {}, (objectives if place.mode == "cpu" else logits_kernels).policy_loss_fwd
         for name, objective in SURROGATES.items():
             loss, found[name, "logits"], _ = forward(given, rows[name], objective)
             found[name, "loss"] = loss.sum()

@@ -8,7 +8,7 @@ every objective. The losses are computed in these files:
 
 | loss             | formula in plain PyTorch (kernels/)    | Triton (kernels/) | without Triton (kernels/) |
 |------------------|----------------------------------------|-------------------|---------------------------|
-| grpo_loss        | reference.py: policy_loss              | policy_loss.py    | objectives.py             |
+| grpo_loss        | reference.py: policy_loss              | logits.py         | objectives.py             |
 | logits_grpo_loss | reference.py: logits_grpo_loss         | logits.py         | head_torch.py             |
 | linear_grpo_loss | reference.py: linear_grpo_loss         | head.py           | head_torch.py             |
 | its kl="full"    | reference.py: full_kl                  | none              | head_torch.py             |
@@ -50,7 +50,6 @@ from fastgrpo.loss.values import check_targets, check_tensor
 if HAS_TRITON:
     from fastgrpo.kernels import head as head_kernels
     from fastgrpo.kernels import logits as logits_kernels
-    from fastgrpo.kernels import policy_loss
     from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -321,7 +320,7 @@ def grpo_loss(
         flat = torch.where(kept.active, flat, 0)
 
     def fused(states, kept):
-        return objectives.PolicyLoss.apply(states, kept, objective, policy_loss.policy_loss_fwd)
+        return objectives.PolicyLoss.apply(states, kept, objective, logits_kernels.policy_loss_fwd)
 
     def plain(states, kept):
         return objectives.PolicyLoss.apply(states, kept, objective, objectives.policy_loss_fwd)

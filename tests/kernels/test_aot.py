@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from compilation import NAMES, Compilation  # noqa: E402
 from machine_code import TABLE, Budget, budgets, measure, write_budgets  # noqa: E402
 
-from fastgrpo.kernels import decode, launch, policy_loss, sampling  # noqa: E402
+from fastgrpo.kernels import decode, launch, sampling  # noqa: E402
 from fastgrpo.kernels import head as head_kernels  # noqa: E402
 from fastgrpo.kernels import logits as logits_kernels  # noqa: E402
 
@@ -200,7 +200,7 @@ ROW_KERNELS = {
     "reduce": (head_kernels._reduce_fwd_kernel, {"ROWS": launch.REDUCE_ROWS, "TILES": launch.REDUCE_TILES}, 4),
     "finish": (head_kernels._finish_fwd_kernel, {**FINISH, "BLOCK_SPLITS": launch.GUARD_SPLITS}, 4),
     "entropy": (head_kernels._entropy_bwd_kernel, {"BLOCK": 4096}, 4),
-    "policy": (policy_loss._policy_loss_fwd_kernel, {**POLICY, "BLOCK": policy_loss.BLOCK}, 4),
+    "policy": (logits_kernels._policy_loss_fwd_kernel, {**POLICY, "BLOCK": logits_kernels.POLICY_BLOCK}, 4),
     "logits": (
         logits_kernels._logits_grpo_fwd_kernel,
         {**POLICY, "FUSED": True, "BLOCK": launch.LOGITS_BLOCK},
@@ -237,7 +237,7 @@ def test_row_kernels(case, compiled, request):
 
 KERNELS = [
     kernel
-    for module in (head_kernels, logits_kernels, policy_loss)
+    for module in (head_kernels, logits_kernels)
     for name, kernel in vars(module).items()
     if name.endswith("_kernel")
 ]

@@ -59,7 +59,7 @@ def test_it_leads_to_formula_kernel_test_benchmark_and_reward():
     rows = {row.split("|")[1].strip(): re.findall(r"\]\(([^)]+)\)", row) for row in table.splitlines()}
     held = {
         "the formula of the loss": ("fastgrpo/loss/losses.py", "loss = sum_n w_n"),
-        "its kernels": ("kernels/policy_loss.py", "@triton.jit"),
+        "its kernels": ("kernels/logits.py", "@triton.jit"),
         "its specification in plain PyTorch": ("kernels/reference.py", "def policy_loss("),
         "its tests": ("tests/loss", None),
         "its benchmarks": ("benchmarks/bench_loss.py", "linear_grpo_loss"),

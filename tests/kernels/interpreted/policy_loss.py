@@ -1,4 +1,4 @@
-"""The loss of given log-probs on the CPU. This file mirrors policy_loss, as does linear_grpo.py with every objective.
+"""The loss of given log-probs on the CPU. linear_grpo.py runs every objective.
 
 Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 """

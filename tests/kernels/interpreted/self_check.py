@@ -17,7 +17,6 @@ import fastgrpo.loss.checks
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernels import head as head_kernels
 from fastgrpo.kernels import logits as logits_kernels
-from fastgrpo.kernels import policy_loss
 from fastgrpo.kernels.head_torch import CAST_BYTES
 from fastgrpo.loss import self_check
 
@@ -72,13 +71,13 @@ def spoil(monkeypatch, name):
         original = logits_kernels._logits_grpo_fwd_kernel
         monkeypatch.setattr(logits_kernels, "_logits_grpo_fwd_kernel", Refusing(original))
     else:
-        original = policy_loss.policy_loss_fwd
+        original = logits_kernels.policy_loss_fwd
 
         def off(logps, rows, objective):
             loss, g, metrics = original(logps, rows, objective)
             return loss, g * 1.02, metrics
 
-        monkeypatch.setattr(policy_loss, "policy_loss_fwd", off)
+        monkeypatch.setattr(logits_kernels, "policy_loss_fwd", off)
 
 
 class Refusing:
