@@ -82,11 +82,11 @@ def _make_policy(task_module, config, log):
 
     def announce(step, steps, loss):
         if log.terminal.bar is None:
-            log.progress(steps, "SFT")
-        log.advance(loss=loss)
+            log.terminal.progress(steps, "SFT")
+        log.terminal.advance(loss=loss)
 
     path = make_policy(task_module, log.folder.claim("warm-start"), config, announce)
-    log.close_bar()
+    log.terminal.close_bar()
     return path
 
 

@@ -19,9 +19,8 @@ from fastgrpo.data.prompts import RESERVED, shortened
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, reward_matrix
-from fastgrpo.rewards.guard import Failure, attempt
+from fastgrpo.rewards.guard import Failure, attempt, listed, plain
 from fastgrpo.rewards.pool import DIED
-from fastgrpo.rewards.values import listed, plain
 
 LENGTH_CORRELATION = 0.7  # Spearman's, from which on longer completions count as better
 LENGTHS = 8  # rewards without which no correlation is told of

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.curves import read_metrics
-from fastgrpo.run.folder import OF_SEVERAL, made_in
+from fastgrpo.run.folder import SWEEP_TABLE, made_in
 
 VERSIONS = re.compile(r"^## Versions\n+((?:- .+\n?)+)", re.MULTILINE)  # in the model card of a checkpoint
 
@@ -62,7 +62,7 @@ def _runs_of(folder):
     if (folder / "metrics.jsonl").is_file():
         return [folder]
     inside = sorted(path.parent for path in folder.glob("*/metrics.jsonl")) if folder.is_dir() else []
-    if inside and set(OF_SEVERAL) & made_in(folder):
+    if inside and SWEEP_TABLE in made_in(folder):
         return inside
     told = f"{folder} is not the folder of a run: it has no metrics.jsonl"
     if inside:

@@ -40,7 +40,6 @@ _TEXT = (
 _UNIT = rf"{_TEXT}\{{(?=[^{{}}0-9A-Za-z]*[A-Za-z])(?! *(?:and|or|[ei]) *\}})[^{{}}0-9]*\}}(?: ?\^\{{?-?[0-9]\}}?)?"
 _UNWRAPPED = (re.compile(rf"{_TEXT}\{{([^{{}}]*)\}}"), r" \1 ")
 
-
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (

@@ -23,10 +23,10 @@ from fastgrpo.data.prompts import copied, shortened, with_text
 from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.rewards.guard import Failure, attempt, awaited, cores
+from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, shown
 from fastgrpo.rewards.models import Judge
 from fastgrpo.rewards.pool import TIMED_OUT, Given, Pool
-from fastgrpo.rewards.values import LOGS, Logs, read_verdicts, shown
+from fastgrpo.rewards.values import LOGS, Logs, read_verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -280,18 +280,12 @@ def _call(function, completions, trainer_state, notes, columns):
 
 def check_function(function: Any) -> None:
     """Refuse what cannot be called as a reward function."""
-    if inspect.isclass(function):
-        raise ValueError(f"reward_funcs: {function.__name__} is a class; pass an instance that can be called")
-    if isinstance(function, PreTrainedModel):
+    if inspect.isclass(function) or isinstance(function, PreTrainedModel) or not callable(function):
         raise ValueError(
-            f"reward_funcs: {type(function).__name__} is a model, which takes tokens; "
-            "fastgrpo.rewards.models.RewardModel makes a function of it and its tokenizer"
-        )
-    if not callable(function):
-        raise ValueError(
-            f"reward_funcs: {shown(function)} of type {type(function).__name__} cannot be called; pass a function "
-            "f(prompts, completions, **columns) or a list of them"
-            + ("; fastgrpo.rewards.find_reward finds module:function" if isinstance(function, str) else "")
+            f"reward_funcs: {shown(function)} of type {type(function).__name__} is no function; pass a function "
+            "f(prompts, completions, **columns), an object that can be called like it, or a list of them; "
+            "fastgrpo.rewards.find_reward finds a function, a model or a server by its name, and "
+            "fastgrpo.rewards.models.RewardModel makes a function of a model"
         )
     try:
         parameters = inspect.signature(function).parameters.values()

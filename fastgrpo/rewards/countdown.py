@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from fastgrpo.rewards.answers import completion_text
-from fastgrpo.rewards.values import plain, shown
+from fastgrpo.rewards.guard import plain, shown
 
 MAX_LENGTH = 100  # characters of an expression: six numbers with all their operators and brackets have fewer
 MAX_DEPTH = 8  # operations inside one another

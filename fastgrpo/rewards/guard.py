@@ -9,10 +9,11 @@ import atexit
 import contextlib
 import contextvars
 import inspect
+import itertools
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ def attempt(call: Callable[[], Any]) -> Any:
     """Run code of a reward function.
 
     Afterwards the working directory and the modes of torch are those from before. A process that the code forked ends
-    where the code ends, because two processes must not go on with one run.
+    with it, because two processes must not go on with one run.
     """
     process = os.getpid()
     try:
@@ -179,6 +180,25 @@ def cores() -> int:
     """Count the cores that this rank may keep busy."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
     return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def listed(values: Any, count: int) -> list | None:
+    """Read a list, or anything that gives its items in order: a tuple, a generator, a 1-d tensor, a pandas Series.
+
+    What is not meant as a list but can be iterated over is refused: text, a dict, a set, a data frame.
+    """
+    no_list = isinstance(values, (str, bytes, bytearray, Mapping, Set)) or hasattr(values, "columns")
+    if no_list or not hasattr(values, "__iter__"):
+        return None
+    return list(itertools.islice(values, count + 1))
+
+
+def plain(value: Any) -> Any:
+    """Convert a number of NumPy or torch to one of Python."""
+    try:
+        return value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):  # several numbers
+        return value
 
 
 def shown(value: Any) -> str:

@@ -49,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Judge:
-    """A model with its tokenizer, as a reward function. A subclass says what the model reads and returns.
-
-    Attributes:
-        name_or_path: Where the model came from; empty where it was made in memory.
-    """
+    """A model with its tokenizer, as a reward function. A subclass says what the model reads and returns."""
 
     pooled = False  # it stays in the trainer's process, with its device
 
@@ -154,11 +150,9 @@ def by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def same_device(one: torch.device, other: torch.device) -> bool:
     """Tell whether two devices are one."""
-
-    def number(device):
-        return torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index or 0
-
-    return one.type == other.type and number(one) == number(other)
+    current = torch.cuda.current_device() if "cuda" == one.type == other.type else 0
+    indices = [current if device.index is None else device.index for device in (one, other)]
+    return one.type == other.type and indices[0] == indices[1]
 
 
 class RewardModel(Judge):

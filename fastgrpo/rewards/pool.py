@@ -14,7 +14,6 @@ The process imports the standard library only, so that a new one is there in a t
 import asyncio
 import contextlib
 import inspect
-import itertools
 import json
 import os
 import pickle
@@ -27,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from copy import copy
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from fastgrpo.rewards.guard import Failure, described
+from fastgrpo.rewards.guard import Failure, described, listed, plain
 
 _RUN_WORKER = """import json, sys
 sys.path[:] = json.loads(sys.argv.pop())
@@ -393,7 +392,5 @@ def _listed(result, count):
     """Make a list of what a function returned where it gives items, so that it can be sent."""
     if hasattr(result, "tolist") and not hasattr(result, "columns"):
         return result.tolist()
-    no_list = isinstance(result, (str, bytes, bytearray, Mapping, Set)) or hasattr(result, "columns")
-    if no_list or not hasattr(result, "__iter__"):
-        return result
-    return [item.item() if hasattr(item, "item") else item for item in itertools.islice(result, count + 1)]
+    items = listed(result, count)
+    return result if items is None else [plain(item) for item in items]

@@ -57,14 +57,11 @@ def same_values(answer: str, expected: str) -> bool | None:
         return False
     answer, expected = _distinct_cases(_plain(answer)), _distinct_cases(_plain(expected))
     with _lock:
-        for attempt in range(2):
-            try:
-                return _checker().ask(answer, expected)
-            except (EOFError, OSError):  # the process was killed from outside
-                _close()
-                if attempt:
-                    raise
-    return None
+        try:
+            return _checker().ask(answer, expected)
+        except (EOFError, OSError):  # the process was killed from outside
+            _close()
+            return _checker().ask(answer, expected)
 
 
 def _plain(text):

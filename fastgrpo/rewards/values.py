@@ -1,30 +1,18 @@
 """What reward functions return and log: one item a completion, numbers, and what JSON can hold."""
 
-import itertools
 import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
 from fastgrpo.config.sections import LARGEST_REWARD
-from fastgrpo.rewards.guard import shown
+from fastgrpo.rewards.guard import listed, plain, shown
 from fastgrpo.run.metrics import is_known
 
 NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words
-
-
-def listed(values: Any, count: int) -> list | None:
-    """Read a list, or anything that gives its items in order: a tuple, a generator, a 1-d tensor, a pandas Series.
-
-    What is not meant as a list but can be iterated over is refused: text, a dict, a set, a data frame.
-    """
-    no_list = isinstance(values, (str, bytes, bytearray, Mapping, Set)) or hasattr(values, "columns")
-    if no_list or not hasattr(values, "__iter__"):
-        return None
-    return list(itertools.islice(values, count + 1))
 
 
 def length(values: Any, items: Sequence, count: int) -> str:
@@ -32,14 +20,6 @@ def length(values: Any, items: Sequence, count: int) -> str:
     if len(items) <= count:
         return str(len(items))
     return str(len(values)) if hasattr(values, "__len__") else f"more than {count}"
-
-
-def plain(value: Any) -> Any:
-    """Convert a number of NumPy or torch to one of Python."""
-    try:
-        return value.item() if hasattr(value, "item") else value
-    except (TypeError, ValueError, RuntimeError):  # several numbers
-        return value
 
 
 def number(value: Any) -> float | None:
@@ -50,20 +30,18 @@ def number(value: Any) -> float | None:
 
 
 def read_verdicts(result: Any, count: int) -> list[float | str | None] | str:
-    """Read what a reward function returned."""
+    """Read what a reward function returned: a number, None or a problem for each completion, or one problem for all."""
     values = listed(result, count)
     if values is None:
         return f"returned {shown(result)}, not a list but of type {type(result).__name__}"
     if len(values) != count:
         return f"returned {length(result, values, count)} rewards for {count} completions"
-    return [_verdict(i, value) for i, value in enumerate(values)]
-
-
-def _verdict(i, value):
-    reward = number(value)
-    if reward is None and value is not None:
-        return f"returned {shown(plain(value))} for completion {i}, not {NUMBER} or None"
-    return reward
+    return [
+        f"returned {shown(plain(value))} for completion {i}, not {NUMBER} or None"
+        if number(value) is None and value is not None
+        else number(value)
+        for i, value in enumerate(values)
+    ]
 
 
 def json_values(values: Sequence[Any]) -> list:
@@ -99,16 +77,13 @@ LOGS = ("log_metric", "log_extra", "log_steps")
 
 
 class Logs:
-    """What one reward function logs during one call.
-
-    Its attributes are `metrics`, the values by metric; `columns`, the S values of each column by its name; and `steps`,
-    a tuple of (end, reward) pairs for each of the S completions, or None where no step rewards were logged. What a
-    function logs after the call, as from a thread of its own, is lost.
-    """
+    """What one reward function logs during one call. What it logs after the call is lost."""
 
     def __init__(self, count: int):
         self.count = count
-        self.metrics, self.columns, self.steps = defaultdict(list), {}, None
+        self.metrics = defaultdict(list)  # the values by metric
+        self.columns = {}  # the values of the completions by column
+        self.steps = None  # for each completion a tuple of (end, reward) pairs
 
     def log_metric(self, name: str, value: float) -> None:
         """Log a number. The mean of all numbers of a step that have its name goes to metrics.jsonl under it."""
@@ -138,7 +113,13 @@ class Logs:
 
     def log_steps(self, ends: Sequence[Sequence[int] | None], rewards: Sequence[Sequence[float] | None]) -> None:
         """Log the rewards of the steps of each completion, which --process_rewards token learns from."""
-        both = [_lists(values, self.count, name) for values, name in ((ends, "ends"), (rewards, "rewards"))]
+        both = []
+        for name, values in (("ends", ends), ("rewards", rewards)):
+            items = listed(values, self.count)
+            if items is None or len(items) != self.count:
+                got = shown(values) if items is None else length(values, items, self.count)
+                raise ValueError(f"log_steps takes a list of {self.count} lists of {name}, one a completion; got {got}")
+            both.append(items)
         self.steps = [_steps(i, *of_one) for i, of_one in enumerate(zip(*both, strict=True))]
 
     def take(self, other: "Logs", start: int) -> None:
@@ -150,15 +131,6 @@ class Logs:
         if other.steps is not None:
             self.steps = [None] * self.count if self.steps is None else self.steps
             self.steps[start : start + other.count] = other.steps
-
-
-def _lists(values, count, name):
-    """Return the list that log_steps got for each completion."""
-    items = listed(values, count)
-    if items is None or len(items) != count:
-        got = shown(values) if items is None else length(values, items, count)
-        raise ValueError(f"log_steps takes a list of {count} lists of {name}, one a completion; got {got}")
-    return items
 
 
 def _steps(index, ends, rewards):

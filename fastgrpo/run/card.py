@@ -88,8 +88,8 @@ def model_card(
 def on_hub(name: str, inputs: Mapping[str, Path]) -> bool:
     """Tell whether a name of a model or of data is that of a repository on the hub, and not of a file or folder.
 
-    A folder may have the name of a repository, and then takes its place. Whether it did is known from the beginning of
-    the run: by now the program may work in another folder, or may have written one of that name.
+    A folder of that name takes its place. `inputs` says so as of the beginning of the run: the working directory may
+    have changed since.
     """
     repository = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)(?<!\.jsonl)", name) is not None
     return repository and Path(name) not in inputs.values()
@@ -115,8 +115,8 @@ def _figures(state):
     figures = [
         ("steps", f"{state.global_step:,} of {state.max_steps:,}"),
         ("passes over the rows", f"{state.epoch:.3g}"),
+        ("prompt and completion tokens", f"{state.num_tokens:,}"),
     ]
-    figures.append(("prompt and completion tokens", f"{state.num_tokens:,}"))
     if state.accuracy_before is not None:
         figures.append(("held-out accuracy before training", f"{state.accuracy_before:.3f}"))
     if state.accuracy_after is not None:
@@ -126,13 +126,9 @@ def _figures(state):
 
 def _settings(args):
     """Tell which settings differ from their defaults, without those that only say what a run records and where."""
-    changed = {
-        field.name: getattr(args, field.name)
-        for field in dataclasses.fields(args)
-        if field.name not in PLACES and on_resume(field.name) != "free"
-    }
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    lines = [(f"`{name}`", _shown(value)) for name, value in changed.items() if value != defaults[name]]
+    fields = [f for f in dataclasses.fields(args) if f.name not in PLACES and on_resume(f.name) != "free"]
+    given = [(field, getattr(args, field.name)) for field in fields]
+    lines = [(f"`{field.name}`", _shown(value)) for field, value in given if value != field.default]
     return markdown_table([("setting", "value"), *lines]) if lines else "All settings have their defaults."
 
 

@@ -18,7 +18,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, RankLost, Ranks, apart, together
@@ -47,9 +47,8 @@ def save_model(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` reads: weights (safetensors), config and tokenizer.
 
-    transformers 4, and with it many versions of vLLM, reads `rope_theta` and `rope_scaling` at the top of config.json
-    and takes 10,000 and none where they are missing, without an error (vLLM pull request 42624). So they stand there
-    too. Rotary parameters that differ among the layers have no such names.
+    transformers 4, and so many versions of vLLM, reads `rope_theta` and `rope_scaling` at the top of config.json and
+    silently takes 10,000 and none where they are missing (vLLM pull request 42624). So they are written there too.
     """
     model.save_pretrained(path, state_dict=state_dict)
     tokenizer.save_pretrained(path)
@@ -220,38 +219,16 @@ def prune(folder: RunFolder, limit: int, best: int | None = None) -> None:
             folder.remove(path.name)
 
 
-class CheckpointLog(Protocol):
-    """What a `Checkpointer` needs from the log of a run. `RunLog`, which imports this module, satisfies it.
-
-    Attributes:
-        dir: The path of the folder of the run.
-        folder: The folder of the run.
-        checkpoint: The checkpoint that the run continues from, or None for a new run.
-        latest: The step and the value at which each metric was logged last, by the metric's name.
-    """
-
-    dir: Path
-    folder: RunFolder
-    checkpoint: Path | None
-    latest: dict[str, tuple[int, float]]
-
-    def say(self, text: str) -> None:
-        """Print a line for the person who watches the run."""
-
-
 class Checkpointer:
-    """Decides when a checkpoint is saved and which ones are kept, and owns the thread that writes them.
+    """Decides when a checkpoint of a run (`log`, its `RunLog`) is saved and kept, and owns the thread that writes them.
 
     It is a context manager: leaving it waits for a checkpoint that is still being written.
-
-    Attributes:
-        ranks: The ranks as the threads talk to each other, of which a snapshot that they write has to know.
     """
 
-    def __init__(self, config: TrainingConfig, log: CheckpointLog, ranks: Ranks = ALONE) -> None:
+    def __init__(self, config: TrainingConfig, log: Any, ranks: Ranks = ALONE) -> None:
         self.config, self.log = config, log
         self._trainers = ranks
-        self.ranks = apart(ranks, "checkpoint", config.ddp_timeout)
+        self.ranks = apart(ranks, "checkpoint", config.ddp_timeout)  # the ranks as the writing threads reach each other
         self._good = log.checkpoint
         self.saved = None if log.checkpoint is None else step_of(log.checkpoint)  # step of the last save
         metric = config.metric_for_best_model
@@ -289,10 +266,7 @@ class Checkpointer:
         return last or (step > 0 and every is not None and step % every == 0)
 
     def save(self, step: int, take: Callable[[], Any]) -> None:
-        """Take a snapshot now and have the thread write it while training continues.
-
-        Waits first for a checkpoint that is still being written.
-        """
+        """Wait for the save before, take a snapshot now, and have the thread write it while training continues."""
         if self.saved == step:
             if self._measured(step):  # a stopped run saves first, and evaluates this step only after it is resumed
                 self._compare(step)
@@ -304,10 +278,7 @@ class Checkpointer:
         self._writing = self._thread.submit(self._write, step, snapshot)
 
     def check(self) -> None:
-        """Raise the error of a save that has failed, without waiting for one that is under way.
-
-        All ranks raise it after the same step, though one may have heard of it before the others.
-        """
+        """Raise the error of a save that has failed, after the same step on all ranks. Does not wait for a save."""
         if self._writing is None:
             return
         failed = self._writing.done() and self._writing.exception() is not None

@@ -14,24 +14,14 @@ WINDOW = 10  # the moving average is over this many lines of metrics.jsonl
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram of the picture. A metric of training is drawn faintly, with its moving average.
-
-    Attributes:
-        title: The title.
-        unit: The label of the vertical axis.
-        metrics: The names of the metrics. Those of evaluations, which begin with eval/, are drawn as they are.
-        labels: How the legend calls the metrics; empty where it takes their names.
-        window: How many logged steps the moving average is over; 1 draws the values alone.
-        dashed: Metrics of evaluations to compare `metrics` with, each drawn as a dashed line in the color of the one at
-            its place, without an entry in the legend.
-    """
+    """One diagram of the picture. A metric of training is drawn faintly, with its moving average."""
 
     title: str
-    unit: str
-    metrics: tuple[str, ...]
-    labels: tuple[str, ...] = ()
-    window: int = WINDOW
-    dashed: tuple[str, ...] = ()
+    unit: str  # the label of the vertical axis
+    metrics: tuple[str, ...]  # those of evaluations, which begin with eval/, are drawn as they are
+    labels: tuple[str, ...] = ()  # their names in the legend; empty: as they are
+    window: int = WINDOW  # logged steps of the moving average; 1 draws only the values
+    dashed: tuple[str, ...] = ()  # metrics of evaluations to compare with, each in the color of the metric at its place
 
 
 # What the picture shows where a task does not say otherwise.
@@ -172,11 +162,7 @@ def _taken(summary):
 
 
 def _held_out(run_dir, panels):
-    """Say how the accuracy, pass@1 and every other held-out metric of the panels went from before the first step on.
-
-    Where nothing was measured before it, the last value stands alone. Values have their 95% intervals, where there are
-    any.
-    """
+    """Say how held-out metrics changed since before the first step, with their 95% intervals where there are any."""
     names = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1"}
     for panel in panels:
         for name, label in zip(panel.metrics, panel.labels or panel.metrics, strict=True):

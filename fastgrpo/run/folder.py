@@ -27,8 +27,7 @@ NAMES = re.compile(
     r"|wandb|trackers\.json|completions|final|trainer_state\.json|[\w-]+_results\.json"
     r"|sweep\.(csv|png)|\S+=\S+\.log|(stale-|\.tmp-)?checkpoint-\d+\+*"
 )
-SWEEP_TABLE = "sweep.csv"
-OF_SEVERAL = {SWEEP_TABLE: "a sweep"}  # a folder holds several runs where one of these is noted
+SWEEP_TABLE = "sweep.csv"  # where it is noted, a folder holds the runs of a sweep
 _GONE = "deleted "  # begins the line of a name whose thing a run has deleted
 
 
@@ -36,7 +35,7 @@ class RunFolder:
     """A folder that this process holds for a run until `close`, or until the process ends."""
 
     def __init__(self, path: Path) -> None:
-        # The run stays in this folder, though the working directory may change, and links on the way to it.
+        # The run stays in this folder even if the working directory or links on the way change.
         self.path = Path(os.path.realpath(path))
         self._lock = lock(self.path)
 

@@ -18,20 +18,12 @@ MAX_SKIPPED = 10  # the run stops after this many updates in a row whose loss or
 
 @dataclass(frozen=True)
 class Check:
-    """A warning and the condition under which it is given.
+    """A warning and the condition under which it is given."""
 
-    Attributes:
-        name: The name under which a checkpoint remembers that the warning has been given.
-        holds: A function of a step's metrics and the run's settings that tells whether the condition holds. The
-            KeyError of a metric that was not measured counts as False.
-        steps: The number of steps in a row for which the condition must hold.
-        text: The warning: what was seen, what it means, and what to do.
-    """
-
-    name: str
-    holds: Callable
-    steps: int
-    text: str
+    name: str  # under which a checkpoint notes that the warning was given
+    holds: Callable  # (metrics of a step, settings) -> bool; the KeyError of an unmeasured metric counts as False
+    steps: int  # for how many steps in a row the condition must hold
+    text: str  # what was seen, what it means, and what to do
 
 
 CHECKS = (

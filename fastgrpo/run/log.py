@@ -30,13 +30,9 @@ class RunLog:
     leaving it closes the files and releases the folder.
 
     Attributes:
-        folder: The `RunFolder`.
-        dir: The path of the folder.
-        started: The time of `time.perf_counter` at which the run began.
         checkpoint: The path of the checkpoint that the run continues from, or None.
         latest: The (step, value) that was last written of every metric, by name, also by TRL's name for it.
-        history: What was written of metrics, see `history.py`.
-        terminal: What the run shows.
+        history: The entries that were written of metrics, see `metrics.entry`.
     """
 
     def __init__(self, config: TrainingConfig, inputs: Mapping[str, Path] | None = None) -> None:
@@ -52,7 +48,9 @@ class RunLog:
                 opened.callback(self.folder.empty)  # so that the same command finds no run in its way
                 self._write_config()
             for name in _LINES:
-                self._files[name] = opened.enter_context(_appending(self.folder.claim(f"{name}.jsonl")))
+                # A lone surrogate becomes an escape of JSON: UTF-8 cannot encode it.
+                path = self.folder.claim(f"{name}.jsonl")
+                self._files[name] = opened.enter_context(open(path, "a", encoding="utf-8", errors="backslashreplace"))
             for name in config.report_to:
                 if name != "none":
                     self._trackers.append(TRACKERS[name](config, self.folder, self.checkpoint))
@@ -81,18 +79,6 @@ class RunLog:
     def say(self, text: str) -> None:
         """Print a text above the progress bar."""
         self.terminal.say(text)
-
-    def progress(self, total: int, name: str, done: int = 0) -> None:
-        """Start a progress bar in place of the one before it. `advance` moves it."""
-        self.terminal.progress(total, name, done)
-
-    def advance(self, count: int = 1, **values: float) -> None:
-        """Move the progress bar."""
-        self.terminal.advance(count, **values)
-
-    def close_bar(self) -> None:
-        """Close the progress bar, if there is one."""
-        self.terminal.close_bar()
 
     def step(self, step: int, values: dict[str, float], last: bool = False) -> dict[str, Any] | None:
         """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl."""
@@ -127,7 +113,7 @@ class RunLog:
         return self._note(step, values)
 
     def _note(self, step, values):
-        """Keep what was written. Returns its entry in the history."""
+        """Keep what was written, and return its entry in the history."""
         made = entry(step, values)
         measured = {name: value for name, value in made.items() if value is not None and name != "step"} | values
         self.latest |= {name: (step, value) for name, value in measured.items()}
@@ -158,7 +144,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the progress bar and the files, and release the folder."""
-        self.close_bar()
+        self.terminal.close_bar()
         with contextlib.ExitStack() as closing:  # what cannot be closed keeps nothing else open
             for part in (self.folder, *self._files.values(), *self._trackers):
                 closing.callback(part.close)
@@ -174,11 +160,7 @@ class RunLog:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to where the log stood at a checkpoint.
-
-        Lines of metrics.jsonl, samples.jsonl and warnings.jsonl that were written after the checkpoint are cut off.
-        config.json is replaced by the settings of the resumed run.
-        """
+        """Return to where the log stood at a checkpoint: cut off later lines, and write the settings of the resume."""
         self._write_config()
         self._completions_step = state["completions_step"]
         if FOLDER in made_in(self.dir):
@@ -198,14 +180,6 @@ class RunLog:
         self.history[:] = read_history(self.dir / "metrics.jsonl", state["metrics_bytes"])
 
 
-def _appending(path):
-    """Open a file of lines to append to. A lone surrogate becomes an escape of JSON: UTF-8 cannot encode it."""
-    try:
-        return open(path, "a", encoding="utf-8", errors="backslashreplace")
-    except IsADirectoryError:
-        raise ValueError(f"{path} is a folder where the run needs a file; move it away") from None
-
-
 def _line(row):
     """Write a row as one line of JSON. JSON has no NaN and no infinity, so these become null, at any depth."""
     try:
@@ -223,8 +197,6 @@ def _finite(value):
 
 
 _LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
-
-
 FOLDER = "completions"
 _NAME = re.compile(r"completions_(\d+)\.(parquet|part)")
 _TOKENS = {"token_ends", "logps", "ratios", "clipped_tokens"}  # numbers of tokens, which a table of texts leaves out
@@ -304,11 +276,7 @@ def _cell(value):
 
 
 class FollowedFolder:
-    """The folder of a run that rank 0 holds.
-
-    Attributes:
-        held: Whether rank 0 holds the folder still: it releases it when its log is closed, as all ranks close theirs.
-    """
+    """The folder of a run that rank 0 holds. All ranks close their logs together, so `held` is as on rank 0."""
 
     check = RunFolder.check
 

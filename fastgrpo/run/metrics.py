@@ -257,11 +257,7 @@ def last_training(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class Summary(dict):
-    """The summary of a run, a dict, with what transformers' `TrainOutput` has.
-
-    Attributes:
-        metrics: As given.
-    """
+    """The summary of a run, a dict, with what transformers' `TrainOutput` has."""
 
     def __init__(self, summary: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         super().__init__(summary)

@@ -50,13 +50,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int, int]:
     """Count the FLOPs of a forward and a backward pass for one token.
 
-    A weight costs 2 FLOPs per token in the forward pass, 2 in the backward pass for the gradient of the input, and 2
-    more for the gradient of the weight where it is trained. The products inside attention, a few percent at the usual
-    lengths, and recomputation are not counted, so an MFU computed from this is slightly too low.
-
-    Args:
-        body: The module that holds the layers. Only its `torch.nn.Linear` modules count.
-        head_weight: [V, D] weight of the language model's head.
+    A weight of a `torch.nn.Linear` or of the head costs 2 FLOPs per token in the forward pass, 2 in the backward pass
+    for the gradient of the input, and 2 more for the gradient of the weight where it is trained. The products inside
+    attention, a few percent at the usual lengths, and recomputation are not counted, so the MFU is slightly too low.
     """
 
     def cost(weight):
@@ -69,7 +65,7 @@ def update_flops(body: torch.nn.Module, head_weight: torch.Tensor) -> tuple[int,
 class StageTimer:
     """Measures the seconds of each stage of a step. Between `stop` and the next `start` it does nothing.
 
-    Whoever computes adds the FLOPs of the update to the attribute `flops`.
+    The update adds its FLOPs to the attribute `flops`.
     """
 
     def __init__(self, device: torch.device | str, peak: float | None = None) -> None:
@@ -147,11 +143,9 @@ class Profiler:
 
     def step(self, values: dict[str, float], left: int) -> None:
         """Take note of a step. It is called after every step of the run."""
-        if not self.seen and self.steps and 1 + left < needed_steps(self.steps):  # a run that is resumed near its end
-            self.say(
-                f"profile={self.steps} needs {needed_steps(self.steps)} steps and only {1 + left} are left, so this "
-                "run is not profiled"
-            )
+        needed = needed_steps(self.steps)
+        if not self.seen and self.steps and 1 + left < needed:  # a run that is resumed near its end
+            self.say(f"profile={self.steps} needs {needed} steps, {1 + left} are left, so this run is not profiled")
             self.steps = 0
         if not self.steps:
             return
@@ -163,7 +157,7 @@ class Profiler:
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self.trace = profile(activities=[ProfilerActivity.CPU, *cuda])
             self.trace.start()
-        if self.seen == needed_steps(self.steps):
+        if self.seen == needed:
             self.trace.stop()
             path = self.folder.claim("trace.json.gz")
             self.trace.export_chrome_trace(str(path))

@@ -16,7 +16,7 @@ from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.config.validation import CONDITIONS, on_resume
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.checkpoint import checkpoints, read_state, step_of, verify
-from fastgrpo.run.folder import OF_SEVERAL, RunFolder, claim_output_dir, contents, made_in, note
+from fastgrpo.run.folder import SWEEP_TABLE, RunFolder, claim_output_dir, contents, made_in, note
 
 # Settings that may be auto, of which a checkpoint knows what auto has chosen: `restore` compares that.
 CHOSEN = ("dtype", "gradient_checkpointing")
@@ -27,10 +27,8 @@ def open_run(
 ) -> tuple[RunFolder, Path | None]:
     """Claim the folder of a run and find the checkpoint that it continues from."""
     resume, output_dir = config.resume_from_checkpoint, config.output_dir
-    noted = () if output_dir is None else made_in(Path(output_dir))
-    held = [what for name, what in OF_SEVERAL.items() if name in noted]
-    if held:
-        raise ValueError(f"output_dir {output_dir} holds {held[0]}; choose another output_dir")
+    if output_dir is not None and SWEEP_TABLE in made_in(Path(output_dir)):
+        raise ValueError(f"output_dir {output_dir} holds a sweep; choose another output_dir")
     if resume is None:
         return claim_output_dir(output_dir, config.folder_name, config.overwrite_output_dir, inputs=inputs), None
     if resume != "auto":
@@ -69,10 +67,7 @@ def _find(folder, config, say):
                 "another output_dir"
             )
         if contents(path) and not folder.made():
-            raise ValueError(
-                f"output_dir {path} has no checkpoint to go on from, and nothing notes that a run made the files in "
-                "it; choose another folder"
-            )
+            raise ValueError(f"output_dir {path} has no checkpoint, and no run made its files; choose another one")
         folder.refuse_foreign()
         say(f"there is no checkpoint in {path}, so a new run starts")
         folder.empty()
@@ -156,12 +151,10 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
         if holds is not None and not (holds(earlier) or holds(config)):
             continue
         if rule == "same":
-            anew = (
-                "" if config.use_peft else f", or start a new run from its weights: --model_name_or_path {checkpoint}"
-            )
+            anew = f", or start a new run from its weights: --model_name_or_path {checkpoint}"
             raise ValueError(
-                f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave {field.name} as it "
-                f"was{anew}"
+                f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave {field.name} as it was"
+                + ("" if config.use_peft else anew)
             )
         say(
             f"warning: {field.name} was {old!r} and is {new!r} now: the run continues, but not bit for bit as it would "
@@ -196,8 +189,8 @@ def refuse_differences(ranks: Ranks, **values: Any) -> None:
 def digest_of_rows(rows: Iterable[dict]) -> str:
     """Hash data rows with all of their columns, in their order.
 
-    The order of the columns does not count. Arrays and tensors count by their numbers. Any other object that
-    JSON cannot hold counts by its type alone, because its text may differ from one process to the next.
+    The order of the columns does not count. Arrays and tensors count by their numbers, other objects that JSON cannot
+    hold by their type, because their text may differ from one process to the next.
     """
     digest = hashlib.sha256()
     for row in rows:
@@ -207,7 +200,7 @@ def digest_of_rows(rows: Iterable[dict]) -> str:
     return digest.hexdigest()
 
 
-def _text(value: Any) -> str:
+def _text(value):
     """Return a value as JSON; its type where it cannot be written, such as a list that holds itself."""
     try:
         return json.dumps(value, default=_plain, skipkeys=True, sort_keys=True)
@@ -215,8 +208,8 @@ def _text(value: Any) -> str:
         return type(value).__qualname__
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON holds in place of a value: numbers of an array, or the name of its type."""
+def _plain(value):
+    """Return the numbers of an array, or the name of another type."""
     try:
         return value.tolist()
     except Exception:  # no array, or one without numbers in memory, such as a sparse tensor
@@ -229,9 +222,6 @@ def digest_of_weights(weights: dict[str, torch.Tensor]) -> str:
 
     The bits of every `BLOCK` numbers are added up as integers on the device of the weights, and the sums are hashed. So
     the result is the same on every device, and a model of many gigabytes takes seconds.
-
-    Args:
-        weights: The weights by name, floating point or integer of any shape.
     """
     digest = hashlib.sha256()
     for name, tensor in weights.items():

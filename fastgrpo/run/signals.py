@@ -21,12 +21,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """A context manager that catches the first SIGINT or SIGTERM. It is true once a signal has come.
+    """A context manager that catches the first SIGINT or SIGTERM. It is true once one came, or nobody reads the output.
 
-    It is also true, with SIGPIPE as the signal, once nobody reads stdout or stderr any more.
-    After the first signal both signals have their default effect again: they end the process, even inside a long
-    kernel. A signal that was ignored before stays ignored, as SIGINT is under `nohup` and in background jobs. Python
-    sets signal handlers in the main thread only, so in other threads the context does nothing.
+    After the first signal both have their default effect again. A signal that was ignored before stays ignored, as
+    SIGINT is under `nohup`. Python sets handlers in the main thread only; in other threads the context does nothing.
     """
 
     def __init__(self, ranks: Ranks = ALONE) -> None:

@@ -14,18 +14,15 @@ Several ranks write shards/ in place of optimizer.pt, rng.pt and reference.pt, a
     values.pt                 values that are not tensors: the schedule, the settings of AdamW (rank 0)
     rng-R.pt                  the random generators of rank R
 
-Names do not depend on how a tensor was divided, so any number of ranks reads what any other number has written.
-
-A run is a dictionary of named parts, each with `state_dict` and `load_state_dict`. `FILES` says where each part's state
-goes; other parts go to trainer_state.json. Nothing of a rollout outlives its step, so none of it is saved.
+Names do not depend on how a tensor was divided, so any number of ranks reads what any other number has written. A run
+is a dictionary of named parts, each with `state_dict` and `load_state_dict`; `FILES` says where each part's state goes.
 
 The state is copied to host memory while the GPUs go on computing:
 
     the GPU's own stream    update of step n  ->  rollout, forward, backward of step n + 1  ->  update of step n + 1
     the stream of copies                      +-> copies of step n's weights -----------------/
 
-The next update waits for the copies, on the GPU. The thread that writes a checkpoint waits for them before it reads.
-The host waits for them only where the rollout records a CUDA graph.
+The next update waits for the copies, on the GPU; the thread that writes a checkpoint waits before it reads them.
 """
 
 import json
@@ -55,8 +52,8 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks, together
 from fastgrpo.run.checkpoint import SHARDS, STATE, read_state, save_model
 
-# All that the list of tensors is made of: it is a pickle, which could name any function to call. Of torch's module of
-# these classes none but they may be named, since it imports others that run what they are given.
+logger = logging.getLogger(__name__)
+# All that the list of tensors is made of: it is a pickle, which could name any function to call.
 _LISTED = re.compile(
     r"torch\.distributed\.checkpoint\.metadata (?:Metadata|MetadataIndex|TensorStorageMetadata|ChunkStorageMetadata"
     r"|TensorProperties|StorageMeta|_MEM_FORMAT_ENCODING)|torch\.distributed\.checkpoint\.filesystem _StorageInfo"
@@ -97,11 +94,7 @@ def tensors_in(path: Path) -> set[str]:
 
 
 def read_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors in place from the shards of a checkpoint. No rank waits for another one.
-
-    Raises:
-        ValueError: A tensor is not there or has another shape, or a file is missing or cannot be read.
-    """
+    """Fill tensors in place from the shards of a checkpoint. No rank waits for another one."""
     planner = _Planner(flatten_state_dict=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is exchanged, which is intended
@@ -161,9 +154,6 @@ class _Unpickler(pickle.Unpickler):
         if not _LISTED.fullmatch(f"{module} {name}"):
             raise ValueError(f"it names {module}.{name}, which no list of tensors does")
         return super().find_class(module, name)
-
-
-logger = logging.getLogger(__name__)
 
 
 class HostCopies:
@@ -248,10 +238,7 @@ class HostCopies:
         self._sources.clear()
 
     def release(self) -> None:
-        """Let the next set have the memory of this one, which is complete and read no more.
-
-        Memory that this set had no use for is freed.
-        """
+        """Let the next set have the memory of this one, which is complete and read no more; free other memory."""
         self._free.clear()
         for key, memory in self._used:
             self._free[key].append(memory)
@@ -263,16 +250,12 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Allocate pinned memory for a copy.
-
-    Returns:
-        A tensor of its shape, dtype and strides on the host, with arbitrary values.
-    """
+    """Allocate pinned host memory of a tensor's shape, dtype and strides."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
 
 def _like(sharded, local):
-    """Make a sharded tensor of a part on the host. DTensor.from_local would move the part to the GPUs of the mesh."""
+    """Make a sharded tensor of a part on the host. DTensor.from_local would move it to the GPUs of the mesh."""
     names, context = sharded.__tensor_flatten__()
     inner = {name: getattr(sharded, name) for name in names} | {"_local_tensor": local}
     return DTensor.__tensor_unflatten__(inner, context, sharded.size(), sharded.stride()).detach()
@@ -328,10 +311,7 @@ class Snapshot:
         self.state = _state(parts, {**about, **_division(policy, ranks)}) if ranks.lead else ""
 
     def write(self, path: Path) -> None:
-        """Write the state into an empty folder, once its copies are complete. Only once, since the copies go then.
-
-        This runs in the thread that writes checkpoints.
-        """
+        """Write the state into an empty folder, in the thread that writes checkpoints, and free the copies."""
         together(self.ranks, lambda: self._write_files(path), f"the files of {path.name.removeprefix('.tmp-')}")
         if self.sharded:
             write_tensors(path / SHARDS, self.tensors, self.ranks)
@@ -347,7 +327,11 @@ class Snapshot:
             (path / STATE).write_text(self.state + "\n")
         for file, state in self.files.items():
             (path / file).parent.mkdir(exist_ok=True)
-            _save(state, path / file)
+            try:
+                with open(path / file, "wb") as stream:
+                    torch.save(state, stream)
+            except RuntimeError as error:
+                raise full_disk(error) from None
 
 
 def _state(parts, about):
@@ -385,15 +369,6 @@ def _division(policy, ranks):
     if ranks.size == 1 and not policy.lockstep:
         return {}
     return {"ranks": ranks.size, "parallel": "fsdp2" if policy.lockstep else "ddp"}
-
-
-def _save(state, path):
-    """Write a file of torch's. Raises the OSError of a disk that is full, which torch hides behind one of its own."""
-    try:
-        with open(path, "wb") as file:
-            torch.save(state, file)
-    except RuntimeError as error:
-        raise full_disk(error) from None
 
 
 def restore(
@@ -520,14 +495,14 @@ def _load_shards(parts, path):
 
 def _read(file):
     """Read a file of a checkpoint. Raises ValueError where it is missing or is no file of torch's."""
-    if file.exists():
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:  # what a damaged file makes of torch and of its unpickler is of any type
-            raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
-    raise ValueError(f"{file} is missing from the checkpoint")
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing from the checkpoint") from None
+    except OSError:
+        raise
+    except Exception as error:  # what a damaged file makes of torch and of its unpickler is of any type
+        raise ValueError(f"{file} cannot be read: {type(error).__name__}: {error!s:.100}") from error
 
 
 class GlobalRNG:

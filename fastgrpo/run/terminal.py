@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
@@ -30,12 +30,7 @@ BESIDE = 2  # values of the last step behind the bar, which leave room for it in
 
 
 class Terminal:
-    """The owner of what a command shows: the bar, the lines and the tables.
-
-    Attributes:
-        bar: The progress bar, or None.
-        total, done: The steps of the current work and how many of them are done; 0 before the first bar.
-    """
+    """The owner of what a command shows: the bar (None without one), the lines and the tables."""
 
     def __init__(self, bars: bool = True, quiet: bool = False, silent: bool = False) -> None:
         self.quiet, self.silent = quiet or silent, silent
@@ -119,27 +114,20 @@ class Terminal:
 
     @contextmanager
     def share(self, name: str) -> Iterator[Callable[[float], object]]:
-        """Show how much of some work is done: behind the bar where there is one, and else on a bar that goes away.
+        """Show how much of some work is done: behind the bar where there is one, else on a bar that goes away.
 
-        That bar shows the time that is left, as if every completion went on to its limit: most end earlier, so the end
-        comes sooner. The rate is that of the whole work so far, because prompts are read faster than completions are
-        drawn.
+        The time that is left assumes that every completion goes on to its limit; most end earlier. Its rate is that of
+        the whole work so far, because prompts are read faster than completions are drawn.
         """
-        if self._live():
-            yield self._behind_the_bar(name)
-            self._show_left()
-            self.bar.refresh()
+        if not self._live():
+            hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None
+            # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
+            with tqdm(
+                total=1.0 + 1e-6, desc=name, leave=False, smoothing=0, bar_format=SHARE_BAR, disable=hidden,
+                dynamic_ncols=True,
+            ) as bar:  # fmt: skip
+                yield bar.update
             return
-        hidden = not (self.bars and is_terminal(sys.stderr)) or self.bar is not None
-        # The shares add up to 1 but for rounding, and tqdm warns of a bar that is more than full.
-        total, shape = 1.0 + 1e-6, SHARE_BAR
-        with tqdm(
-            total=total, desc=name, leave=False, smoothing=0, bar_format=shape, disable=hidden, dynamic_ncols=True
-        ) as bar:  # fmt: skip
-            yield bar.update
-
-    def _behind_the_bar(self, name):
-        """Return a function that shows the share of some work behind the bar."""
         done, drawn = 0.0, 0.0
 
         def update(share):
@@ -150,7 +138,9 @@ class Terminal:
                 self.bar.refresh()
                 drawn = now
 
-        return update
+        yield update
+        self._show_left()
+        self.bar.refresh()
 
     def _live(self):
         """Whether there is a bar to see."""
@@ -171,27 +161,26 @@ def is_terminal(stream: TextIO) -> bool:
 def print_table(rows: Sequence[tuple[str, Any]]) -> None:
     """Print names and values: as a table of rich in a terminal, and as aligned plain text elsewhere."""
     rows = [(escape_controls(name), escape_controls(str(value))) for name, value in rows]
-    if not is_terminal(sys.stdout):
+    if is_terminal(sys.stdout):
+        _print_rich(rows, Column(style="bold", no_wrap=True), Column(overflow="fold"))
+    else:
         print(table(rows))
-        return
-    shown = Table(box=box.ROUNDED, show_header=False)
-    shown.add_column(style="bold", no_wrap=True)
-    shown.add_column(overflow="fold")
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    Console(highlight=False).print(shown)
 
 
 def print_columns(lines: Sequence[Sequence[str]]) -> None:
     """Print a table with titles: as a table of rich in a terminal, and as a Markdown table elsewhere."""
-    lines = [[escape_controls(cell) for cell in line] for line in lines]
-    if not is_terminal(sys.stdout):
-        # A line of a Markdown table is one line, and | ends a cell.
-        print(markdown_table([[" ".join(cell.split("\n")).replace("|", "\\|") for cell in line] for line in lines]))
+    titles, *rows = [[escape_controls(cell) for cell in line] for line in lines]
+    if is_terminal(sys.stdout):
+        styles = ["bold", *[""] * len(titles)]
+        _print_rich(rows, *(Column(Text(t), overflow="fold", style=s) for t, s in zip(titles, styles, strict=False)))
         return
-    shown = Table(box=box.ROUNDED)
-    for number, title in enumerate(lines[0]):
-        shown.add_column(Text(title), overflow="fold", style="" if number else "bold")
-    for line in lines[1:]:
-        shown.add_row(*map(Text, line))
+    # A line of a Markdown table is one line, and | ends a cell.
+    lines = [[" ".join(cell.split("\n")).replace("|", "\\|") for cell in line] for line in (titles, *rows)]
+    print(markdown_table(lines))
+
+
+def _print_rich(rows, *columns):
+    shown = Table(*columns, box=box.ROUNDED, show_header=any(column.header for column in columns))
+    for row in rows:
+        shown.add_row(*map(Text, row))
     Console(highlight=False).print(shown)

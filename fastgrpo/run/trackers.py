@@ -12,7 +12,6 @@ import io
 import json
 import os
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -39,35 +38,29 @@ def named(step: int, values: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-class Tracker(ABC):
-    """One place that a run reports to."""
+class Tracker:
+    """One place that a run reports to, made from (config, folder, checkpoint)."""
 
-    @abstractmethod
-    def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None: ...
-
-    @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Report metrics."""
+        raise NotImplementedError
 
-    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:  # noqa: B027
-        """Report a table of completions; a tracker without tables leaves it at this."""
+    def completions(self, step: int, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Report a table of completions; a tracker without tables ignores it."""
 
-    @abstractmethod
     def close(self) -> None:
         """Hand over what is left, and end."""
+        raise NotImplementedError
 
 
 class TensorBoard(Tracker):
     """Event files in the folder `tensorboard` of the run."""
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, checkpoint: Path | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ValueError(_missing("tensorboard")) from None
+        module = _module("tensorboard", "torch.utils.tensorboard")
         # purge_step hides the values that the interrupted run wrote after the checkpoint.
         purge_step = None if checkpoint is None else step_of(checkpoint) + 1
-        self.writer = SummaryWriter(folder.claim("tensorboard"), purge_step=purge_step)
+        self.writer = module.SummaryWriter(folder.claim("tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -153,40 +146,28 @@ class Trackio(Tracker):
 TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
-def _missing(name):
-    return f"report_to {name} needs a package that is missing: pip install {name}"
-
-
-def _module(name) -> ModuleType:
+def _module(name, module=None) -> ModuleType:
     """Import a tracker's package."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module or name)
     except ImportError:
-        raise ValueError(_missing(name)) from None
+        raise ValueError(f"report_to {name} needs a package that is missing: pip install {name}") from None
 
 
 def _known(folder, name, new):
-    """Return what a tracker knows the run by: what was noted where the run goes on, else `new`, which is noted.
+    """Return the id under which a tracker knows the run: the noted one, else `new`, which is noted.
 
     The folder of a new run is empty, so a note that is there is of this run.
     """
     path = folder.path / KNOWN
     try:
-        known = json.loads(path.read_text())
-    except FileNotFoundError:
-        known = {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(_damaged(path, name, f"cannot be read: {type(error).__name__}: {error!s:.100}")) from None
-    if not isinstance(known, dict):
-        raise ValueError(_damaged(path, name, "does not hold what trackers know the run by"))
-    if name not in known:
-        known[name] = new
-        folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
-    noted = known[name]
-    if not isinstance(noted, dict) or noted.keys() != new.keys() or not all(isinstance(v, str) for v in noted.values()):
-        raise ValueError(_damaged(path, name, f"does not hold what {name} knows the run by"))
-    return noted
-
-
-def _damaged(path, name, what):
-    return f"{path} {what}; delete it, and this run begins anew in its trackers, or leave {name} out of report_to"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        if name not in known:
+            known[name] = new
+            folder.claim(KNOWN).write_text(json.dumps(known, indent=2) + "\n")
+        return {key: str(known[name][key]) for key in new}
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error!s:.100}); delete it, and this run begins anew in "
+            f"its trackers, or leave {name} out of report_to"
+        ) from None

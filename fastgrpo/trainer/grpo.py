@@ -373,7 +373,7 @@ class GRPOTrainer:
             with self.checkpoints:
                 stopped_after = self._run(stop)
             if stopped_after is None:
-                self.log.close_bar()
+                self.log.terminal.close_bar()
                 return self._finish()
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
         self.log.terminal.last(f"stopped after step {stopped_after}; continue with {how}")
@@ -392,7 +392,7 @@ class GRPOTrainer:
             if self.ranks.lead:
                 set_aside(log.folder, self.state.global_step, log.say)
             callbacks.restore()
-        log.progress(self.state.max_steps, self.title, done=self.state.global_step)
+        log.terminal.progress(self.state.max_steps, self.title, done=self.state.global_step)
         epoch = None  # the epoch whose begin callbacks have seen
         while True:
             callbacks.agree(f"what the callbacks want before step {self.state.global_step + 1}")
@@ -419,7 +419,7 @@ class GRPOTrainer:
             callbacks.agree(f"what the callbacks want after step {step + 1}")
             last = step + 1 == self.state.max_steps or callbacks.control.should_training_stop
             line = log.step(step + 1, values, last=last or callbacks.control.should_log)
-            log.advance(**self._shown(values))
+            log.terminal.advance(**self._shown(values))
             if line is not None:
                 log.terminal.logged(step + 1, self._shown(line), line["step_time"])
                 callbacks.call("on_log", logs=line)

@@ -24,15 +24,18 @@ def test_bad_sets_are_refused():
 @pytest.mark.parametrize(
     "functions, match",
     [
-        ("rewards:f", "^reward_funcs: 'rewards:f' of type str cannot be called; .*find_reward finds module:function"),
-        (["rewards:f"], "^reward_funcs: 'rewards:f' of type str cannot be called"),
-        (None, "^reward_funcs: None of type NoneType cannot be called; pass a function"),
-        ([None], "^reward_funcs: None of type NoneType cannot be called"),
-        ({"f": Judge()}, "^reward_funcs: .* of type dict cannot be called; pass a function .* or a list of them"),
-        (iter([Judge()]), "^reward_funcs: .* of type list_iterator cannot be called"),
-        (Judge, "^reward_funcs: Judge is a class; pass an instance"),
+        ("rewards:f", "^reward_funcs: 'rewards:f' of type str is no function; .*find_reward finds a function"),
+        (["rewards:f"], "^reward_funcs: 'rewards:f' of type str is no function"),
+        (None, "^reward_funcs: None of type NoneType is no function; pass a function"),
+        ([None], "^reward_funcs: None of type NoneType is no function"),
+        ({"f": Judge()}, "^reward_funcs: .* of type dict is no function; pass a function .* or a list of them"),
+        (iter([Judge()]), "^reward_funcs: .* of type list_iterator is no function"),
+        (Judge, "^reward_funcs: <class .*Judge'> of type type is no function; .* an object that can be called"),
         (lambda text: [], r"^reward function '<lambda>' takes \(text\), and is called with .*; write .*\*\*columns"),
-        (tiny.model(), "^reward_funcs: Qwen2ForCausalLM is a model, .*; .*RewardModel makes a function of it"),
+        (
+            tiny.model(),
+            "^reward_funcs: .* of type Qwen2ForCausalLM is no function; .*RewardModel makes a function",
+        ),
     ],
 )
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

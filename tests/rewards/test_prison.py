@@ -55,7 +55,7 @@ def test_what_bubblewrap_says_is_told(monkeypatch):
 @needs_namespaces
 def test_a_jail_that_lies_is_refused(monkeypatch):
     monkeypatch.setattr(Jail, "run", lambda *_, **__: (b"", False))
-    with pytest.raises(ValueError, match="a program in the jail printed b'' and not b'works'"):
+    with pytest.raises(ValueError, match=r"a program in the jail does not run \(it printed b'' and not b'works'\)"):
         Prison(Limits())
 
 

@@ -9,7 +9,8 @@ import pandas
 import pytest
 import torch
 
-from fastgrpo.rewards.values import json_values, length, listed, number, plain, read_verdicts, shown
+from fastgrpo.rewards.guard import listed, plain, shown
+from fastgrpo.rewards.values import json_values, length, number, read_verdicts
 
 
 class Odd:

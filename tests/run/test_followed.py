@@ -34,8 +34,8 @@ def test_the_other_ranks_write_nothing_and_remember_the_metrics(tmp_path, capfd)
     with FollowedLog(GRPOConfig(logging_steps=2), tmp_path, None) as log:
         log.folder.check()
         log.say("nobody reads this")
-        log.progress(10, "GRPO")
-        log.advance(reward=1.0)
+        log.terminal.progress(10, "GRPO")
+        log.terminal.advance(reward=1.0)
         log.step(1, {"reward": 1.0})
         assert log.latest == {}
         log.step(2, {"reward": 2.0})
@@ -44,7 +44,7 @@ def test_the_other_ranks_write_nothing_and_remember_the_metrics(tmp_path, capfd)
         log.step(4, {"reward": 2.0})
         assert log.latest == {"reward": (4, 3.0)}
         assert log.folder.claim("merged") == Path(tmp_path / "merged") and log.folder.held
-        log.close_bar()
+        log.terminal.close_bar()
     assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
 
 

@@ -123,13 +123,13 @@ def test_what_was_opened_before_a_tracker_failed_is_closed(tmp_path, monkeypatch
     def second(config, folder, checkpoint):
         raise ValueError("no second tracker")
 
-    def appending(path):
-        opened.append(open(path, "a"))  # noqa: SIM115
+    def appending(path, mode, **how):
+        opened.append(open(path, mode, **how))  # noqa: SIM115
         return opened[-1]
 
     monkeypatch.setitem(module.TRACKERS, "tensorboard", First)
     monkeypatch.setitem(module.TRACKERS, "wandb", second)
-    monkeypatch.setattr(module, "_appending", appending)
+    monkeypatch.setattr(module, "open", appending, raising=False)
     with pytest.raises(RuntimeError, match="it cannot end") as error:
         make_log(tmp_path, report_to=("tensorboard", "wandb"))
     assert str(error.value.__context__) == "no second tracker"
@@ -180,8 +180,8 @@ def test_lines_that_were_lost_since_a_checkpoint_are_reported(tmp_path, capsys):
 def test_the_settings_decide_what_the_terminal_shows(tmp_path, capsys):
     with make_log(tmp_path, disable_tqdm=True) as log:
         assert not log.terminal.bars and not log.terminal.quiet
-        log.progress(4, "GRPO", done=1)
-        log.advance(2, reward=0.123456)
+        log.terminal.progress(4, "GRPO", done=1)
+        log.terminal.advance(2, reward=0.123456)
         log.say("a line")
         assert (log.terminal.done, log.terminal.total) == (3, 4)
     assert log.terminal.bar is None

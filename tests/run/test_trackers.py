@@ -108,19 +108,13 @@ def test_no_table_of_wandb_hides_that_of_another_step(told):
 
 
 @pytest.mark.parametrize(
-    "text, match",
-    [
-        ('["wandb"]', "does not hold what trackers know the run by"),
-        ('{"trackio": {"name": 1}}', "does not hold what trackio knows the run by"),
-        ('{"trackio": ["run"]}', "does not hold what trackio knows the run by"),
-        ('{"trackio": {"na', "cannot be read: JSONDecodeError"),
-    ],
+    "text", ['["wandb"]', '{"trackio": {"number": 1}}', '{"trackio": ["run"]}', '{"trackio": {"na']
 )
-def test_a_damaged_note_is_named_with_the_remedy(tmp_path, text, match):
+def test_a_damaged_note_is_named_with_the_remedy(tmp_path, text):
     folder = RunFolder(tmp_path)
     folder.claim(KNOWN).write_text(text)
     config = GRPOConfig(report_to="trackio", project="sums", quiet=True)
-    with pytest.raises(ValueError, match=rf"{KNOWN} {match}.*; delete it, .* or leave trackio out of report_to"):
+    with pytest.raises(ValueError, match=rf"{KNOWN} cannot be read .*; delete it, .*leave trackio out of report_to"):
         Trackio(config, folder, tmp_path / "checkpoint-2")
     folder.close()
 

@@ -103,7 +103,7 @@ def main(out, model, cases):
         units.append(sum(p.numel() for p in trainer.policy.module.parameters()) - sum(units))
         with counted:
             trainer.step()
-        trainer.log.close_bar()
+        trainer.log.terminal.close_bar()
         told = {"sent": counted.sent, "host": counted.host, "called": counted.called, "held": held(trainer)}
         told["planned"] = {part.name: part.bytes for part in trainer.plan.parts}
         counts[name] = told | {"trained": sum(trained), "units": units}

@@ -316,7 +316,7 @@ def test_rubbish_in_metrics_is_named_and_the_run_ends_well(after, capfd):
 def test_a_folder_in_place_of_metrics_is_named(after, capfd):
     (after.run / "metrics.jsonl").unlink()
     (after.run / "metrics.jsonl").mkdir()
-    check(train.main, after.argv(**after.resumed), "metrics.jsonl is a folder where the run needs a file; move", capfd)
+    check(train.main, after.argv(**after.resumed), "metrics.jsonl is a folder, where a file is needed", capfd)
     assert (after.run / "checkpoint-2").is_dir()
 
 

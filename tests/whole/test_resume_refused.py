@@ -44,7 +44,7 @@ def test_auto_leaves_a_folder_alone_that_is_not_a_run(tmp_path):
     tiny.save(tmp_path / "model")
     (tmp_path / "model" / "curves.png").write_text("mine")
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
-    with pytest.raises(ValueError, match="model has no checkpoint to go on from, and nothing notes"):
+    with pytest.raises(ValueError, match="model has no checkpoint, and no run made its files"):
         RunLog(GRPOConfig(output_dir=str(tmp_path / "model"), resume_from_checkpoint="auto"))
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted([*before, ".lock"])
     json.loads((tmp_path / "model" / "config.json").read_text())["model_type"]
