@@ -142,8 +142,10 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
     """Plan the memory of a run."""
     from fastgrpo.config.recipe import parse
     from fastgrpo.policy.device import choose_device, choose_dtype
+    from fastgrpo.policy.dry_run import unplannable
+    from fastgrpo.policy.load import outline
     from fastgrpo.rollout.slots import memory_left
-    from fastgrpo.trainer.memory import gib, judges_to_come, outline, plan, unplannable
+    from fastgrpo.trainer.memory import plan
 
     config = parse(argv)
     quiet_libraries()
@@ -157,17 +159,42 @@ def memory(argv: list[str], room: float | None = None, ranks: int = 1) -> str:
         room = memory_left(device) if device.type == "cuda" else math.inf
     judges = judges_to_come(config, device)
     planned = plan(config, model, dtype=dtype, device=device, room=room, ranks=ranks, judges=judges)
-    ppo = [part for part in planned.parts if part.ppo]
-    rows = planned.rows() + [(f"PPO: {part.name}", f"{gib(part.bytes):>11}   {part.how}") for part in ppo]
-    in_all = planned.needed + sum(part.bytes for part in ppo)
-    rows.append(("PPO in all", f"{gib(in_all):>11}   with a value model of the policy's size"))
     each = f" on each of {ranks} devices" if ranks > 1 else ""
-    text = f"memory of {config.model_name_or_path} in {str(dtype).removeprefix('torch.')}{each}\n{table(rows)}"
+    rows = table(planned.rows())
+    text = f"memory of {config.model_name_or_path} in {str(dtype).removeprefix('torch.')}{each}\n{rows}"
     try:
         planned.check()
     except ValueError as error:
         text += f"\nthis does not fit: {error}"
     return text
+
+
+def judges_to_come(config: TrainConfig, device: torch.device) -> int:
+    """Count the bytes that the reward models of a run will take on its device, from their configs. Loads no weights."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from fastgrpo.policy.device import choose_device, choose_dtype
+    from fastgrpo.policy.load import loading
+    from fastgrpo.rewards import PRM, names_model
+    from fastgrpo.rewards.models import auto_class, same_device
+
+    stated, total = config.reward_device, 0
+    if stated != "auto" and not same_device(choose_device(stated, "reward_device"), device):
+        return 0
+    code = config.trust_remote_code
+    for name in config.reward_funcs:
+        path = name.removeprefix(PRM)
+        if name.startswith(PRM):
+            kind, settings = auto_class(path, code, local_files_only=True), {}
+        elif names_model(name):
+            kind, settings = AutoModelForSequenceClassification, {"num_labels": 1}
+        else:
+            continue
+        with loading(path, "reward model"), torch.device("meta"):
+            made = AutoConfig.from_pretrained(path, trust_remote_code=code, local_files_only=True, **settings)
+            model = kind.from_config(made, trust_remote_code=code)
+        total += sum(parameter.numel() for parameter in model.parameters())
+    return total * choose_dtype("auto", device).itemsize
 
 
 def doctor(argv: list[str]) -> int:

@@ -152,7 +152,9 @@ def without_weights(model: PreTrainedModel) -> PreTrainedModel:
             if isinstance(value, torch.Tensor):
                 empty = torch.empty_like(value, device="meta", requires_grad=False)
                 is_parameter = isinstance(value, torch.nn.Parameter)
-                memo[id(value)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                memo[id(value)] = (
+                    torch.nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+                )
     return copy.deepcopy(model, memo).eval()  # deepcopy takes the tensors from the memo
 
 
@@ -204,3 +206,24 @@ def _waits(function, args, kwargs):
         moves = device is not None and torch.device(device).type != "meta"
         waits = moves or any(tag in function.tags for tag in WAITING)
     return waits and any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
+
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts_per_tok")
+
+
+def unplannable(model: PreTrainedModel) -> str | None:
+    """Say why the memory of a model's training cannot be computed."""
+    config = model.config.get_text_config()
+    if model.get_output_embeddings() is None:
+        return "is no causal LM"
+    if getattr(model, "is_quantized", False):  # a folder with quantized weights has been refused by its config
+        return "has quantized weights"
+    for name in (*NEEDED, *OPTIONAL):
+        try:
+            number = getattr(config, name, None)
+        except RuntimeError:  # transformers' refusal where the layers differ, as Gemma 4's
+            number = ()
+        if not isinstance(number, int) and (name in NEEDED or number is not None):
+            return f"has no {name} in its config that all layers share"
+    return None

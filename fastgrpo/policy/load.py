@@ -356,3 +356,17 @@ def read_weights(policy: Policy, path: Path) -> dict[str, torch.Tensor]:
         )
     _check_weights(path, model, report)
     return model.state_dict()
+
+
+def outline(path: str | Path, trust_remote_code: bool = False, download: bool = False) -> PreTrainedModel:
+    """Build a causal LM without weights from its config."""
+    files = ("config.json", "adapter_config.json")
+    local = download or Path(path).is_dir() or find_gguf(path) is not None
+    if not local and not any(read_json(path, file, local_files_only=True) for file in files):
+        raise ValueError(
+            f"no config of a causal LM at {str(path)!r}, neither as a folder nor in the hub's cache (nothing is "
+            "downloaded here)"
+        )
+    config = read_config(path, trust_remote_code, local_files_only=not download)
+    with loading(path, "model"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

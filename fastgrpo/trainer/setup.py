@@ -29,7 +29,7 @@ from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.run.resume import digest_of_weights, refuse_differences
-from fastgrpo.trainer.memory import Plan, choose_parallel, plan_run
+from fastgrpo.trainer.memory import MemoryPlan, choose_parallel, plan_run
 
 NOT_YET = {
     "tools": "let the model answer in one turn",
@@ -140,7 +140,7 @@ class Made:
 
     policy: Policy
     tokenizer: PreTrainedTokenizerBase
-    plan: Plan | None
+    plan: MemoryPlan | None
     digest: str | None
     parallel: str
     why: str

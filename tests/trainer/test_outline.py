@@ -7,7 +7,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.trainer.memory import outline, outline_of, plan_run, unplannable
+from fastgrpo.policy import dry_run
+from fastgrpo.policy.dry_run import unplannable
+from fastgrpo.policy.load import outline
+from fastgrpo.trainer.memory import plan_run
 
 GIB = 2**30
 
@@ -31,7 +34,7 @@ def test_nothing_is_downloaded(monkeypatch):
 def test_a_model_in_memory_keeps_its_weights_and_the_outline_knows_which_are_trained():
     model = tiny.model(tie_word_embeddings=True)
     model.get_input_embeddings().weight.requires_grad_(False)
-    copied = outline_of(model)
+    copied = dry_run.without_weights(model)
     assert all(parameter.is_meta for parameter in copied.parameters())
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight

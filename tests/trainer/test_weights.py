@@ -11,8 +11,9 @@ import tiny
 import torch
 
 from fastgrpo.config.settings import GRPOConfig, SFTConfig
+from fastgrpo.policy.load import outline
 from fastgrpo.ranks import ALONE, Ranks
-from fastgrpo.trainer.memory import Count, choose_parallel, outline, plan, plan_run
+from fastgrpo.trainer.memory import Count, choose_parallel, plan, plan_run
 
 CPU, CUDA, GIB, ROOM = torch.device("cpu"), torch.device("cuda"), 2**30, 80 * 2**30
 SHAPES = {
@@ -60,7 +61,7 @@ def planned(paths, outlined, monkeypatch):
 
 
 def sizes(made):
-    return {part.name: part.bytes for part in made.parts if not part.ppo}
+    return {part.name: part.bytes for part in made.parts}
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -122,9 +123,8 @@ def test_the_full_kl_has_the_reference_beside_the_policy(planned):
     """A sharded copy runs while embedding and head of the policy are whole, and its head stays for the loss."""
     made = planned("7B", 8, beta=0.04, kl="full")
     parts = {part.name: part for part in made.parts}
-    unit, head = parts["reference's unit"], parts["reference's head"]
-    assert (unit.bytes, unit.times) == (2 * 1_089_998_336, ("reference",))
-    assert (head.bytes, head.times) == (2 * 152_064 * 3584, ("reference", "head"))
+    unit = parts["reference's unit"]
+    assert (unit.bytes, unit.times) == (2 * 1_089_998_336, ("reference", "head"))
     for how in ({"kl": "k3"}, {"ref_device": "cpu"}, {"ref_quantization": "int8"}, {"parallel": "ddp"}, PEFT):
         assert unit.name not in sizes(planned("7B", 8, **{"beta": 0.04, "kl": "full", "parallel": "fsdp2", **how}))
 
@@ -165,9 +165,8 @@ def test_weights_that_graphs_read_stay(planned):
     assert go.fits and not stay.fits
     with pytest.raises(
         ValueError, match=r"each of 64 processes needs at least 88.*\n  --rollout_enforce_eager True saves"
-    ) as error:
+    ):
         stay.check()
-    assert "on 128 devices" not in str(error.value)
     held = sizes(go)
     assert go.passing + held["whole weights"] == go.fixed - sum(held[n] for n in ("policy", "gradients", "optimizer"))
 
@@ -176,30 +175,22 @@ def test_remedies_name_what_helps(planned):
     with pytest.raises(ValueError) as error:
         planned("7B", 2, parallel="ddp").check()
     flags = str(error.value).splitlines()[1].split("; ")
-    (shards,) = (flag.strip() for flag in flags if "--parallel" in flag)
+    (shards,) = (flag.strip() for flag in flags if "--parallel fsdp2 saves" in flag)
     assert shards.startswith("--parallel fsdp2 saves") and "enough" in shards
-    with pytest.raises(ValueError) as error:
-        planned("7B", 2, parallel="ddp", room=60 * GIB).check()
-    flags = [flag.strip() for flag in str(error.value).splitlines()[1].split("; ")]
-    assert ["enough" in flag for flag in flags if flag.startswith("--parallel fsdp2 saves")] == [False]
-    assert ["enough" in flag for flag in flags if flag.startswith("--parallel fsdp2 on 4 devices saves")] == [True]
     with pytest.raises(ValueError, match=r"each of 8 processes needs .*: whole weights 61.03 GiB") as error:
         planned("32B", 8).check()
     flags = str(error.value).splitlines()[1]
-    assert (
-        "--parallel fsdp2 --fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags
-        and "on 64 devices" in flags
-    )
+    assert "--parallel fsdp2 --fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags
     with pytest.raises(ValueError, match="--fsdp_reshard_after_forward True saves"):
         planned("7B", 8, room=32 * GIB, parallel="fsdp2", fsdp_reshard_after_forward=False).check()
 
 
 def test_whole_weights_that_no_device_holds(planned):
     with pytest.raises(
-        ValueError, match=r"each of any number of devices holds the whole weights, 61.03 GiB: take"
+        ValueError, match=r"(?s)there are 48.00 GiB: whole weights 61.03 GiB.*; take a smaller"
     ) as error:
         planned("32B", 64, room=48 * GIB).check()
-    assert "there are 48.00 GiB" in str(error.value)
+    assert "enough" not in str(error.value)
 
 
 def test_what_is_asked_for_is_not_chosen(planned):
