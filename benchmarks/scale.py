@@ -11,7 +11,7 @@ times the prompts. With N parameters, R of them in embedding and head, K ranks a
                                                                the gradients in fp32; and one gather of the whole
                                                                weights for the rollouts
 
-and with fsdp_reshard_after_forward False ("kept whole") one all-gather of the layers less of each micro-batch. There is
+and with fsdp2_keep ("kept whole") one all-gather of the layers less of each micro-batch. There is
 no reference (beta is 0), and no evaluation or save.
 
 The bytes of a collective are those of a ring (nccl-tests, doc/PERFORMANCE.md), and tests/ranks/test_counts.py counts
@@ -50,8 +50,8 @@ OFFLOADED = "fsdp2, offloaded"
 MODES = {
     "ddp": {"parallel": "ddp"},
     "fsdp2": {"parallel": "fsdp2"},
-    "fsdp2, kept whole": {"parallel": "fsdp2", "fsdp_reshard_after_forward": False},
-    OFFLOADED: {"parallel": "fsdp2", "fsdp_cpu_offload": True},
+    "fsdp2, kept whole": {"parallel": "fsdp2_keep"},
+    OFFLOADED: {"parallel": "fsdp2_offload"},
 }
 BF16, FP32 = 2, 4  # bytes of a number
 DEFAULTS = GRPOConfig()
@@ -125,7 +125,7 @@ def rows(given: argparse.Namespace) -> Iterator[Row]:
                     continue
                 bytes = sent(
                     count, gpus, math.ceil(tokens / config.max_tokens_per_microbatch),
-                    sharded=config.parallel == "fsdp2", reshard=config.fsdp_reshard_after_forward,
+                    sharded=config.parallel.startswith("fsdp2"), reshard=config.parallel != "fsdp2_keep",
                 )  # fmt: skip
                 yield Row(name, gpus, mode, bytes, update + rollouts)
 
@@ -135,7 +135,7 @@ def _configs(given, gpus):
     for mode, settings in MODES.items():
         yield mode, GRPOConfig(
             prompts_per_step=given.prompts * gpus, num_generations=given.generations, **settings,
-            max_completion_length=given.length, gradient_checkpointing=True, rollout_enforce_eager=True,
+            max_completion_length=given.length, gradient_checkpointing=True, rollout_backend="eager",
         )  # fmt: skip
 
 

@@ -31,8 +31,9 @@ PRM_AGGREGATIONS = ("min", "mean", "last", "product")
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # a task -> the data set on the hub that it reads where dataset_name is None
 # The providers of decode attention, in the order in which auto tries them on a GPU.
 ROLLOUT_ATTENTION = ("triton", "flash_attn", "sdpa", "products")
+_ENGINE = "fastgrpo.rollout.engine.RolloutEngine"
 # The name of each rollout backend, and the class that it stands for: `fastgrpo.rollout.make_backend` imports it.
-ROLLOUT_BACKENDS = {"fast": "fastgrpo.rollout.engine.RolloutEngine", "hf": "fastgrpo.rollout.hf.HFBackend"}
+ROLLOUT_BACKENDS = {"fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend"}
 
 
 @settings_class
@@ -108,16 +109,13 @@ class EngineConfig:
 
     max_num_seqs: Count = 256
     """Largest number of completions that are drawn at the same time (lanes); further ones wait for a free lane."""
-    rollout_backend: Literal["fast", "hf"] = "fast"
-    """Backend that draws completions: fast is this package's engine, hf is transformers' generate, which is slower and
-    takes models that the engine refuses."""
-    rollout_attention: Literal["auto", "triton", "flash_attn", "sdpa", "products"] = "auto"
-    """Implementation of attention in decode steps; auto chooses one that works on this machine."""
+    rollout_backend: Literal["fast", "eager", "hf"] = "fast"
+    """Backend that draws completions: fast is this package's engine; eager is the engine without CUDA graphs, which is
+    slower and takes less memory; hf is transformers' generate, which is slower still and takes models that the engine
+    refuses."""
     rollout_memory_utilization: Share = 0.7
     """Share that the keys and values of rollouts may take of the device's memory that is left after everything else
     (weights, gradients, optimizer, head, activations)."""
-    rollout_enforce_eager: bool = False
-    """Decode without CUDA graphs, which is slower."""
 
 
 @settings_class
@@ -129,12 +127,10 @@ class JudgingConfig:
     model, or prm: and that of a process reward model; http://HOST:PORT/PATH for a server; sandbox:python or
     sandbox:python-all, which run the program of a completion against the column tests. The first one decides the
     accuracy. If none is named, all of the task's own functions are used."""
-    reward_device: str = "auto"
-    """Device of reward models: cuda, cuda:1, cpu, or auto, which is that of the policy. Their weights are bfloat16 on a
-    GPU and float32 on a CPU."""
-    prm_kwargs: Keywords | None = None
-    """Arguments of process reward models (separator, aggregation, step_tag, good_token, bad_token), as a dictionary or
-    its JSON text, for example {"aggregation": "mean"}."""
+    reward_model_kwargs: Keywords | None = None
+    """Arguments of reward models, as a dictionary or its JSON text, for example {"device": "cuda:1"}: the device (the
+    policy's if not given), and for process reward models separator, aggregation, step_tag, good_token and bad_token.
+    Weights are bfloat16 on a GPU and float32 on a CPU."""
     reward_timeout: Positive | None = None
     """Seconds that a reward function may take for one completion. The functions then run in processes of their own;
     what takes longer is killed, and its reward counts as not given. For a server it is the limit of one try of a
@@ -143,7 +139,16 @@ class JudgingConfig:
     @property
     def prm(self) -> dict[str, Any]:
         """The arguments of process reward models by name."""
-        return keywords("prm_kwargs", self.prm_kwargs)
+        return {name: value for name, value in self._models.items() if name != "device"}
+
+    @property
+    def reward_device(self) -> str:
+        """Device of reward models: cuda, cuda:1, cpu, or auto, which is that of the policy."""
+        return self._models.get("device", "auto")
+
+    @property
+    def _models(self):
+        return keywords("reward_model_kwargs", self.reward_model_kwargs)
 
 
 @settings_class
@@ -217,14 +222,6 @@ class OrderConfig:
 
 
 @settings_class
-class CurriculumConfig:
-    """Whether easier prompts come first."""
-
-    curriculum_iters: Size = 0
-    """Draw plain sums in the task's template for this many steps before its own problems; 0 turns it off."""
-
-
-@settings_class
 class RolloutConfig:
     """How the completions of a step are drawn."""
 
@@ -239,12 +236,10 @@ class RolloutConfig:
     repetition_penalty: Positive = 1.0
     """Divide the positive logits of tokens that the prompt or the completion holds already by this number, and multiply
     the negative ones by it, before a token is drawn; 1 turns it off."""
-    dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, which teach nothing, and draw new prompts in their place, batch after
-    batch (DAPO, arXiv 2503.14476)."""
-    max_num_gen_batches: Count = 10
-    """Largest number of batches of prompts that a step draws. If groups are still missing then, the first of the
-    dropped groups are used after all."""
+    dynamic_sampling: Size = 0
+    """Largest number of batches of prompts that a step draws to replace groups whose rewards are all equal, which teach
+    nothing (DAPO, arXiv 2503.14476, draws up to 10). If groups are still missing then, the first of the dropped groups
+    are used after all. 0 turns it off."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
     """Start this many times as many groups as a step needs, and abort those that finish last. This favours short
     completions; 1 turns it off."""
@@ -307,14 +302,12 @@ class OptimizerConfig:
 class SamplesConfig:
     """What a run keeps of the completions that it draws."""
 
-    logging_samples: Count = 64
-    """Largest number of completions that samples.jsonl keeps of a logged step: whole groups, evenly spread over the
-    step's; one group in any case."""
     log_completions: bool = False
-    """Show the completions that samples.jsonl keeps of each logged step as a table in the terminal and to the trackers
-    of report_to that have tables, and write them to completions/completions_STEP.parquet."""
+    """Keep all completions of each logged step in samples.jsonl, where False keeps whole groups of up to 64. True also
+    shows them as a table in the terminal and in the trackers of report_to that have tables, and writes them to
+    completions/completions_STEP.parquet."""
     num_completions_to_print: Count | None = None
-    """Largest number of completions in the terminal's table. None shows all that are kept."""
+    """Largest number of completions in the terminal's table. None shows all of them."""
 
 
 @settings_class
@@ -350,9 +343,6 @@ class RunConfig:
     resume_from_checkpoint: str | None = None
     """Checkpoint to continue from: the path of a checkpoint, or auto, which takes the newest intact one in output_dir
     and starts a new run if there is none."""
-    resume_ignore: each_of("data", "model") = ()
-    """What a resumed run may find changed since its checkpoint, with a warning in place of an error: data are the rows
-    of the training data, model are the weights at model_name_or_path."""
     profile: Size = 0
     """Number of steps to time after two steps of warm-up; as many steps after them are traced. 0 turns it off."""
     report_to: each_of("none", "tensorboard", "wandb", "trackio") = ("none",)
@@ -457,10 +447,8 @@ class ObjectiveConfig:
     vespo_lambda_neg: Positive = 2.0
     """Rate at which VESPO's sequence weight decays for completions with a negative advantage."""
     mask_truncated_completions: bool = False
-    """Leave truncated completions out of the loss."""
-    masked_completions_in_group: bool = True
-    """Count the rewards of masked completions in the mean and the deviation of their group, as DAPO (arXiv 2503.14476,
-    equation 9) and TRL do; False computes both from the other completions alone."""
+    """Leave truncated completions out of the loss. Their rewards still count in the mean and the deviation of their
+    group, as in DAPO (arXiv 2503.14476, equation 9) and TRL."""
 
 
 @settings_class
@@ -475,12 +463,10 @@ class ReferenceConfig:
     use_bias_correction_kl: bool = True
     """Multiply the KL divergence by the ratio of policy to old policy, so that its gradient is unbiased. kl=full, which
     is no estimate from drawn tokens, needs no correction and has none."""
-    ref_device: Literal["cpu"] | None = None
-    """Where the reference is kept: cpu keeps it in host memory and copies its layers to the GPU one by one when they
-    are needed; None keeps it on the policy's device."""
-    ref_quantization: Literal["int8", "nf4"] | None = None
-    """Precision of the reference's linear layers: int8 takes half the memory of bfloat16, nf4 takes a quarter. None
-    does not quantize them."""
+    ref_storage: Literal["cpu", "int8", "nf4"] | None = None
+    """How the reference is stored to take less memory: cpu keeps it in host memory and copies its layers to the GPU one
+    by one; int8 and nf4 quantize its linear layers to a half and a quarter of bfloat16. None keeps a plain copy on the
+    policy's device."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (TR-DPO, arXiv 2404.09656)."""
     ref_model_sync_steps: Count = 512
@@ -494,13 +480,10 @@ class ReferenceConfig:
 class ParallelConfig:
     """How the processes that torchrun starts share the work."""
 
-    parallel: Literal["auto", "ddp", "fsdp2"] = "auto"
+    parallel: Literal["auto", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_offload"] = "auto"
     """How several processes hold the policy: ddp keeps a whole copy in each, fsdp2 shards weights, gradients and
-    optimizer over them. auto takes ddp where these fit one device, else fsdp2. One process alone needs neither."""
-    fsdp_reshard_after_forward: bool = True
-    """Free the whole weights of a layer after its forward pass and gather them again for its backward pass, which takes
-    less memory and sends half as much again."""
-    fsdp_cpu_offload: bool = False
-    """Keep the shards of weights, gradients and optimizer in host memory, and update them there."""
+    optimizer over them. auto takes ddp where these fit one device, else fsdp2. fsdp2_keep holds the gathered layers
+    from the forward to the backward pass, which takes more memory and sends a third less; fsdp2_offload keeps the
+    shards in host memory and updates them there."""
     ddp_timeout: Count = 1800
     """Seconds that a process waits for the others before the run ends with an error that names the missing ones."""

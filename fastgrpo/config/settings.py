@@ -17,7 +17,6 @@ from fastgrpo.config.fields import Count, Positive, Temperature, settings_class
 from fastgrpo.config.sections import (
     AdvantageConfig,
     CompletionConfig,
-    CurriculumConfig,
     DatasetConfig,
     EngineConfig,
     EvaluationConfig,
@@ -108,7 +107,6 @@ class GRPOConfig(
     TokenFilterConfig,
     RolloutConfig,
     CompletionConfig,
-    CurriculumConfig,
     OrderConfig,
     PromptConfig,
     LoadingConfig,
@@ -258,7 +256,6 @@ class DistillConfig(
     EngineConfig,
     TokenFilterConfig,
     CompletionConfig,
-    CurriculumConfig,
     OrderConfig,
     TrainSplitConfig,
     DatasetConfig,

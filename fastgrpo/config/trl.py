@@ -36,7 +36,7 @@ NOTES = {
     "logging_steps": COUNTED + " It is rounded up to whole steps.",
     "disable_tqdm": "None is False.",
     "report_to": "none, tensorboard, wandb or trackio.",
-    "log_completions": "Of the completions that logging_samples keeps.",
+    "log_completions": "True also writes all completions to samples.jsonl.",
     "num_completions_to_print": "The first ones, where TRL draws some.",
     "eval_steps": COUNTED + " It is rounded up to whole steps.",
     "eval_on_start": "True measures the accuracy that a run begins with; eval_strategy makes it False.",

@@ -12,13 +12,8 @@ from fastgrpo.config.fields import keywords
 
 # The condition, in words that follow "has an effect only where" -> when it holds, and the settings that need it.
 ONLY_WHERE = {
-    "rollout_backend is fast": (
-        lambda s: s.rollout_backend == "fast",
-        "rollout_attention rollout_memory_utilization rollout_enforce_eager",
-    ),
+    "rollout_backend is fast or eager": (lambda s: s.rollout_backend != "hf", "rollout_memory_utilization"),
     "use_peft is True": (lambda s: s.use_peft, "lora_r lora_alpha lora_target_modules"),
-    "task is gsm8k": (lambda s: s.task == "gsm8k", "curriculum_iters"),
-    "dynamic_sampling is True": (lambda s: s.dynamic_sampling, "max_num_gen_batches"),
     "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)": (
         lambda s: s.max_steps == -1,
         "num_train_epochs",
@@ -29,7 +24,6 @@ ONLY_WHERE = {
     ),
     "log_completions is True": (lambda s: s.log_completions, "num_completions_to_print"),
     "metric_for_best_model is set": (lambda s: s.metric_for_best_model is not None, "greater_is_better"),
-    "resume_from_checkpoint is set": (lambda s: s.resume_from_checkpoint is not None, "resume_ignore"),
     "report_to has wandb or trackio": (lambda s: {"wandb", "trackio"} & {*s.report_to}, "project"),
     "importance_sampling_mode is set": (
         lambda s: s.importance_sampling_mode is not None,
@@ -44,26 +38,23 @@ ONLY_WHERE = {
         lambda s: s.loss_type == "vespo",
         "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg",
     ),
-    "mask_truncated_completions is True": (lambda s: s.mask_truncated_completions, "masked_completions_in_group"),
-    "beta is above 0": (lambda s: s.beta != 0, "kl ref_device ref_quantization sync_ref_model"),
+    "beta is above 0": (lambda s: s.beta != 0, "kl ref_storage sync_ref_model"),
     "sync_ref_model is True": (lambda s: s.sync_ref_model, "ref_model_sync_steps ref_model_mixup_alpha"),
-    "parallel is fsdp2": (lambda s: s.parallel == "fsdp2", "fsdp_reshard_after_forward fsdp_cpu_offload"),
 }
 # The setting -> its condition, in words and as a function of all settings.
 CONDITIONS = {name: (text, holds) for text, (holds, names) in ONLY_WHERE.items() for name in names.split()}
 # What a resumed run may change; it then continues bit for bit.
 RESUME_MAY_CHANGE = """
 reward_timeout reward_errors reward_workers max_eval_samples eval_num_generations
-quiet logging_samples log_completions num_completions_to_print output_dir overwrite_output_dir
+quiet log_completions num_completions_to_print output_dir overwrite_output_dir
 logging_steps logging_first_step disable_tqdm eval_steps eval_on_start save_steps save_total_limit
-metric_for_best_model greater_is_better resume_from_checkpoint resume_ignore profile report_to run_name project
+metric_for_best_model greater_is_better resume_from_checkpoint profile report_to run_name project
 push_to_hub hub_model_id hub_private_repo parallel ddp_timeout
 """
 # What it may change with a warning, because it then does not continue bit for bit.
 RESUME_INEXACT = """
-dtype device max_num_seqs rollout_attention rollout_memory_utilization rollout_enforce_eager reward_device
+dtype device max_num_seqs rollout_memory_utilization reward_model_kwargs ref_storage
 use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_per_microbatch
-ref_device fsdp_reshard_after_forward fsdp_cpu_offload
 """
 RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
 
@@ -105,12 +96,9 @@ def _evaluation_groups_fit(max_num_seqs, eval_num_generations):
         )
 
 
-def _refills_are_allowed(dynamic_sampling, max_num_gen_batches):
-    if dynamic_sampling and max_num_gen_batches < 2:
-        raise ValueError(
-            "dynamic_sampling draws further batches, and max_num_gen_batches=1 allows none: raise it, or turn "
-            "dynamic_sampling off"
-        )
+def _refills_are_allowed(dynamic_sampling):
+    if dynamic_sampling == 1:
+        raise ValueError("dynamic_sampling=1 allows no second batch of prompts: raise it, or turn it off by 0")
 
 
 def _the_backend_can_abort(oversampling_factor, rollout_backend):
@@ -129,8 +117,8 @@ def _punishment_fits(soft_punish_cache, max_completion_length):
         )
 
 
-def _adapters_are_their_own_reference(use_peft, ref_device, ref_quantization, sync_ref_model):
-    given = {"ref_device": ref_device, "ref_quantization": ref_quantization, "sync_ref_model": sync_ref_model}
+def _adapters_are_their_own_reference(use_peft, ref_storage, sync_ref_model):
+    given = {"ref_storage": ref_storage, "sync_ref_model": sync_ref_model}
     asked = [name for name, value in given.items() if value]
     if asked and use_peft:
         raise ValueError(
@@ -139,12 +127,12 @@ def _adapters_are_their_own_reference(use_peft, ref_device, ref_quantization, sy
         )
 
 
-def _a_quantized_reference_rests(ref_quantization, ref_device, sync_ref_model):
-    for name, value in (("ref_device", ref_device), ("sync_ref_model", sync_ref_model)):
-        if ref_quantization and value:
-            raise ValueError(
-                f"{name} does not go with ref_quantization: it needs the reference's exact weights; choose one of them"
-            )
+def _a_quantized_reference_rests(ref_storage, sync_ref_model):
+    if ref_storage in ("int8", "nf4") and sync_ref_model:
+        raise ValueError(
+            f"sync_ref_model does not go with ref_storage={ref_storage}: it needs the reference's exact weights; "
+            "choose one of them"
+        )
 
 
 def _each_reward_is_scaled_by_its_group(multi_objective_aggregation, scale_rewards, advantage_baseline):
@@ -192,11 +180,11 @@ def _tokens_can_have_advantages(
             )
 
 
-def _process_reward_models_take_these(prm_kwargs):
-    known = ("separator", "aggregation", "step_tag", "good_token", "bad_token")
-    for name in keywords("prm_kwargs", prm_kwargs):
+def _reward_models_take_these(reward_model_kwargs):
+    known = ("device", "separator", "aggregation", "step_tag", "good_token", "bad_token")
+    for name in keywords("reward_model_kwargs", reward_model_kwargs):
         if name not in known:
-            raise ValueError(f"prm_kwargs has an unknown argument {name!r}; it takes {', '.join(known)}")
+            raise ValueError(f"reward_model_kwargs has an unknown argument {name!r}; it takes {', '.join(known)}")
 
 
 def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):
@@ -271,7 +259,7 @@ RULES = (
     _a_quantized_reference_rests,
     _each_reward_is_scaled_by_its_group,
     _tokens_can_have_advantages,
-    _process_reward_models_take_these,
+    _reward_models_take_these,
     _the_entropy_bonus_has_room,
     _the_gradient_has_a_bound,
     _there_are_steps,

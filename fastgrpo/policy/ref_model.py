@@ -250,7 +250,7 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
         try:
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
         except ImportError:
-            raise ValueError("ref_quantization=int8 needs torchao: pip install 'fastgrpo[quantization]'") from None
+            raise ValueError("ref_storage=int8 needs torchao: pip install 'fastgrpo[quantization]'") from None
         config = Int8WeightOnlyConfig(set_inductor_config=False)  # inductor's would also switch TF32 on
         quantize_(
             model, config, lambda module, _: isinstance(module, torch.nn.Linear) and module is not lm_head, device
@@ -259,14 +259,14 @@ def quantize(model: PreTrainedModel, name: str, device: torch.device | str) -> P
     try:
         from bitsandbytes.nn import Linear4bit, Params4bit
     except ImportError:
-        raise ValueError("ref_quantization=nf4 needs bitsandbytes: pip install 'fastgrpo[quantization]'") from None
+        raise ValueError("ref_storage=nf4 needs bitsandbytes: pip install 'fastgrpo[quantization]'") from None
     for path, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and module is not lm_head:
             weight = module.weight
             if device.type == "cpu" and module.in_features % NF4_BLOCK:
                 raise ValueError(
                     f"{path} has {module.in_features} inputs: on a CPU bitsandbytes reads nf4 weights wrongly unless "
-                    f"that is a multiple of {NF4_BLOCK}; use ref_quantization=int8, or a GPU"
+                    f"that is a multiple of {NF4_BLOCK}; use ref_storage=int8, or a GPU"
                 )
             layer = Linear4bit(
                 module.in_features, module.out_features, bias=False, compute_dtype=weight.dtype, quant_type="nf4",

@@ -115,8 +115,8 @@ def prm_options(config: Any, rewards: Any) -> dict[str, Any]:
     names = [*(rewards if isinstance(rewards, (list, tuple)) else [rewards]), *config.reward_funcs]
     if config.prm and not any(isinstance(name, str) and name.startswith(PRM) for name in names):
         raise ValueError(
-            f"prm_kwargs has an effect only where reward_funcs names a process reward model ({PRM}DIR); leave it out, "
-            "or pass them to the ProcessRewardModel that you make"
+            f"{next(iter(config.prm))} of reward_model_kwargs has an effect only where reward_funcs names a process "
+            f"reward model ({PRM}DIR); leave it out, or pass it to the ProcessRewardModel that you make"
         )
     return config.prm
 

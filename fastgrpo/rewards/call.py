@@ -109,10 +109,10 @@ class Rewards:
             return policy
         if not self.models:
             raise ValueError(
-                f"reward_device={name} has an effect only where a reward is a model; leave it out, or name a model in "
-                "reward_funcs"
+                f"device={name} of reward_model_kwargs has an effect only where a reward is a model; "
+                "leave it out, or name a model in reward_funcs"
             )
-        return choose_device(name, "reward_device")
+        return choose_device(name, "device of reward_model_kwargs")
 
     def place(self, device: torch.device, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Move reward models to a device."""

@@ -2,7 +2,7 @@
 
 A context receives the queries, keys and values of each layer from `policy/attention.py`, and writes keys and values
 into slots: `PrefillAttention` those of new prompts, `DecodeAttention` those of new tokens of the lanes. A *provider*
-computes the attention of the lanes. `--rollout_attention` names one.
+computes the attention of the lanes. `RolloutEngine(attention=...)` names one.
 
 Shapes: N packed prompt tokens, n lanes in use, Q new tokens of a lane, K key heads, H query heads, d head width.
 """
@@ -286,7 +286,7 @@ class GroupDecode(Provider):
 
         variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
                    "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip
-        remedy = "--rollout_attention auto goes on without it." if self.asked else None
+        remedy = "attention='auto' goes on without it." if self.asked else None
         return trusted("group_decode", query.device, variant, lambda: self._difference(query, cache, scale), remedy)
 
     def _fused(self, query, cache, scale):
@@ -360,14 +360,14 @@ class Flat(Provider):
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:
     """Choose a provider that works for a model."""
     if name not in ("auto", *ROLLOUT_ATTENTION):
-        raise ValueError(f"rollout_attention must be one of auto, {', '.join(ROLLOUT_ATTENTION)}, got {name!r}")
+        raise ValueError(f"attention must be one of auto, {', '.join(ROLLOUT_ATTENTION)}, got {name!r}")
     if name == "auto" and device.type == "cpu":
         name = "sdpa" if copied <= FEW_COPIES else "products"
     elif name == "auto":
         name = next(name for name in ROLLOUT_ATTENTION if _obstacle(name, device, dtype, head_dim) is None)
     obstacle = _obstacle(name, device, dtype, head_dim)
     if obstacle is not None:
-        raise ValueError(f"rollout_attention={name!r} {obstacle}; use --rollout_attention auto")
+        raise ValueError(f"attention={name!r} {obstacle}; use attention='auto'")
     return name
 
 

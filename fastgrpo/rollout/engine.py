@@ -82,9 +82,8 @@ class RolloutEngine(RolloutBackend):
         return cls(
             policy,
             max_num_seqs=config.max_num_seqs,
-            attention=config.rollout_attention,
             memory_utilization=config.rollout_memory_utilization,
-            enforce_eager=config.rollout_enforce_eager,
+            enforce_eager=config.rollout_backend == "eager",
             reserved=reserved,
         )
 

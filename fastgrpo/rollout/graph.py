@@ -83,7 +83,7 @@ class Graphs:
         except RuntimeError as error:
             cause = error.__context__ or error  # the end of a failed recording fails too and hides the cause
             raise ValueError(
-                "the model's decode step cannot be recorded as a CUDA graph; use --rollout_enforce_eager True "
+                "the model's decode step cannot be recorded as a CUDA graph; use --rollout_backend eager "
                 f"({str(cause).splitlines()[0]})"
             ) from error
         self.pool = graph.pool()

@@ -60,8 +60,8 @@ CHECKS = (
         "refills run out",
         lambda v, args: v["dynamic_sampling/filled_groups"] > 0,
         5,
-        "warning: in each of the last 5 steps, max_num_gen_batches was reached before prompts_per_step groups had "
-        "rewards that differ, so the step also trained on groups that teach nothing. Raise max_num_gen_batches, "
+        "warning: in each of the last 5 steps, dynamic_sampling batches were drawn before prompts_per_step groups had "
+        "rewards that differ, so the step also trained on groups that teach nothing. Raise dynamic_sampling, "
         "num_generations or temperature, or choose prompts that the policy solves sometimes but not always",
     ),
     Check(

@@ -39,14 +39,14 @@ METRICS = {
     "dynamic_sampling/num_gen_batches": "batches of prompts that were drawn for one step, with --dynamic_sampling",
     "dynamic_sampling/dropped_groups": "groups that were drawn and that the step did not train on",
     "dynamic_sampling/filled_groups": "groups that teach nothing and were trained on nevertheless, because "
-    "max_num_gen_batches was reached",
+    "dynamic_sampling batches were drawn",
     "oversampling/aborted_groups": "groups that were started and aborted, with --oversampling_factor",
     "oversampling/aborted_tokens": "completion tokens of aborted groups, which were drawn and thrown away",
     "advantage/mean": "mean of the advantages",
     "advantage/abs_mean": "mean magnitude of the advantages",
     "kl": "KL divergence to the reference, nats per active token: estimated, or exact with kl=full; absent at beta 0",
     "ref/kl_error": "KL divergence (k3 estimate) from the exact reference to the quantized one that is used in its "
-    "place, nats per token; measured in the first step, with --ref_quantization",
+    "place, nats per token; measured in the first step, with a quantized --ref_storage",
     "entropy": "mean entropy of the policy at the active tokens, nats; measured in logged steps only",
     "ratio/mean": "mean over active tokens of the ratio of the policy's probability to the old policy's",
     "ratio/max": "largest ratio of the policy's probability to the old policy's",

@@ -422,19 +422,20 @@ def _compare(state, path, about, say):
             f"warning: gradient_checkpointing was {before} and is {now} now, by what auto chooses: the run continues, "
             "but not bit for bit as it would have without the change"
         )
-    changes = {}
-    if state["rows"] != about["rows"]:
-        changes["data"] = f"{path} was trained on {state['rows']} rows, the data now has {about['rows']}"
-    for name, what in (("data", "the rows of the training data"), ("model", "the weights at model_name_or_path")):
-        before, now = state[f"{name}_digest"], about[f"{name}_digest"]
-        if before != now and None not in (before, now):
-            changes.setdefault(name, f"{what} have changed since {path} was written")
-    for name, change in changes.items():
-        if name not in about["config"]["resume_ignore"]:
-            raise ValueError(
-                f"{change}; bring back what was there, or go on with what is there now: --resume_ignore {name}"
-            )
-        say(f"warning: {change}, which resume_ignore={name} accepts")
+    changed = {
+        name: None not in (values := (state[f"{name}_digest"], about[f"{name}_digest"])) and values[0] != values[1]
+        for name in ("data", "model")
+    }
+    if changed["model"]:
+        raise ValueError(
+            f"the weights at model_name_or_path have changed since {path} was written; bring back those that were there"
+        )
+    if state["rows"] != about["rows"] or changed["data"]:
+        rows = f" (then {state['rows']}, now {about['rows']})" if state["rows"] != about["rows"] else ""
+        say(
+            f"warning: the rows of the training data have changed since {path} was written{rows}: the run continues, "
+            "but not bit for bit as it would have without the change"
+        )
 
 
 def _compare_division(before, now, path, say):

@@ -1,8 +1,8 @@
 """GSM8K (arXiv 2110.14168, MIT licence): grade-school word problems with a number for an answer.
 
 The model is asked to think in <think> tags and to answer in <answer> tags, and sees one problem answered so before its
-own. Correctness, format and length have a reward each. `--curriculum_iters N` draws plain sums in the same template for
-the first N steps, so that a small model earns its first rewards on problems it can solve.
+own. Correctness, format and length have a reward each. A small model earns its first rewards on plain sums in the same
+template: train it on --task sums first.
 """
 
 import random
@@ -11,7 +11,7 @@ from reprlib import repr as brief
 from transformers import PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import HUB_DATA, PromptConfig
-from fastgrpo.data import Curriculum, Level, load_rows
+from fastgrpo.data import load_rows
 from fastgrpo.rewards.gsm8k import correctness, format_reward, length_reward
 from fastgrpo.tasks import Task, shuffled
 
@@ -44,12 +44,7 @@ def build(config: PromptConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         problems = rows(config.dataset_train_split)
         if problems is None:
             raise ValueError(f"{name} has no split {config.dataset_train_split!r}")
-        source = shuffled(problems, config)
-        if not config.curriculum_iters:
-            return source
-        easy = [to_row(row, config.system_prompt, conversational) for row in sums()[0]]
-        first = Level("sums", shuffled(easy, config), until_steps=config.curriculum_iters)
-        return Curriculum([first, Level("gsm8k", source)])
+        return shuffled(problems, config)
 
     return Task(train, lambda: rows(config.dataset_test_split), [correctness, format_reward, length_reward])
 

@@ -4,7 +4,7 @@
 
 Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) drops the groups that teach nothing, and draws as many new
 prompts in their place, batch after batch. It ends when prompts_per_step groups teach something, or when
-max_num_gen_batches batches were drawn; the first of the dropped groups then fill the step. Oversampling starts more
+dynamic_sampling batches were drawn; the first of the dropped groups then fill the step. Oversampling starts more
 groups than are wanted and aborts those that finish last, which favours prompts with short completions.
 
 The metrics cover all groups that finished, dropped or not, because the kept groups are chosen by their rewards. Aborted
@@ -85,7 +85,7 @@ class Collector:
         """Draw until there are enough groups that teach something, and give them their advantages."""
         args, samples, teaching = self.args, [], []
         counts, logged, live, taken, lost = Counter(), defaultdict(list), [], 0, 0
-        batches = args.max_num_gen_batches if args.dynamic_sampling else 1
+        batches = args.dynamic_sampling or 1
         for batch in range(batches):
             wanted = args.prompts_per_step - sum(teaching)
             taken += args.oversampled(wanted)
@@ -210,13 +210,11 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
     With process_rewards "token", the step rewards that functions log (`log_steps`) become advantages of tokens, as in
     DeepSeekMath (arXiv 2402.03300), section 4.1.3. The other functions give each completion its advantage as always,
     and a token's advantage is the sum of both. A function that logged steps counts only by these: what it returned is
-    their summary. With masked_completions_in_group False, the rewards of masked completions are treated as not given.
+    their summary.
     """
     masked = [args.mask_truncated_completions and sample.truncated for sample in samples]
-    left_out = [at for at, it in enumerate(masked) if it and not args.masked_completions_in_group]
     stepped = sorted({name for s in samples for name in s.steps}) if args.process_rewards == "token" else []
     per_function = reward_matrix(samples)
-    per_function[left_out] = math.nan
     per_function[:, [rewards.names.index(name) for name in stepped]] = math.nan
     if args.multi_objective_aggregation == "normalize_then_sum":
         advantages = decoupled_advantages(per_function, rewards.weights, args.num_generations, clip=args.advantage_clip)
@@ -232,15 +230,15 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
         dataclasses.replace(sample, advantage=advantage, token_advantages=None, masked=out)
         for sample, advantage, out in zip(samples, advantages.tolist(), masked, strict=True)
     ]
-    return _with_steps(done, stepped, {*left_out}, rewards, args) if stepped else done
+    return _with_steps(done, stepped, rewards, args) if stepped else done
 
 
-def _with_steps(samples, stepped, left_out, rewards, args):
+def _with_steps(samples, stepped, rewards, args):
     """Add the advantages of steps to those of completions, token by token."""
     lengths = [len(sample.ids) for sample in samples]
     parts = [torch.full((n,), s.advantage, dtype=torch.float64) for n, s in zip(lengths, samples, strict=True)]
     for name in stepped:
-        steps = [() if i in left_out else s.steps.get(name, ()) for i, s in enumerate(samples)]
+        steps = [s.steps.get(name, ()) for s in samples]
         weight = rewards.weights[rewards.names.index(name)]
         own = process_advantages(steps, lengths, args.num_generations, scale=args.scale_rewards)
         parts = [part + weight * of_tokens for part, of_tokens in zip(parts, own, strict=True)]
@@ -293,6 +291,9 @@ def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
                 f"completions/max{kind}_length": max(lengths),
             }
     return values | {"completions/clipped_ratio": sum(sample.truncated for sample in samples) / len(samples)}
+
+
+KEPT_SAMPLES = 64  # completions that samples.jsonl keeps of a logged step, unless log_completions keeps all
 
 
 def logged_groups(groups: int, group_size: int, most: int) -> list[int]:

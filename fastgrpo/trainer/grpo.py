@@ -48,7 +48,7 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
-from fastgrpo.trainer.collect import Collected, Collector, logged_groups, rates, sample_rows
+from fastgrpo.trainer.collect import KEPT_SAMPLES, Collected, Collector, logged_groups, rates, sample_rows
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.setup import (
     advice,
@@ -207,7 +207,7 @@ class GRPOTrainer:
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
         args = self.args
-        batches = args.max_num_gen_batches if args.dynamic_sampling else 1
+        batches = args.dynamic_sampling or 1
         return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
 
     def _make_rewards(self, reward_funcs, tokenizers) -> Rewards | None:
@@ -260,8 +260,8 @@ class GRPOTrainer:
             self.source, self.tokenizer, self.engine, self.rewards, self.sampling, args, self.timer, self.ranks
         )
         self.reference = make_reference(
-            self.policy, args.beta, device=args.ref_device, quantization=args.ref_quantization,
-            moving=args.sync_ref_model,
+            self.policy, args.beta, device="cpu" if args.ref_storage == "cpu" else None,
+            quantization=None if args.ref_storage == "cpu" else args.ref_storage, moving=args.sync_ref_model,
         )  # fmt: skip
         self.token_text = TokenText(self.tokenizer)
         self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
@@ -503,7 +503,7 @@ class GRPOTrainer:
     def _log_samples(self, step, collected, updated):
         """Write some groups to samples.jsonl, with the ratios of the last update, gathered from all ranks."""
         size, samples = self.args.num_generations, list(collected.samples)
-        groups = logged_groups(len(samples) // size, size, self.args.logging_samples)
+        groups = logged_groups(len(samples) // size, size, len(samples) if self.args.log_completions else KEPT_SAMPLES)
         needed = {group * size + i for group in groups for i in range(size)}
         indices = [i for group in collected.trained for i in group]
         mine = {

@@ -227,7 +227,7 @@ class _Planner:
     def plan(self) -> MemoryPlan:
         """Make the plan. On a GPU, auto is gradient checkpointing unless all activations fit beside everything else."""
         config = self.config
-        share = config.rollout_memory_utilization if config.rollout_backend == "fast" else 1.0
+        share = 1.0 if config.rollout_backend == "hf" else config.rollout_memory_utilization
         slots, one_group, lanes = self._slots()
         parts = [*self._weights(), *self._gathered(), self._reference(), *self._head(lanes)]
         parts += [Part("reward models", self.judges, "their weights")] * (self.judges > 0)
@@ -259,9 +259,9 @@ class _Planner:
         group = self.prompt_tokens, [config.max_completion_length] * config.num_generations
         wanted = [group] * -(-config.oversampled(config.prompts_per_step) // self.ranks)
         flat = True  # the hf backend has a copy of the prompt for each completion, as sdpa has
-        if config.rollout_backend == "fast":
+        if config.rollout_backend != "hf":
             copied = copied_tokens(wanted, config.max_num_seqs)
-            provider = choose_provider(config.rollout_attention, self.device, self.dtype, head_dim(shape), copied)
+            provider = choose_provider("auto", self.device, self.dtype, head_dim(shape), copied)
             flat = provider == "sdpa"
         slots, one = (fit(groups, config.max_num_seqs, token, math.inf, flat) for groups in (wanted, wanted[:1]))
         tokens = f"{slots.lanes} completions x {slots.lane_tokens} tokens"
@@ -289,7 +289,7 @@ class _Planner:
                 size, how = math.ceil(size / self.ranks), f"{how} / {self.ranks} devices"
             if count.adapters:
                 how += f", and {count.adapters:,} x {of_adapter} bytes of adapters"
-            if self.sharded and self.config.fsdp_cpu_offload:
+            if self.config.parallel == "fsdp2_offload":
                 size, how = 0, f"{size:,} bytes of host memory: {how}"
             parts.append(Part(name, size + count.adapters * of_adapter, how))
         return parts
@@ -299,14 +299,13 @@ class _Planner:
         if not self.sharded:
             return []
         config, count, b, rest = self.config, self.count, self.dtype.itemsize, "embedding and head"
-        in_all, fast = count.base + count.adapters, self.device.type == "cuda" and config.rollout_backend == "fast"
-        times, where = ("draw",), ""
-        if fast and not config.rollout_enforce_eager:  # CUDA graphs read them
+        in_all, times, where = count.base + count.adapters, ("draw",), ""
+        if self.device.type == "cuda" and config.rollout_backend == "fast":  # CUDA graphs read them
             times, where = (), ", at fixed addresses"
         unit = max(*count.layers, count.rest)
         whole, what = count.two_layers + count.rest, f"two layers, {rest}"
-        if not config.fsdp_reshard_after_forward:
-            whole, what = count.base, "all layers, as fsdp_reshard_after_forward is False"
+        if config.parallel == "fsdp2_keep":
+            whole, what = count.base, "all layers, as parallel is fsdp2_keep"
         gradients = max(count.two_layers, count.rest) if count.trained else 0
         how = f"two layers, or {rest}: {gradients:,} x 4 bytes" if gradients else "none: the shards are frozen"
         parts = [
@@ -317,7 +316,7 @@ class _Planner:
             Part("unsharded gradients", gradients * FP32, how, ("layers",)),
         ]  # fmt: skip
         # The full KL reads the states of a frozen copy, which is sharded too and runs inside of the policy's pass.
-        copied = self.grpo and not config.use_peft and config.ref_device is None and config.ref_quantization is None
+        copied = self.grpo and not config.use_peft and config.ref_storage is None
         if copied and config.objective.full_kl:
             how = f"{rest} beside the policy's: {count.rest:,} x {b} bytes"
             parts.append(Part("reference's unit", count.rest * b, how, ("reference", "head")))
@@ -336,11 +335,11 @@ class _Planner:
             return Part("reference", 0, f"none: {none}")
         b = self.dtype.itemsize
         size = self.count.base * b
-        if config.ref_device is not None:
+        if config.ref_storage == "cpu":
             how = f"two layers, embedding and head; {size:,} bytes of host memory, streamed layer by layer"
             return Part("reference", b * (self.count.two_layers + self.count.rest), how, ("reference",))
-        if config.ref_quantization is not None:
-            head, bits = self.model.get_output_embeddings(), {"int8": 8, "nf4": 4}[config.ref_quantization]
+        if config.ref_storage is not None:
+            head, bits = self.model.get_output_embeddings(), {"int8": 8, "nf4": 4}[config.ref_storage]
             linear = [m.weight for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
             numbers = sum(weight.numel() for weight in linear)
             how = f"{numbers:,} weights x {bits} bits without their scales, and the rest as in the policy"
@@ -430,37 +429,40 @@ def plan(
             changed = dataclasses.replace(chosen, **settings)
         except (TypeError, ValueError):  # these settings have no such field, or it cannot go with the others
             continue
-        without = settings == {"reward_device": "cpu"}
-        instead[flag] = of(changed, settings.get("parallel", parallel), 0 if without else judges).least
+        without = "reward_model_kwargs" in settings
+        instead[flag] = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges).least
     return dataclasses.replace(made, instead=instead)
 
 
 def _changes(config, ranks):
     """List the flags that may save memory, each with the settings that it changes."""
-    without_reference = {"ref_device": None, "ref_quantization": None, "sync_ref_model": False}
+    without_reference = {"ref_storage": None, "sync_ref_model": False}
     tokens, length = config.max_tokens_per_microbatch // 2, config.max_completion_length // 2
     changes = {
         "--use_peft True": {"use_peft": True} | (without_reference if isinstance(config, GRPOConfig) else {}),
         "--beta 0": {"beta": 0.0} | without_reference,
-        "--ref_device cpu": {"ref_device": "cpu"},
-        "--ref_quantization nf4": {"ref_quantization": "nf4"},
-        "--reward_device cpu": {"reward_device": "cpu"},
+        "--ref_storage cpu": {"ref_storage": "cpu"},
+        "--ref_storage nf4": {"ref_storage": "nf4"},
+        '--reward_model_kwargs \'{"device": "cpu"}\'': {"reward_model_kwargs": {"device": "cpu"}},
         "--gradient_checkpointing True": {"gradient_checkpointing": True},
         f"--max_tokens_per_microbatch {tokens}": {"max_tokens_per_microbatch": tokens},
         f"--max_completion_length {length}": {"max_completion_length": length},
         "--rollout_memory_utilization 1": {"rollout_memory_utilization": 1.0},
-        "--rollout_enforce_eager True": {"rollout_enforce_eager": True},
-        "--fsdp_reshard_after_forward True": {"fsdp_reshard_after_forward": True},
+        "--rollout_backend eager": {"rollout_backend": "eager"},
     }
-    offload = {"parallel": "fsdp2", "fsdp_cpu_offload": True}
-    shards = {"--parallel fsdp2": {"parallel": "fsdp2"}, "--parallel fsdp2 --fsdp_cpu_offload True": offload}
+    shards = {f"--parallel {way}": {"parallel": way} for way in ("fsdp2", "fsdp2_offload")}
     return changes | (shards if ranks > 1 else {})
+
+
+def sharing(parallel: str) -> str:
+    """Return ddp or fsdp2: fsdp2_keep and fsdp2_offload are ways of fsdp2."""
+    return parallel.partition("_")[0]
 
 
 def choose_parallel(config: TrainingConfig, whole: MemoryPlan | None) -> tuple[str, str]:
     """Decide how the processes of a run share its weights, gradients and optimizer, and say why."""
     if config.parallel != "auto":
-        return config.parallel, "as parallel says"
+        return sharing(config.parallel), "as parallel says"
     if whole is None:
         return "ddp", "auto is ddp where the memory of a model cannot be planned"
     if whole.ranks == 1 or math.isinf(whole.room):

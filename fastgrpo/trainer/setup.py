@@ -159,10 +159,10 @@ def make_policy(
 
     All ranks begin with the same weights. On a CPU the process keeps the memory that its steps free.
     """
-    if args.parallel == "fsdp2" and ranks.group is None:
+    if args.parallel.startswith("fsdp2") and ranks.group is None:
         raise ValueError(
-            "parallel=fsdp2 shards a run over several processes, and this is one alone; start it by torchrun "
-            "--nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
+            f"parallel={args.parallel} shards a run over several processes, and this is one alone; start it by "
+            "torchrun --nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
         )
     plan = plan_run(args, model, ranks=ranks, rewards=rewards)
     if plan:
@@ -197,8 +197,8 @@ def make_policy(
             policy,
             ranks,
             dtype=policy.dtype,
-            reshard_after_forward=args.fsdp_reshard_after_forward,
-            cpu_offload=args.fsdp_cpu_offload,
+            reshard_after_forward=args.parallel != "fsdp2_keep",
+            cpu_offload=args.parallel == "fsdp2_offload",
         )
     return Made(policy, tokenizer, plan, digest if args.keeps_first_weights else None, parallel, why, wrapper)
 

@@ -19,16 +19,16 @@ CASES = {
         {"eval_num_generations": 300},
         "max_num_seqs=256 must hold the eval_num_generations=300",
     ),
-    "_refills_are_allowed": ({"dynamic_sampling": True, "max_num_gen_batches": 1}, "allows none: raise it"),
+    "_refills_are_allowed": ({"dynamic_sampling": 1}, "allows no second batch of prompts: raise it"),
     "_the_backend_can_abort": ({"oversampling_factor": 2, "rollout_backend": "hf"}, "use rollout_backend=fast"),
     "_punishment_fits": ({"soft_punish_cache": 513}, "soft_punish_cache=513 is a part of max_completion_length=512"),
     "_adapters_are_their_own_reference": (
-        {"beta": 0.1, "use_peft": True, "ref_device": "cpu"},
-        "ref_device does not go with use_peft, .*; leave it out",
+        {"beta": 0.1, "use_peft": True, "ref_storage": "cpu"},
+        "ref_storage does not go with use_peft, .*; leave it out",
     ),
     "_a_quantized_reference_rests": (
-        {"beta": 0.1, "ref_quantization": "nf4", "sync_ref_model": True},
-        "sync_ref_model does not go with ref_quantization",
+        {"beta": 0.1, "ref_storage": "nf4", "sync_ref_model": True},
+        "sync_ref_model does not go with ref_storage=nf4",
     ),
     "_each_reward_is_scaled_by_its_group": (
         {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "batch"},
@@ -38,9 +38,9 @@ CASES = {
         {"process_rewards": "token", "importance_sampling_level": "sequence"},
         "importance_sampling_level=sequence has one ratio for a whole completion; leave one of the two out",
     ),
-    "_process_reward_models_take_these": (
-        {"prm_kwargs": {"agregation": "min"}},
-        "prm_kwargs has an unknown argument 'agregation'; it takes separator, aggregation,",
+    "_reward_models_take_these": (
+        {"reward_model_kwargs": {"agregation": "min"}},
+        "reward_model_kwargs has an unknown argument 'agregation'; it takes device, separator, aggregation,",
     ),
     "_the_entropy_bonus_has_room": (
         {"use_adaptive_entropy": True, "entropy_coef_min": 2.0},
@@ -85,7 +85,6 @@ def test_every_rule_is_tried_and_looks_at_settings_that_exist():
     [
         {"multi_objective_aggregation": "normalize_then_sum", "advantage_baseline": "leave_one_out"},
         {"beta": 0.1, "use_peft": True, "sync_ref_model": True},
-        {"beta": 0.1, "ref_quantization": "int8", "ref_device": "cpu"},
         {"resume_from_checkpoint": "auto", "output_dir": "x", "overwrite_output_dir": True},
         {"metric_for_best_model": "reward", "logging_steps": 3},
         {"loss_type": "cispo"},

@@ -229,7 +229,7 @@ def test_a_folder_is_found_by_its_name_with_the_settings(form, tmp_path):
     folder = tmp_path / "steps"
     form().save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
-    config = GRPOConfig(reward_funcs=[f"prm:{folder}"], prm_kwargs={"aggregation": "mean", "separator": "."})
+    config = GRPOConfig(reward_funcs=[f"prm:{folder}"], reward_model_kwargs={"aggregation": "mean", "separator": "."})
     judge = find_reward(f"prm:{folder}", prm=config.prm)
     assert isinstance(judge, ProcessRewardModel) and (judge.aggregation, judge.separator) == ("mean", ".")
     assert judge.__name__ == "steps" and not judge.pooled
@@ -240,7 +240,7 @@ def test_a_folder_is_found_by_its_name_with_the_settings(form, tmp_path):
 
 
 def test_settings_of_process_reward_models_without_one_are_refused():
-    config = GRPOConfig(prm_kwargs={"aggregation": "last"})
-    with pytest.raises(ValueError, match=r"^prm_kwargs has an effect only where reward_funcs names"):
+    config = GRPOConfig(reward_model_kwargs={"aggregation": "last"})
+    with pytest.raises(ValueError, match=r"^aggregation of reward_model_kwargs has an effect only where"):
         prm_options(config, [len, "math:sqrt"])
     assert json.dumps(prm_options(GRPOConfig(), []))

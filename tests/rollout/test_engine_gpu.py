@@ -131,7 +131,7 @@ def test_a_step_that_waits_for_the_device_names_the_remedy(monkeypatch):
     model, prompts = model_and_prompts()
     forward = model.base_model.norm.forward
     monkeypatch.setattr(model.base_model.norm, "forward", lambda x: forward(x * (1 if x.sum().item() else 2)))
-    with pytest.raises(ValueError, match="use --rollout_enforce_eager True"):
+    with pytest.raises(ValueError, match="use --rollout_backend eager"):
         RolloutEngine(model).generate(prompts, 2, SamplingParams(temperature=0, max_tokens=24))
 
 

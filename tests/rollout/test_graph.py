@@ -87,7 +87,7 @@ def test_a_step_that_cannot_be_recorded_names_the_cause_and_the_remedy(cuda):
 
     graphs = Graphs(torch.device("cuda"), enabled=True)
     graphs.run(8, lambda: None)
-    with pytest.raises(ValueError, match=r"enforce_eager True \(operation not permitted when stream is capturing\)"):
+    with pytest.raises(ValueError, match=r"rollout_backend eager \(operation not permitted when stream is capturing\)"):
         graphs.run(8, step)
     assert not graphs.graphs
 

@@ -111,12 +111,12 @@ def test_the_order_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     "name, device, dtype, head_dim, match",
     [
-        ("triton", "cpu", torch.float32, 64, "'triton' needs a CUDA device; the model is on cpu; use --rollout_att"),
+        ("triton", "cpu", torch.float32, 64, "'triton' needs a CUDA device; the model is on cpu; use attention="),
         ("flash_attn", "cpu", torch.bfloat16, 64, "needs a CUDA device"),
         ("flash_attn", "cuda", torch.float32, 64, "takes bf16 and fp16; the model is torch.float32"),
         ("flash_attn", "cuda", torch.bfloat16, 512, "a multiple of 8 and at most 256; the model's have 512"),
         ("flash_attn", "cuda", torch.bfloat16, 64, "needs the package: pip install flash-attn --no-build-isolation"),
-        ("flash", "cpu", torch.float32, 64, "rollout_attention must be one of auto, triton, .*, got 'flash'"),
+        ("flash", "cpu", torch.float32, 64, "attention must be one of auto, triton, .*, got 'flash'"),
     ],
 )
 def test_refused(monkeypatch, name, device, dtype, head_dim, match):

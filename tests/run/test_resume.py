@@ -66,7 +66,7 @@ def test_what_is_computed_must_stay_and_what_is_recorded_may_change():
     rules = {name: on_resume(name) for name in FIELDS}
     for name in ("learning_rate", "beta", "seed", "loss_type", "importance_sampling_mode", "num_generations", "task"):
         assert rules[name] == "same", name
-    for name in ("max_steps", "device", "max_tokens_per_microbatch", "rollout_attention"):
+    for name in ("max_steps", "device", "max_tokens_per_microbatch", "rollout_memory_utilization"):
         assert rules[name] == "inexact", name
     for name in ("output_dir", "save_steps", "report_to", "eval_steps", "resume_from_checkpoint"):
         assert rules[name] == "free", name
@@ -77,7 +77,7 @@ def test_the_same_settings_go_on_in_silence(tmp_path):
 
 
 def test_a_setting_newer_than_the_checkpoint_had_its_default(tmp_path):
-    folder = checkpoint(tmp_path, without=("importance_sampling_mode", "rollout_attention"))
+    folder = checkpoint(tmp_path, without=("importance_sampling_mode", "max_num_seqs"))
     check_settings(folder, GRPOConfig(), pytest.fail)
     with pytest.raises(ValueError, match="trained with importance_sampling_mode=None, now it is 'token_mask'"):
         check_settings(folder, GRPOConfig(importance_sampling_mode="token_mask"), pytest.fail)

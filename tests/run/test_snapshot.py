@@ -43,7 +43,7 @@ def test_another_choice_of_gradient_checkpointing_is_told(tmp_path, setting, cho
     same = {"dtype": "torch.float32", "rows": 4, "data_digest": None, "model_digest": None}
     state = same | {"config": {"gradient_checkpointing": setting}}
     state["gradient_checkpointing"] = chosen
-    config = {"gradient_checkpointing": "auto", "resume_ignore": ()}
+    config = {"gradient_checkpointing": "auto"}
     said = []
     _compare(state, tmp_path, same | {"config": config, "gradient_checkpointing": now}, said.append)
     told = f"warning: gradient_checkpointing was True and is {now} now, by what auto chooses: "

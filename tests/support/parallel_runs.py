@@ -22,11 +22,11 @@ EVAL_ROWS = [{"prompt": text} for text in ("x", "yz", "1+2=")]
 EXAMPLES = [{"prompt": "a" * i, "completion": "bc" * (1 + i * i % 7)} for i in range(1, 8)]
 SETTINGS = {
     "plain": {"beta": 0.05, "num_iterations": 2, "updates_per_rollout": 2},
-    "refills": {"dynamic_sampling": True, "scale_rewards": "batch", "loss_type": "bnpo"},
+    "refills": {"dynamic_sampling": 10, "scale_rewards": "batch", "loss_type": "bnpo"},
     "adapters": {"use_peft": True, "lora_r": 4, "beta": 0.05, "lora_target_modules": "all-linear"},
     "full kl": {"beta": 0.1, "kl": "full", "max_tokens_per_microbatch": 64},
     "moving": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5},
-    "streamed": {"beta": 0.05, "ref_device": "cpu", "gradient_checkpointing": True},
+    "streamed": {"beta": 0.05, "ref_storage": "cpu", "gradient_checkpointing": True},
     "draws": {"eval_num_generations": 3, "top_k": 20, "importance_sampling_mode": "token_truncate"},
     "supervised": {"batch_size": 3, "weight_decay": 0.1},
     "aborts": {"oversampling_factor": 2.0, "top_k": 3},

@@ -8,7 +8,6 @@ import tiny
 from paths import DATA
 
 from fastgrpo.config.settings import TrainConfig
-from fastgrpo.data.sources import Curriculum
 from fastgrpo.rewards.gsm8k import digits_reward
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
 from fastgrpo.train import main
@@ -70,16 +69,10 @@ def test_gsm8k_prompts_follow_the_tokenizer():
     assert plain.test() is None
 
 
-def test_gsm8k_system_prompt_and_curriculum():
-    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.", curriculum_iters=2)
-    task = gsm8k.build(config, tiny.tokenizer(chat=True))
-    source = task.train()
-    assert isinstance(source, Curriculum)
-    for expected in (True, True, False):
-        row = source.take(1)[0]
-        assert row["question"].startswith("What is ") is expected
-        assert [message["content"] for message in row["prompt"]] == ["Be brief.", row["question"]]
-        source.observe(0.0)
+def test_gsm8k_system_prompt():
+    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.")
+    row = gsm8k.build(config, tiny.tokenizer(chat=True)).train().take(1)[0]
+    assert [message["content"] for message in row["prompt"]] == ["Be brief.", row["question"]]
     plain = gsm8k.build(config, tiny.tokenizer()).train().take(1)[0]
     assert plain["prompt"] == f"Be brief.\n\nProblem: {plain['question']}\nSolution: "
 
@@ -134,7 +127,7 @@ def test_gsm8k_rows_need_their_columns():
 
 
 def test_rows_keep_their_lines_in_a_task(tmp_path):
-    """Also with a system prompt before each prompt, and behind the sums of a curriculum."""
+    """Also with a system prompt before each prompt."""
     path = tmp_path / "train.jsonl"
     row = json.dumps({"prompt": "hi", "question": "1+1?", "answer": "2"})
     path.write_text(f"\n{row}\n\n{row}\n")
@@ -142,9 +135,9 @@ def test_rows_keep_their_lines_in_a_task(tmp_path):
         config = TrainConfig(task="dataset", dataset_name=str(path), system_prompt=system_prompt)
         rows = dataset.build(config, None).train().rows
         assert rows.where(1) == f"{path}:4" and rows[1]["prompt"] == ("hi" if system_prompt is None else "S\n\nhi")
-    config = TrainConfig(task="gsm8k", dataset_name=str(path), curriculum_iters=2)
+    config = TrainConfig(task="gsm8k", dataset_name=str(path))
     rows = gsm8k.build(config, tiny.tokenizer()).train().rows
-    assert rows.where(len(rows) - 1) == f"{path}:4" and rows.where(0) == "level 'sums' row 0"
+    assert rows.where(len(rows) - 1) == f"{path}:4"
 
 
 @pytest.mark.parametrize("prompt", [None, 7, []])
@@ -183,7 +176,7 @@ def test_unknown_task():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["64 rows", "the real files"])
 def test_five_steps_on_gsm8k_with_a_small_qwen2(tmp_path, whole):
-    """The real job, from the command line: chat template, three rewards, curriculum, evaluation, checkpoint."""
+    """The real job, from the command line: chat template, three rewards, evaluation, checkpoint."""
     name = str(SAMPLE)
     if whole:
         name = os.environ.get("FASTGRPO_GSM8K")
@@ -192,7 +185,7 @@ def test_five_steps_on_gsm8k_with_a_small_qwen2(tmp_path, whole):
     model = tiny.save(tmp_path / "model", chat=True)
     code = main(
         f"--task gsm8k --model_name_or_path {model} --dataset_name {name} --output_dir {tmp_path / 'run'} "
-        "--max_steps 5 --curriculum_iters 2 --prompts_per_step 2 --num_generations 4 --max_completion_length 24 "
+        "--max_steps 5 --prompts_per_step 2 --num_generations 4 --max_completion_length 24 "
         "--learning_rate 1e-3 --logging_steps 1 --beta 0.04 --max_eval_samples 4 --device cpu "
         "--reward_weights 1.0 0.5 0.1 --top_p 0.95 --top_k 100".split()
     )
@@ -200,7 +193,6 @@ def test_five_steps_on_gsm8k_with_a_small_qwen2(tmp_path, whole):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
-    assert [row["curriculum/level"] for row in steps] == [0, 0, 1, 1, 1]
     for name in ("correctness", "format_reward", "length_reward"):
         assert f"rewards/{name}/mean" in steps[0]
     assert (tmp_path / "run" / "checkpoint-5" / "model.safetensors").exists()

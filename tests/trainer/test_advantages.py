@@ -40,7 +40,7 @@ def advantages(completions, functions=(right,), weights=(), **settings):
 GROUP = [completion(1.0), completion(0.0), completion(1.0, reason="length"), completion(0.0, reason="length")]
 
 
-def test_masked_completions_count_in_their_group_by_default():
+def test_masked_completions_count_in_their_group():
     # Rewards 1 1 0 -2: mean 0, squares 1 + 1 + 0 + 4 over 3.
     group = [completion(r, reason=why) for r, why in ((1.0, "stop"), (1.0, "stop"), (0.0, "length"), (-2.0, "length"))]
     std = math.sqrt(2) + EPS
@@ -50,45 +50,10 @@ def test_masked_completions_count_in_their_group_by_default():
     assert all(c.token_advantages is None for c in done)
 
 
-def test_masked_completions_out_of_their_group_change_nothing_there():
-    # Given: 1 and 0, mean 0.5, squares 0.25 + 0.25 over 1. The truncated 7 and -2 take no part.
-    group = [completion(r, reason=why) for r, why in ((1.0, "stop"), (0.0, "stop"), (7.0, "length"), (-2.0, "length"))]
-    std = math.sqrt(0.5) + EPS
-    out = {"mask_truncated_completions": True, "masked_completions_in_group": False}
-    done = advantages(group, **out)
-    assert [c.advantage for c in done] == pytest.approx([0.5 / std, -0.5 / std, 0, 0], rel=1e-12)
-    assert done[2].rewards == {"right": 7.0}  # what it got stays known
-    # The batch's deviation and RLOO's baseline are those of the others, too.
-    assert [c.advantage for c in advantages(group, scale_rewards="batch", **out)] == pytest.approx(
-        [0.5 / std, -0.5 / std, 0, 0], rel=1e-12
-    )
-    rloo = advantages(group, scale_rewards="none", advantage_baseline="leave_one_out", **out)
-    assert [c.advantage for c in rloo] == [1.0, -1.0, 0, 0]
-    gdpo = advantages(group, multi_objective_aggregation="normalize_then_sum", **out)
-    assert gdpo[0].advantage > 0 == gdpo[2].advantage == gdpo[3].advantage > gdpo[1].advantage
-
-
-def test_a_group_without_spread_among_those_that_count_teaches_nothing():
+def test_masked_completions_give_their_group_its_spread():
     group = [completion(1.0), completion(1.0), completion(0.0, reason="length"), completion(0.0, reason="length")]
     inside = advantages(group, mask_truncated_completions=True)
     assert [c.informative and not c.masked for c in inside] == [True, True, False, False]
-    outside = advantages(group, mask_truncated_completions=True, masked_completions_in_group=False)
-    assert not any(c.informative for c in outside)
-    totals = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    values = reward_metrics(outside, totals, 4)  # all completions are measured, masked ones too
-    assert values["reward"] == 0.5 and values["frac_informative"] == 0 and values["rewards/right/mean"] == 0.5
-    lonely = [completion(1.0), *[completion(0.0, reason="length")] * 3]
-    done = advantages(lonely, mask_truncated_completions=True, masked_completions_in_group=False)
-    assert [c.advantage for c in done] == [0.0] * 4  # one reward has no spread
-
-
-def test_where_nothing_is_masked_the_flag_has_no_effect():
-    with pytest.raises(ValueError, match="masked_completions_in_group has an effect only where mask_truncated"):
-        GRPOConfig(masked_completions_in_group=False)
-    complete = [completion(r) for r in (1.0, 0.0, 0.5)]
-    settings = {"mask_truncated_completions": True}
-    a, b = (advantages(complete, **settings, **more) for more in ({}, {"masked_completions_in_group": False}))
-    assert [c.advantage for c in a] == [c.advantage for c in b]
 
 
 def test_process_advantages_by_hand():
@@ -156,13 +121,3 @@ def test_a_completion_whose_token_advantages_add_up_to_nothing_still_teaches():
     other = completion(1.0, 2, of_steps=((1, 0.0), (2, 0.0)), steps=0.0)
     done = advantages([one, other], scale_rewards="none", **BOTH)  # mean 0.5: 2.5 - 1.5 and -1.5; -1 and -0.5
     assert done[0].token_advantages.tolist() == [1.0, -1.5] and done[1].token_advantages.tolist() == [-1.0, -0.5]
-
-
-def test_masked_steps_leave_the_group_with_their_completion():
-    cut = dataclasses.replace(STEPPED[1], finish_reason="length")
-    third = completion(0.0, 1, of_steps=((1, 3.0),), steps=0.0)
-    out = {"mask_truncated_completions": True, "masked_completions_in_group": False}
-    with_it, without = advantages([STEPPED[0], cut, third], **BOTH, **out), advantages([STEPPED[0], third], **BOTH)
-    assert torch.equal(with_it[0].token_advantages, without[0].token_advantages)
-    assert torch.equal(with_it[2].token_advantages, without[1].token_advantages)
-    assert with_it[1].token_advantages.tolist() == [0, 0] and with_it[1].masked

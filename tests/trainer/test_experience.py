@@ -38,7 +38,7 @@ def make_trainer(folder, tmp_path, pattern, reward=by_plan, **settings):
     defaults = {
         "output_dir": str(tmp_path / "run"), "max_steps": 2, "prompts_per_step": 4, "num_generations": 4,
         "max_completion_length": 6, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "logging_steps": 1,
-        "device": "cpu", "gradient_checkpointing": False, "shuffle_dataset": False, "dynamic_sampling": True,
+        "device": "cpu", "gradient_checkpointing": False, "shuffle_dataset": False, "dynamic_sampling": 10,
     }  # fmt: skip
     return GRPOTrainer(str(folder), reward, GRPOConfig(**{**defaults, **settings}), planned(pattern))
 
@@ -92,7 +92,7 @@ def test_groups_without_spread_are_replaced(folder, tmp_path):
 
 
 def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, "0100" + "000" + "0" * 7, max_num_gen_batches=2)
+    trainer = make_trainer(folder, tmp_path, "0100" + "000" + "0" * 7, dynamic_sampling=2)
     before = [p.clone() for p in trainer.model.parameters()]
     values, experience = stepped(trainer)
     assert rows_of(experience, trainer) == [0, 1, 2, 3]
@@ -107,7 +107,7 @@ def test_the_bound_ends_a_step_and_dropped_groups_fill_up(folder, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_dropped_groups_do_not_count_in_the_normalizer_and_those_that_fill_up_do(folder, tmp_path, loss_type):
-    trainer = make_trainer(folder, tmp_path, "1001" + "0000", max_num_gen_batches=2, loss_type=loss_type)
+    trainer = make_trainer(folder, tmp_path, "1001" + "0000", dynamic_sampling=2, loss_type=loss_type)
     updated, update = [], trainer.updates
     trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     _, experience = stepped(trainer)
@@ -130,7 +130,7 @@ def test_those_that_train_together_are_scaled_together(folder, tmp_path):
 
 def test_without_a_group_to_drop_it_is_the_step_without(folder, tmp_path):
     make_trainer(folder, tmp_path / "on", "1" * 8).train()
-    make_trainer(folder, tmp_path / "off", "1" * 8, dynamic_sampling=False).train()
+    make_trainer(folder, tmp_path / "off", "1" * 8, dynamic_sampling=0).train()
     on, off = untimed(tmp_path / "on" / "run"), untimed(tmp_path / "off" / "run")
     assert [{k: v for k, v in row.items() if not k.startswith("dynamic_sampling/")} for row in on] == off
     names = [(tmp_path / name / "run" / "samples.jsonl").read_bytes() for name in ("on", "off")]
@@ -139,7 +139,7 @@ def test_without_a_group_to_drop_it_is_the_step_without(folder, tmp_path):
 
 @pytest.mark.parametrize("given", [0, 3, 5])
 def test_a_source_gives_as_many_rows_as_it_is_asked_for(folder, tmp_path, given):
-    trainer = make_trainer(folder, tmp_path, "1" * 8, dynamic_sampling=False)
+    trainer = make_trainer(folder, tmp_path, "1" * 8, dynamic_sampling=0)
     trainer.source.take = lambda count: planned("1" * given)
     match = rf"the source of training rows \(ShuffledRows\) gave {given} rows for take\(4\); let it begin again"
     with pytest.raises(ValueError, match=match):
@@ -150,7 +150,7 @@ def test_a_source_gives_as_many_rows_as_it_is_asked_for(folder, tmp_path, given)
 def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path, backend):
     trainer = make_trainer(
         folder, tmp_path, "0" * 4, lambda completions, **_: [0.0] * len(completions), rollout_backend=backend,
-        max_num_gen_batches=3,
+        dynamic_sampling=3,
     )  # fmt: skip
     _, experience = stepped(trainer)
     drawn = [tuple(rollout.ids) for rollout in rollouts(experience)]  # three times the same four prompts
@@ -165,7 +165,7 @@ def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
             log_extra("mark", list(range(16)))
         return by_plan(completions, spread) if first else [None] * len(completions)
 
-    trainer = make_trainer(folder, tmp_path, "1110" + "0" * 10, reward, max_num_gen_batches=3)
+    trainer = make_trainer(folder, tmp_path, "1110" + "0" * 10, reward, dynamic_sampling=3)
     values, experience = stepped(trainer)
     assert values["dynamic_sampling/num_gen_batches"] == 3 and values["batch"] == (16 + 4 + 4) / 3
     assert [completion.extras for completion in experience.samples] == [
@@ -193,7 +193,7 @@ def noisy(completions, spread, **_):
 
 def test_a_run_is_the_same_again_and_goes_on_where_it_stopped(folder, tmp_path):
     settings = {
-        "dynamic_sampling": True, "oversampling_factor": 1.5, "soft_punish_cache": 2, "max_num_gen_batches": 3,
+        "dynamic_sampling": 3, "oversampling_factor": 1.5, "soft_punish_cache": 2,
         "save_steps": 1, "shuffle_dataset": True,
     }  # fmt: skip
 
@@ -251,7 +251,7 @@ def test_an_error_while_drawing_leaves_the_engine_idle():
 
 
 def test_oversampling_keeps_as_many_groups_as_asked_for(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, "1" * 20, dynamic_sampling=False, oversampling_factor=1.6)
+    trainer = make_trainer(folder, tmp_path, "1" * 20, dynamic_sampling=0, oversampling_factor=1.6)
     trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
     assert len(experience.trained) == 4 and len(experience.samples) == 16  # of 6.4, rounded up
@@ -284,7 +284,7 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
 
     trainer = make_trainer(
         folder, tmp_path, "1111", [nothing, by_plan], soft_punish_cache=4, reward_weights=[2.0, 0.0],
-        dynamic_sampling=False,
+        dynamic_sampling=0,
     )  # fmt: skip
     trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
@@ -307,7 +307,7 @@ def test_a_completion_that_nothing_judges_is_not_punished_either(folder, tmp_pat
         trainer.step()
     half = make_trainer(
         folder, tmp_path / "b", "1" * 8, lambda completions, **_: [None, 1.0] * (len(completions) // 2),
-        soft_punish_cache=4, dynamic_sampling=False,
+        soft_punish_cache=4, dynamic_sampling=0,
     )  # fmt: skip
     _, experience = stepped(half)
     per_function = reward_matrix(experience.samples)
@@ -316,7 +316,7 @@ def test_a_completion_that_nothing_judges_is_not_punished_either(folder, tmp_pat
 
 def test_groups_whose_completions_are_all_masked_teach_nothing(folder, tmp_path):
     """Overlong filtering and dynamic sampling: a truncated group is replaced too."""
-    trainer = make_trainer(folder, tmp_path, "1" * 12, mask_truncated_completions=True, max_num_gen_batches=3)
+    trainer = make_trainer(folder, tmp_path, "1" * 12, mask_truncated_completions=True, dynamic_sampling=3)
     trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=(), max_tokens=3)
     before = [p.clone() for p in trainer.model.parameters()]
     values, experience = stepped(trainer)
@@ -348,8 +348,8 @@ def test_all_of_it_at_once(folder, tmp_path):
 @pytest.mark.parametrize(
     "settings, match",
     [
-        ({"dynamic_sampling": True, "max_num_gen_batches": 1}, "max_num_gen_batches=1 allows none: raise it"),
-        ({"max_num_gen_batches": 0}, "max_num_gen_batches must be at least 1"),
+        ({"dynamic_sampling": 1}, "dynamic_sampling=1 allows no second batch"),
+        ({"dynamic_sampling": -1}, "dynamic_sampling must be at least 0"),
         ({"oversampling_factor": 0.9}, "oversampling_factor must be at least 1"),
         ({"oversampling_factor": float("inf")}, "oversampling_factor must be finite"),
         ({"oversampling_factor": float("nan")}, "oversampling_factor must be finite"),

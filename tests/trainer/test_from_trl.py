@@ -126,11 +126,11 @@ def test_a_reward_model_trains(tmp_path, chat, named):
 def test_a_process_reward_model_trains_beside_a_function(tmp_path, named):
     torch.manual_seed(0)
     model, tokenizer = Qwen2ForTokenClassification(tiny.config(vocab_size=258, num_labels=2)), tiny.tokenizer()
-    settings = {"process_rewards": "token", "reward_device": "cpu"}
+    settings = {"process_rewards": "token", "reward_model_kwargs": {"device": "cpu"}}
     if named:
         model.save_pretrained(tmp_path / "prm")
         tokenizer.save_pretrained(tmp_path / "prm")
-        given, settings["prm_kwargs"] = f"prm:{tmp_path / 'prm'}", {"separator": "a"}
+        given, settings["reward_model_kwargs"] = f"prm:{tmp_path / 'prm'}", {"device": "cpu", "separator": "a"}
     else:
         given = ProcessRewardModel(model, tokenizer, separator="a")
     trainer = script(tmp_path, [given, share_of_a], **settings)

@@ -186,7 +186,7 @@ def test_a_run_is_the_same_however_it_is_split(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"ref_device": "cpu", "entropy_coef": 0.01},
+        {"ref_storage": "cpu", "entropy_coef": 0.01},
         {"use_peft": True, "lora_target_modules": ("all-linear",)},
         {"sync_ref_model": True, "ref_model_sync_steps": 1},
         {"num_iterations": 2, "updates_per_rollout": 2, "importance_sampling_level": "sequence", "loss_type": "grpo"},

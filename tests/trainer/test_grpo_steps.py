@@ -189,9 +189,8 @@ def test_groups_without_spread_in_their_steps_are_replaced(tmp_path):
 
     settings = {
         "process_rewards": "token",
-        "dynamic_sampling": True,
+        "dynamic_sampling": 3,
         "shuffle_dataset": False,
-        "max_num_gen_batches": 3,
     }
     values = make_trainer(tmp_path, by_prompt, prompts_per_step=2, **settings).step()
     # "ab" is dropped and "c" kept; "hello " is dropped and "1+1=" kept: one of two in each batch.

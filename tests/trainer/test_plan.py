@@ -110,8 +110,8 @@ def flatten(value):
     "settings, how, share",
     [
         ({"use_peft": True}, "adapters off", 0),
-        ({"ref_quantization": "int8"}, "x 8 bits", 0.5),
-        ({"ref_quantization": "nf4"}, "x 4 bits", 0.3),
+        ({"ref_storage": "int8"}, "x 8 bits", 0.5),
+        ({"ref_storage": "nf4"}, "x 4 bits", 0.3),
     ],
 )
 def test_references_that_take_less(tmp_path, settings, how, share):
@@ -124,7 +124,7 @@ def test_references_that_take_less(tmp_path, settings, how, share):
 def test_a_streamed_reference_passes_through_the_device(tmp_path):
     """Two layers are there at once, in buffers of the largest, beside the weights that belong to no layer."""
     model = outline(tiny.save(tmp_path / "model"))
-    config = GRPOConfig(beta=0.1, ref_device="cpu")
+    config = GRPOConfig(beta=0.1, ref_storage="cpu")
     part = parts_of(config, model)["reference"]
     whole, *layers = (
         sum(parameter.nbytes for parameter in module.parameters()) for module in (model, *model.model.layers)
@@ -149,7 +149,7 @@ def test_a_full_fine_tune_of_7b_is_refused_and_lora_is_named(tmp_path):
     needs, remedies = str(error.value).splitlines()
     assert "the run needs at least 1" in needs and "there are 80.00 GiB: optimizer 85.11 GiB, gradients 28.37" in needs
     assert "--use_peft True saves" in remedies and "which is enough" in remedies.split(";")[0]
-    assert "--ref_device cpu saves 14.19 GiB" in remedies and "--ref_quantization nf4" in remedies
+    assert "--ref_storage cpu saves 14.19 GiB" in remedies and "--ref_storage nf4" in remedies
     assert "--beta 0 saves 14.19 GiB" in remedies and remedies.count("enough") == 1
 
 

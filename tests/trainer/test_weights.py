@@ -110,7 +110,7 @@ def test_the_shards_of_7b_on_8_devices(planned):
     assert held["unsharded gradients"] == 4 * 1_089_998_336  # embedding and head are more than two layers
     by_name = {part.name: part for part in made.parts}
     assert by_name["whole weights"].times == ("draw",) and by_name["head's gradient"].times == ("head", "layers")
-    kept = sizes(planned("7B", 8, parallel="fsdp2", beta=0.04, fsdp_reshard_after_forward=False))
+    kept = sizes(planned("7B", 8, parallel="fsdp2_keep", beta=0.04))
     assert kept["gathered layers"] == 15_231_233_024
     assert {n: s for n, s in kept.items() if s != held[n]}.keys() <= {
         "gathered layers",
@@ -125,14 +125,14 @@ def test_the_full_kl_has_the_reference_beside_the_policy(planned):
     parts = {part.name: part for part in made.parts}
     unit = parts["reference's unit"]
     assert (unit.bytes, unit.times) == (2 * 1_089_998_336, ("reference", "head"))
-    for how in ({"kl": "k3"}, {"ref_device": "cpu"}, {"ref_quantization": "int8"}, {"parallel": "ddp"}, PEFT):
+    for how in ({"kl": "k3"}, {"ref_storage": "cpu"}, {"ref_storage": "int8"}, {"parallel": "ddp"}, PEFT):
         assert unit.name not in sizes(planned("7B", 8, **{"beta": 0.04, "kl": "full", "parallel": "fsdp2", **how}))
 
 
 def test_offloaded_shards_lie_in_host_memory(planned):
     held, parts = (
-        sizes(planned("7B", 8, parallel="fsdp2", fsdp_cpu_offload=True)),
-        planned("7B", 8, parallel="fsdp2", fsdp_cpu_offload=True).parts,
+        sizes(planned("7B", 8, parallel="fsdp2_offload")),
+        planned("7B", 8, parallel="fsdp2_offload").parts,
     )
     assert held["policy"] == held["gradients"] == held["optimizer"] == 0 < held["whole weights"]
     assert next(part for part in parts if part.name == "gradients").how.startswith("3,807,808,256 bytes of host memory")
@@ -159,13 +159,11 @@ def test_each_rank_has_room_for_its_prompts(planned):
 
 def test_weights_that_graphs_read_stay(planned):
     """On a GPU the whole weights have fixed addresses, unless rollouts are eager: 32B then has no room for updates."""
-    stay, go = (planned("32B", 64, CUDA, rollout_enforce_eager=eager) for eager in (False, True))
+    stay, go = (planned("32B", 64, CUDA, rollout_backend=backend) for backend in ("fast", "eager"))
     whole = [next(part for part in made.parts if part.name == "whole weights") for made in (stay, go)]
     assert [part.times for part in whole] == [(), ("draw",)] and "at fixed addresses" in whole[0].how
     assert go.fits and not stay.fits
-    with pytest.raises(
-        ValueError, match=r"each of 64 processes needs at least 88.*\n  --rollout_enforce_eager True saves"
-    ):
+    with pytest.raises(ValueError, match=r"each of 64 processes needs at least 88.*\n  --rollout_backend eager saves"):
         stay.check()
     held = sizes(go)
     assert go.passing + held["whole weights"] == go.fixed - sum(held[n] for n in ("policy", "gradients", "optimizer"))
@@ -180,9 +178,9 @@ def test_remedies_name_what_helps(planned):
     with pytest.raises(ValueError, match=r"each of 8 processes needs .*: whole weights 61.03 GiB") as error:
         planned("32B", 8).check()
     flags = str(error.value).splitlines()[1]
-    assert "--parallel fsdp2 --fsdp_cpu_offload True saves 61.03 GiB, which is enough" in flags
-    with pytest.raises(ValueError, match="--fsdp_reshard_after_forward True saves"):
-        planned("7B", 8, room=32 * GIB, parallel="fsdp2", fsdp_reshard_after_forward=False).check()
+    assert "--parallel fsdp2_offload saves 61.03 GiB, which is enough" in flags
+    with pytest.raises(ValueError, match="--parallel fsdp2 saves"):
+        planned("7B", 8, room=32 * GIB, parallel="fsdp2_keep").check()
 
 
 def test_whole_weights_that_no_device_holds(planned):

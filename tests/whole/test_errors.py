@@ -76,7 +76,6 @@ CASES = {
     "no end token": (spoilt(endless), "no end token.*set eos_token"),
     "no data set": (flags(dataset_name=None), "needs --dataset_name"),
     "no data file": (flags(dataset_name="./no.jsonl"), "no such file: no.jsonl"),
-    "curriculum of another task": (flags(curriculum_iters=3), "curriculum_iters has .* only where task is gsm8k"),
     "warmup of a constant rate": (
         flags(lr_scheduler_type="constant", warmup_steps=5),
         "warmup_steps has an effect only where lr_scheduler_type is not constant .constant_with_warmup is",
@@ -87,10 +86,9 @@ CASES = {
         flags(beta=0.1, ref_model_sync_steps=5),
         "ref_model_sync_steps has an effect only where sync_ref_model is True; leave it out",
     ),
-    "a bound without refills": (flags(max_num_gen_batches=5), "_batches has .* only where dynamic_sampling is True"),
-    "attention of the other backend": (
-        flags(rollout_backend="hf", rollout_attention="sdpa"),
-        "rollout_attention has an effect only where rollout_backend is fast; leave it out",
+    "memory of the other backend": (
+        flags(rollout_backend="hf", rollout_memory_utilization=0.5),
+        "rollout_memory_utilization has an effect only where rollout_backend is fast or eager; leave it out",
     ),
     "adapters that are off": (flags(lora_r=4), "lora_r has an effect only where use_peft is True; leave it out"),
     "data file of another kind": (

@@ -77,9 +77,9 @@ CASES = {
                task="gsm8k", reward_funcs=None),
         "train.jsonl:2: the question must be a text that is not empty, got None",
     ),
-    "GSM8K answer of null behind a curriculum": (
+    "GSM8K answer of null": (
         spoilt(lambda c: c.write(json.dumps(GOOD), json.dumps({**GOOD, "answer": None})),
-               task="gsm8k", reward_funcs=None, curriculum_iters=1),
+               task="gsm8k", reward_funcs=None),
         "train.jsonl:2: the answer must be a text that is not empty, got None",
     ),
     "held-out row without prompt": (held_out({"prompt": "ab"}, {"question": "?"}), "test.jsonl:2: the row has no col"),
@@ -180,7 +180,7 @@ def test_a_stream_and_a_data_frame_train_and_evaluate(tmp_path):
 
 
 def test_a_stream_is_read_as_far_as_a_run_with_refills_can_need(tmp_path):
-    settings = {"prompts_per_step": 2, "dynamic_sampling": True, "max_num_gen_batches": 3, "max_steps": 2}
+    settings = {"prompts_per_step": 2, "dynamic_sampling": 3, "max_steps": 2}
     trainer = make_trainer(tmp_path, rows=STREAM, eval_rows=STREAM, max_eval_samples=5, **settings)
     assert (len(trainer.source), len(trainer.held_out[""])) == (12, 5)
 

@@ -123,35 +123,24 @@ def test_a_lock_that_is_a_link_is_not_followed(case, capfd):
     assert (case.folder / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_resumed_run_notices_other_rows(after, capfd):
+def test_a_resumed_run_warns_of_other_rows(after, capfd):
     after.write('{"prompt": "ab"}', '{"prompt": "ce"}')
-    message = "the rows of the training data have changed since .*checkpoint-2 was written; .*--resume_ignore data"
-    check(train.main, after.argv(**after.resumed), message, capfd)
-    check(train.main, after.argv(**after.resumed, resume_ignore="model"), message, capfd)
-    assert train.main(after.argv(**after.resumed, resume_ignore="data")) == 0
-    assert "warning: the rows of the training data have changed since" in capfd.readouterr().out
+    assert train.main(after.argv(**after.resumed)) == 0
+    told = capfd.readouterr().out
+    assert "warning: the rows of the training data have changed since" in told and "not bit for bit" in told
 
 
-def test_a_resumed_run_notices_more_rows(after, capfd):
+def test_a_resumed_run_warns_of_more_rows(after, capfd):
     after.write('{"prompt": "ab"}', '{"prompt": "cd"}', '{"prompt": "ef"}')
-    message = "checkpoint-2 was trained on 2 rows, the data now has 3; bring back .*--resume_ignore data"
-    check(train.main, after.argv(**after.resumed), message, capfd)
-    assert train.main(after.argv(**after.resumed, resume_ignore="data")) == 0
-    assert "the data now has 3, which resume_ignore=data accepts" in capfd.readouterr().out
+    assert train.main(after.argv(**after.resumed)) == 0
+    assert "checkpoint-2 was written (then 2, now 3): the run continues" in capfd.readouterr().out
 
 
-def test_a_resumed_run_notices_other_weights_below_its_reference(after, capfd):
+def test_a_resumed_run_refuses_other_weights_below_its_reference(after, capfd):
     """At beta above 0 the reference is made from them anew."""
     tiny.save(after.model, seed=1)
-    message = "the weights at model_name_or_path have changed since .*checkpoint-2 .*--resume_ignore model"
+    message = "the weights at model_name_or_path have changed since .*checkpoint-2 .*bring back those that were there"
     check(train.main, after.argv(**after.resumed), message, capfd)
-    assert train.main(after.argv(**after.resumed, resume_ignore="model")) == 0
-    assert "warning: the weights at model_name_or_path have changed" in capfd.readouterr().out
-
-
-def test_nothing_can_be_ignored_where_nothing_is_resumed(case, capfd):
-    message = "resume_ignore has an effect only where resume_from_checkpoint is set; leave it out"
-    check(train.main, case.argv(resume_ignore="data"), message, capfd)
 
 
 def copied(run, folder, *names):

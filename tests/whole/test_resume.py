@@ -39,10 +39,10 @@ def test_a_stopped_run_goes_on_to_the_last_bit(whole, dtype, stopped_at, capsys)
         (ADAPTERS, "peft"),
         (ADAPTERS | {"beta": 0.0, "dtype": "bfloat16"}, "peft"),
         (MOVING, None),
-        ({"ref_device": "cpu"}, None),
-        (MOVING | {"ref_device": "cpu"}, None),
-        ({"ref_quantization": "int8"}, "torchao"),
-        ({"ref_quantization": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
+        ({"ref_storage": "cpu"}, None),
+        (MOVING | {"ref_storage": "cpu"}, None),
+        ({"ref_storage": "int8"}, "torchao"),
+        ({"ref_storage": "int8", "scale_rewards": "none"}, None),  # a stand-in for torchao: see `rounded`
         ({"beta": 0.0, "rollout_backend": "hf"}, None),
         ({"reward_errors": "skip", "multi_objective_aggregation": "normalize_then_sum"}, None),
     ],
@@ -51,20 +51,21 @@ def test_whatever_the_policy_and_the_reference_are(tmp_path, settings, package, 
     """Adapters, references that moved, that rest on the host, or that are quantized; stopped between two lines."""
     if package is not None:
         pytest.importorskip(package)
-    elif "ref_quantization" in settings:
+    elif settings.get("ref_storage") == "int8":
         monkeypatch.setattr("fastgrpo.policy.ref_model.quantize", rounded)
     make_trainer(tmp_path, "whole", **settings).train()
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, "run", signalled(5, signal.SIGTERM), **settings).train()
     checkpoint = tmp_path / "run" / "checkpoint-5"
     assert (checkpoint / "adapter_model.safetensors").exists() == ("use_peft" in settings)
-    assert (checkpoint / "reference.pt").exists() == bool({"sync_ref_model", "ref_quantization"} & set(settings))
+    quantized = settings.get("ref_storage") == "int8"
+    assert (checkpoint / "reference.pt").exists() == (quantized or "sync_ref_model" in settings)
     assert not (tmp_path / "run" / "merged").exists()
     make_trainer(tmp_path, "run", seed=1, resume_from_checkpoint="auto", **settings).train()
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert (tmp_path / "run" / "merged").exists() == ("use_peft" in settings)
     measured = [row["step"] for row in lines(tmp_path / "run") if "ref/kl_error" in row]
-    assert measured == ([3] if "ref_quantization" in settings else [])
+    assert measured == ([3] if quantized else [])
 
 
 def test_a_backward_pass_that_leaves_columns_out_goes_on_to_the_last_bit(tmp_path):
@@ -123,7 +124,7 @@ def test_a_reference_that_moved_is_not_the_one_that_the_run_began_with(tmp_path)
 def test_a_quantized_reference_that_was_never_compared_still_is(tmp_path):
     """Stopped before the first step; and what was said once is not said again."""
     pytest.importorskip("torchao")
-    settings = {"ref_quantization": "int8"}
+    settings = {"ref_storage": "int8"}
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, "run", signalled(0, signal.SIGTERM), **settings).train()
     make_trainer(tmp_path, "run", resume_from_checkpoint="auto", **settings).train()
