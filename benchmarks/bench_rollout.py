@@ -21,12 +21,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from benchmarks.compare import rows_of
+from benchmarks.compare import compare, rows_of
 from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_part
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish, name_of
 from benchmarks.layers import LAYERS, LIGER
 from benchmarks.models import EMBEDDED, QWEN, random_model
-from fastgrpo.kernel_checks.clock import copy_limit
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
@@ -35,6 +34,7 @@ from fastgrpo.rollout.slots import kv_token_bytes
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 LARGE = CUDA and not SMALL
+COPIED_BYTES = 2**29
 ROUNDS = 2 if SMALL else 3 if CUDA else 41
 PROMPTS, GROUP = (4, 4) if SMALL else (32, 8)
 PROMPT_TOKENS, NEW_TOKENS = (512, 512) if LARGE else (6, 8 if SMALL else 48)
@@ -192,8 +192,15 @@ def limit_tokens_a_second(model: PreTrainedModel, lengths: list[int]) -> float:
     """
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     count, mean = len(lengths), PROMPT_TOKENS + sum(lengths) / len(lengths) / 2
-    bandwidth = copy_limit(DEVICE) if CUDA else 0
+    bandwidth = copy_limit() if CUDA else 0
     return count * bandwidth / (weights + count * mean * kv_token_bytes(model.config, model.dtype))
+
+
+def copy_limit() -> float:
+    """Return the bytes a second that a large copy reads and writes."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / compare({"copy": lambda: target.copy_(source)}, 10, DEVICE)["copy"]["median_s"]
 
 
 def engine_entry(size: str, engines: list[str], cases: list[str]) -> Entry:

@@ -9,11 +9,15 @@ results/<gpu>-first.txt. Without a GPU the exit code is 2; with FASTGRPO_BENCH_S
 nothing is written.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from glob import glob
@@ -33,7 +37,7 @@ from benchmarks.first_sizes import (
 from benchmarks.harness import CUDA, SMALL, Bar, in_words, none_of
 from benchmarks.layers import LAYERS
 from benchmarks.report import bar_table
-from fastgrpo.kernel_checks.processes import Ended, run_limited
+from fastgrpo.kernel_checks.runner import problem
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 470  # of the 8 minutes, for the parts together
@@ -46,6 +50,14 @@ VERDICT = re.compile(r"^(tests/.*?::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MU
 KERNEL_TESTS = ("tests/kernels/test_gpu.py", "tests/kernels/test_rollout_kernels_gpu.py")
 SANITIZER = "compute-sanitizer"
 SANITIZERS = ("/usr/local/cuda*/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
+
+
+class Ended(NamedTuple):
+    """How a command ended: what it wrote to stdout and stderr, and in one line why it did not end well, or None."""
+
+    output: str
+    errors: str
+    problem: str | None
 
 
 class Found(NamedTuple):
@@ -100,6 +112,32 @@ class Outcome(NamedTuple):
     found: Found
     problem: str | None
     output: str
+
+
+def run_limited(
+    command: Sequence[str], seconds: float, environment: dict[str, str], folder: str | None = None
+) -> Ended:
+    """Run a command in a process group of its own; when its time is over, all processes of the group are killed."""
+    # Files and no pipes: a process that the command leaves behind could hold a pipe open for ever.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as output,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
+        late = False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of them may have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        texts = [(stream.seek(0), stream.read())[1] for stream in (output, errors)]
+    return Ended(*texts, f"not done after {seconds:.0f} s" if late else problem(process.returncode, texts[1]))
 
 
 def read_json(ended: Ended) -> Found:
@@ -232,15 +270,15 @@ def bar_rows(outcome: Outcome) -> list[dict[str, Any]]:
     Args:
         outcome: What came of the part.
     """
-    part, found, problem, _ = outcome
-    why = problem or found.note or "not measured"
+    part, found, ended_badly, _ = outcome
+    why = ended_badly or found.note or "not measured"
     measured = {name: in_words(bar) for name, bar in found.bars.items()}
     absent = {name: {"missing": why} for name in part.bars if name not in measured}
     lines = [
         {"part": part.name, "bar": name, "predicted": PREDICTED.get(name), **values}
         for name, values in {**measured, **absent}.items()
     ]
-    remark = "; ".join(text for text in (problem, found.note) if text)
+    remark = "; ".join(text for text in (ended_badly, found.note) if text)
     return lines or [{"part": part.name, "bar": "", "missing": remark or "done"}]
 
 
@@ -254,23 +292,23 @@ def main(names: Sequence[str]) -> int:
         The exit code: 0; 1 where a part failed or took too long; 2 where there is no GPU, or no part of such a name.
     """
     known = {part.name: part for part in parts()}
-    problem = None
+    refusal = None
     if not (CUDA or SMALL):
-        problem = "make first-gpu needs a CUDA GPU, and torch sees none; FASTGRPO_BENCH_SMALL=1 runs it small on a CPU"
+        refusal = "make first-gpu needs a CUDA GPU, and torch sees none; FASTGRPO_BENCH_SMALL=1 runs it small on a CPU"
     elif unknown := [name for name in names if name not in known]:
-        problem = f"there is no part {unknown[0]!r}; the parts are {', '.join(known)}"
-    if problem:
-        print(f"error: {problem}", file=sys.stderr)
+        refusal = f"there is no part {unknown[0]!r}; the parts are {', '.join(known)}"
+    if refusal:
+        print(f"error: {refusal}", file=sys.stderr)
         return 2
     lines, outputs, failed, machine = [], [], False, {}
     for outcome in run_parts([known[name] for name in names] or list(known.values())):
-        part, found, problem, output = outcome
-        print(f"{part.name}: {problem or 'done'}{'; ' + found.note if found.note else ''}", flush=True)
+        part, found, why, output = outcome
+        print(f"{part.name}: {why or 'done'}{'; ' + found.note if found.note else ''}", flush=True)
         machine |= found.machine or {}
         new = bar_rows(outcome)
         lines += new
-        failed = failed or (problem is not None and part.command is not None)
-        outputs += [f"## {part.name}: {problem}\n\n{output}"] if output else []
+        failed = failed or (why is not None and part.command is not None)
+        outputs += [f"## {part.name}: {why}\n\n{output}"] if output else []
         if not SMALL:
             (common,) = rows_of({}, {"all": ""}, benchmark="first_gpu", machine=machine)
             append(found.rows + [common | row for row in new], "cuda")

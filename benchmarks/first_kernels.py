@@ -1,14 +1,12 @@
 """Call the kernels of head and decoding once, while compute-sanitizer watches: python -m benchmarks.first_kernels.
 
-They are cases of `doctor --check` at the size of their values: where these were checked before, all is compiled. There
-are few imports, because everything is slow under the sanitizer.
+They are cases of `doctor --check`: where these were checked before, all is compiled. There are few imports, because
+everything is slow under the sanitizer.
 """
 
 import torch
 
-from fastgrpo.kernel_checks.cases import modes_here
-from fastgrpo.kernel_checks.runner import TABLE
-from fastgrpo.kernel_checks.worker import find_cases, place_of
+from fastgrpo.kernel_checks.cases import CASES, modes_here
 
 NAMES = ("linear_grpo_loss", "linear_logprob, entropy", "group_decode, width 64", "group_decode, width 128")
 
@@ -16,9 +14,9 @@ NAMES = ("linear_grpo_loss", "linear_logprob, entropy", "group_decode, width 64"
 def main() -> None:
     """Call those of the kernels that run here."""
     mode = modes_here()[0]
-    for case in find_cases(TABLE):
+    for case in CASES:
         if case.name in NAMES and mode in case.modes:
-            case.make(place_of(case, mode, timed=False)).ours()
+            case.trial(mode).ours()
             if mode == "gpu":
                 torch.cuda.synchronize()
             print(case.name, flush=True)

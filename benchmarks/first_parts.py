@@ -31,13 +31,12 @@ from benchmarks.first_sizes import (
 from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, Bar, at_least, at_most, name_of, none_of
 from benchmarks.peers import PEERS, peers
 from fastgrpo.kernel_checks import runner
-from fastgrpo.kernel_checks.cases import Case, modes_here
-from fastgrpo.kernel_checks.worker import find_cases
+from fastgrpo.kernel_checks.cases import CASES, modes_here
 
 ROUNDS = 2 if SMALL else 10
 SECONDS = 8  # time limit of the rounds of one shape
 FLATTEN_BAR = 1.01  # a hundredth is noise
-CHECK_SECONDS = 45  # time limit of a step of one check, with the start of its process
+CHECK_SECONDS = 45  # time limit of one check, with the start of its process
 GRAPHS, *_, EAGER = bench_rollout.ENGINES
 
 
@@ -76,47 +75,27 @@ def _driver():
         return "unknown"
 
 
-def _cases() -> tuple[str, list[Case]]:
-    """Return where the kernels are checked, and the cases of that mode; small, one of them."""
-    mode = modes_here()[0]
-    return mode, [case for case in find_cases(runner.TABLE) if mode in case.modes][: 1 if SMALL else None]
-
-
 def check_kernels() -> None:
-    """Compare every kernel with its specification, and then those that fail by the other assembler."""
-    mode, cases = _cases()
-    lines = []
-
-    def told() -> None:
-        print(lines[-1], flush=True)
-        failed = [line for line in lines if not line.passed]
-        note = f"{len(lines) - len(failed)} of {len(cases)} passed"
-        note += "".join(f"; {line.name} failed: {runner.reason(line.found)} {line.note}".rstrip() for line in failed)
-        tell(bars={"kernels that fail their check": none_of(len(failed), len(lines) == len(cases))}, note=note)
-
-    for line in runner.check(runner.TABLE, cases, mode, steps=("values",), seconds=CHECK_SECONDS):
+    """Compare every kernel with its specification; small, one of them."""
+    mode, lines = modes_here()[0], []
+    count = 1 if SMALL else sum(mode in case.modes for case in CASES)
+    for line in runner.check(runner.TABLE, mode, CHECK_SECONDS, count):
         lines.append(line)
-        told()
-    other = runner.other_assembler() if mode == "gpu" else {}
-    for line in [line for line in lines if other and not line.passed]:
-        lines.remove(line)
-        lines.append(runner.try_again(runner.TABLE, line, other, CHECK_SECONDS))
-        told()
+        print(line, flush=True)
+        failed = [line for line in lines if line.reason]
+        note = f"{len(lines) - len(failed)} of {count} passed"
+        note += "".join(f"; {line.name} failed: {line.reason}" for line in failed)
+        if failed and mode == "gpu":
+            note += f"; another assembler: {runner.other_assembler()}"
+        tell(bars={"kernels that fail their check": none_of(len(failed), len(lines) == count)}, note=note)
 
 
 def time_kernels() -> None:
-    """Tell the time of every kernel, beside that of plain PyTorch and as a share of the device's limit."""
-    mode, cases = _cases()
-    notes = []
-    for line in runner.check(runner.TABLE, cases, mode, steps=("times",), seconds=CHECK_SECONDS):
-        found = line.found
-        if "ms" in found:
-            plain, limit = found["plain_ms"], found.get("of_limit")
-            notes.append(f"{line.name} {found['ms']:.3f} ms")
-            notes[-1] += f", {found['ms'] / plain:.2f} x plain" if plain else ""
-            notes[-1] += f", {limit:.0%} of the limit" if limit else ""
-        elif not line.passed:
-            notes.append(f"{line.name}: {runner.reason(found)}")
+    """Tell the time of every kernel at the size at which it is checked."""
+    mode, notes = modes_here()[0], []
+    for case in [case for case in CASES if mode in case.modes][: 1 if SMALL else None]:
+        seconds = compare({"ours": case.trial(mode).ours}, ROUNDS, DEVICE, SECONDS)["ours"]["median_s"]
+        notes.append(f"{case.name} {1e3 * seconds:.3f} ms")
         tell(note="; ".join(notes))
 
 

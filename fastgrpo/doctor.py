@@ -1,7 +1,7 @@
 """python -m fastgrpo.doctor: show what is installed, which code paths run here, and what missing packages are for.
 
 With --model PATH and any flags of training, it also shows the memory that such a run would take. With --check it runs
-every kernel in another process, and shows how exact and how fast each is on this machine. Nothing is downloaded.
+every kernel in another process, and shows how exact each is on this machine. Nothing is downloaded.
 
 Started by torchrun as a training would be, it shows the ranks with their devices, and the memory that the run takes on
 each of them.
@@ -227,7 +227,7 @@ def doctor(argv: list[str]) -> int:
     from fastgrpo.kernel_checks import runner
 
     print()
-    return runner.check_all(runner.TABLE)
+    return runner.check_all()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,166 +1,165 @@
-"""Runs every check in another process, and prints a line for each: python -m fastgrpo.doctor --check.
+"""Runs every check in a child process, and prints a line for each: python -m fastgrpo.doctor --check.
 
-A bad access ends CUDA for its process. So a process goes on with the next check only where the one before has passed;
-one that crashes, hangs, does not compile or is wrong was the last one of its process. On a GPU a failed check is tried
-again with the other assembler that Triton brings along, because a wrong one of these is a likely cause: Triton takes
-`ptxas` up to compute capability 9.x and `ptxas-blackwell` from 10.0 on.
+A bad access ends CUDA for its process. So a child goes on with the next check only where the one before has passed; one
+that crashes, hangs, does not compile or is wrong was the last one of its child.
 """
 
+import gc
 import json
 import math
 import os
+import re
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import NamedTuple
 
 import torch
 
-from fastgrpo.kernel_checks.cases import Case, modes_here
-from fastgrpo.kernel_checks.processes import Server
-from fastgrpo.kernel_checks.worker import STEPS, find_cases
+from fastgrpo.kernel_checks.cases import modes_here
 
 TABLE = "fastgrpo.kernel_checks.cases:CASES"
-SECONDS = 120.0  # time limit of one step of a check
+SECONDS = 120.0  # time limit of a check
 HOW = {"gpu": "GPU", "cpu": "CPU, without Triton", "interpreter": "CPU, interpreted"}
-COLUMNS = "{:<34} {:<19} {:<6} {:<34} {:>9} {:>7} {:>14} {:>8}"
-HEADER = COLUMNS.format("kernel", "where", "result", "worst error (allowed)", "ms", "x plain", "rate", "of limit")
+COLUMNS = "{:<34} {:<19} {:<6} {}"
+HEADER = COLUMNS.format("kernel", "where", "result", "worst error (allowed)")
+_EXCEPTION = re.compile(r"[\w.]+(Error|Exception|OutOfResources)\b")
 
 
 class Line(NamedTuple):
-    """The outcome of one check.
-
-    Attributes:
-        name: The case.
-        mode: Where it ran.
-        found: What the worker found, or its "problem" in one line.
-        note: What a second try with the other assembler showed, or "".
-    """
+    """The outcome of one check: each error with the largest that is allowed, or the problem in one line."""
 
     name: str
     mode: str
-    found: dict[str, Any]
-    note: str = ""
+    errors: dict[str, tuple[float, float]]
+    problem: str | None = None
 
     @property
-    def passed(self) -> bool:
-        """Whether all errors are within what is allowed."""
-        return reason(self.found) is None
+    def worst(self) -> tuple[str, float, float] | None:
+        """The name, the error and the largest allowed one of what is farthest beyond its limit or nearest to it."""
+
+        def share(entry: tuple[str, float, float]) -> float:
+            _, error, allowed = entry
+            of_limit = error / allowed if allowed else math.inf if error else 0.0
+            return math.inf if math.isnan(of_limit) else of_limit
+
+        return max(((name, *pair) for name, pair in self.errors.items()), key=share, default=None)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the check failed; None where it passed."""
+        if self.problem or all(error <= allowed for error, allowed in self.errors.values()):  # NaN is never within
+            return self.problem
+        return "the error of {} is {:.1e}, and {:.1e} is allowed".format(*self.worst)
 
     def __str__(self) -> str:
-        found, times = self.found, ["-"] * 4
-        if "ms" in found:
-            plain = found["plain_ms"]
-            times[:2] = f"{found['ms']:.3f}", "-" if plain is None else f"{found['ms'] / plain:.2f}"
-        if "rate" in found:
-            times[2:] = found["rate"], f"{found['of_limit']:.0%}"
-        worst = worst_of(found)
-        error = "-" if worst is None else "{}: {:.1e} ({:.1e})".format(*worst)
-        text = COLUMNS.format(self.name, HOW[self.mode], "pass" if self.passed else "FAIL", error, *times)
-        notes = [note for note in (found.get("problem"), self.note) if note]
-        return text + ("\n    " + "; ".join(notes) if notes else "")
+        error = "{}: {:.1e} ({:.1e})".format(*self.worst) if self.errors else "-"
+        text = COLUMNS.format(self.name, HOW[self.mode], "FAIL" if self.reason else "pass", error)
+        return f"{text}\n    {self.problem}" if self.problem else text
 
 
-def worst_of(found: dict[str, Any]) -> tuple[str, float, float] | None:
-    """Return the name, the error and the largest allowed one of what is nearest to its limit or farthest beyond it."""
-    errors = [(name, *pair) for name, pair in found.get("errors", {}).items()]
-
-    def share(entry: tuple[str, float, float]) -> float:
-        _, error, allowed = entry
-        of_limit = error / allowed if allowed else math.inf if error else 0.0
-        return math.inf if math.isnan(of_limit) else of_limit
-
-    return max(errors, key=share, default=None)
-
-
-def reason(found: dict[str, Any]) -> str | None:
-    """Say in one line why a check failed, or return None where it passed."""
-    if "problem" in found:
-        return found["problem"]
-    beyond = {name: (error, allowed) for name, (error, allowed) in found.get("errors", {}).items()
-              if not error <= allowed}  # NaN, on either side, is never within a limit  # fmt: skip
-    if not beyond:
-        return None
-    return "the error of {} is {:.1e}, and {:.1e} is allowed".format(*worst_of({"errors": beyond}))
-
-
-class Checks:
-    """Runs checks of a table, in one process as long as they pass; the next one after a failure has a fresh process."""
-
-    def __init__(self, table: str, mode: str, variables: dict[str, str], seconds: float = SECONDS):
-        self.command = [sys.executable, "-m", "fastgrpo.kernel_checks.worker", table, mode]
-        self.seconds, self.server = seconds, None
-        self.environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        self.environment["FASTGRPO_SELF_CHECK"] = "0"  # a kernel that fails there would not be compared here
-        if mode != "gpu":
-            self.environment["CUDA_VISIBLE_DEVICES"] = ""
-        if mode == "interpreter":
-            self.environment["TRITON_INTERPRET"] = "1"
-        self.environment |= variables
-
-    def run(self, name: str, steps: Iterable[str] = STEPS) -> dict[str, Any]:
-        """Run steps of a check, until one fails."""
-        found = {}
-        for step in steps:
-            self.server = self.server or Server(self.command, self.environment)
-            found |= self.server.ask(json.dumps({"name": name, "step": step}), self.seconds)
-            if reason(found) is not None:
-                self.close()
-                break
-        return found
-
-    def close(self) -> None:
-        """End the process."""
-        if self.server is not None:
-            self.server.close()
-        self.server = None
+def check(table: str, mode: str, seconds: float = SECONDS, most: int | None = None) -> Iterator[Line]:
+    """Run the checks of a mode, at most so many; the first one after a failure has a fresh process."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["FASTGRPO_SELF_CHECK"] = "0"  # a kernel that fails there would not be compared here
+    environment |= {} if mode == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"TRITON_INTERPRET": "1"} if mode == "interpreter" else {}
+    names = [case.name for case in resolve_name(table) if mode in case.modes][:most]
+    while names:
+        command = [sys.executable, "-m", "fastgrpo.kernel_checks.runner", table, mode, *names]
+        with (
+            tempfile.TemporaryFile("w+") as said,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as child,
+        ):
+            try:
+                line = None
+                while names and (line is None or line.reason is None):
+                    line = _next_line(names.pop(0), mode, child, said, seconds)
+                    yield line
+            finally:
+                child.kill()
 
 
-def other_assembler() -> dict[str, str]:
-    """Return the variable that makes Triton take the other assembler of its wheel on this GPU."""
+def _next_line(name, mode, child, said, seconds):
+    """Wait for the child's next answer, or for its end."""
+    timer, start = threading.Timer(seconds, child.kill), time.monotonic()
+    timer.start()
+    try:
+        answer = child.stdout.readline()
+        if answer:
+            return Line(name, mode, json.loads(answer))
+        child.wait()
+    finally:
+        timer.cancel()
+    if time.monotonic() - start >= seconds:
+        return Line(name, mode, {}, f"not done after {seconds:.0f} s")
+    said.seek(0)
+    return Line(name, mode, {}, problem(child.returncode, said.read()) or "it ended without a result")
+
+
+def problem(code: int, said: str) -> str | None:
+    """Say in one line why a process did not end well, from its exit code and its stderr; None where it did.
+
+    That is the line that names the exception. The text of a compilation error stands below it, after a position.
+    """
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not code or not lines:
+        return f"exit code {code}" if code else None
+    raised = next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1])
+    return (f"{raised} {lines[-1]}" if raised.endswith(":") else raised)[:200]
+
+
+def other_assembler() -> str | None:
+    """Return VARIABLE=PATH that makes Triton take the other assembler of its wheel on this GPU.
+
+    Triton takes `ptxas` up to compute capability 9.x and `ptxas-blackwell` from 10.0 on.
+    """
     bundled = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
     before_blackwell = torch.cuda.get_device_capability() < (10, 0)
     variable, program = (
         ("TRITON_PTXAS_PATH", "ptxas-blackwell") if before_blackwell else ("TRITON_PTXAS_BLACKWELL_PATH", "ptxas")
     )
-    path = bundled / program
-    return {variable: str(path)} if path.exists() else {}
+    return f"{variable}={bundled / program}" if (bundled / program).exists() else None
 
 
-def check(
-    table: str, cases: Sequence[Case], mode: str, other: dict[str, str] | None = None, steps: Sequence[str] = (*STEPS,),
-    seconds: float = SECONDS, start: Callable[..., Checks] = Checks,
-) -> Iterator[Line]:  # fmt: skip
-    """Run the checks of a mode, a failed one a second time with the other assembler."""
-    with closing(start(table, mode, {}, seconds)) as checks:
-        for case in cases:
-            if mode in case.modes:
-                line = Line(case.name, mode, checks.run(case.name, steps))
-                yield line if line.passed or not other else try_again(table, line, other, seconds, start)
-
-
-def try_again(
-    table: str, line: Line, other: dict[str, str], seconds: float = SECONDS, start: Callable[..., Checks] = Checks
-) -> Line:
-    """Compare the values of a failed check again, with the other assembler."""
-    with closing(start(table, line.mode, other, seconds)) as checks:
-        again = reason(checks.run(line.name, ("values",)))
-    ((variable, path),) = other.items()
-    outcome = "passes" if again is None else f"fails too: {again}"
-    return line._replace(note=f"with {variable}={path} it {outcome}")
-
-
-def check_all(table: str) -> int:
-    """Check all kernels of a table on this machine, and print a line for each."""
-    modes = modes_here()
-    other = other_assembler() if "gpu" in modes else {}
+def check_all(table: str = TABLE) -> int:
+    """Check all kernels of a table on this machine, print a line for each, and return how many fail."""
     print(HEADER, flush=True)
     count = failed = 0
-    for mode in modes:
-        for line in check(table, find_cases(table), mode, other):
+    for mode in modes_here():
+        for line in check(table, mode):
             print(line, flush=True)
-            count, failed = count + 1, failed + (not line.passed)
+            count, failed = count + 1, failed + (line.reason is not None)
     print(f"{count - failed} of {count} checks passed")
+    if failed and "gpu" in modes_here() and (other := other_assembler()):
+        print(f"A faulty assembler is a likely cause: see whether the checks pass with {other}")
     return failed
+
+
+def main(table: str, mode: str, *names: str) -> None:
+    """Run checks in this process, and print the errors of each as a line of JSON. An exception ends it."""
+    if mode == "interpreter":
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of each exp that overflows on its way to a flag
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    cases = {case.name: case for case in resolve_name(table)}
+    for name in names:
+        trial = cases[name].trial(mode)
+        print(json.dumps(trial.judge(trial.ours())), file=answers, flush=True)
+        del trial
+        gc.collect()
+        torch.cuda.empty_cache()  # the next one may need all of it
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,7 +1,4 @@
-"""The table of checks: every case passes on the CPU and in the interpreter, and together they launch every kernel.
-
-This file mirrors the trials too, fastgrpo/kernel_checks/losses.py, and what they are made of.
-"""
+"""Every check passes on the CPU and in the interpreter; together they launch every kernel; judges find errors."""
 
 import json
 import os
@@ -13,25 +10,32 @@ import pytest
 import torch
 from paths import ROOT
 
-from fastgrpo.kernel_checks.cases import CASES
-from fastgrpo.kernel_checks.runner import reason
-from fastgrpo.kernel_checks.worker import times_of, values_of
+from fastgrpo.kernel_checks import cases
+from fastgrpo.kernel_checks.cases import CASES, FACTORS, Place
+from fastgrpo.kernel_checks.runner import Line
+from fastgrpo.kernels import reference
 
 RUN = """
 import json, sys, warnings
 from triton.runtime.interpreter import InterpretedFunction
 from fastgrpo.kernel_checks.cases import CASES
-from fastgrpo.kernel_checks.worker import values_of
 warnings.simplefilter("ignore", RuntimeWarning)
 launched, get = set(), InterpretedFunction.__getitem__
 InterpretedFunction.__getitem__ = lambda self, grid: (launched.add(self.fn.__name__), get(self, grid))[1]
-found = {case.name: values_of(case, "interpreter") for case in CASES if "interpreter" in case.modes}
-print(json.dumps([found, sorted(launched)]))
+trials = {case.name: case.trial("interpreter") for case in CASES if "interpreter" in case.modes}
+print(json.dumps([{name: trial.judge(trial.ours()) for name, trial in trials.items()}, sorted(launched)]))
 """
+CPU = Place("interpreter", torch.device("cpu"), torch.float32)
 
 
 def named(mode):
     return [pytest.param(case, id=case.name) for case in CASES if mode in case.modes]
+
+
+def check(case, mode):
+    trial = case.trial(mode)
+    errors = trial.judge(trial.ours())
+    assert errors and Line(case.name, mode, errors).reason is None, errors
 
 
 def test_names_are_unique():
@@ -40,10 +44,7 @@ def test_names_are_unique():
 
 @pytest.mark.parametrize("case", named("cpu"))
 def test_without_triton(case):
-    torch.manual_seed(0)
-    found = values_of(case, "cpu") | times_of(case, "cpu")
-    assert reason(found) is None, found
-    assert found["ms"] > 0 and found["plain_ms"] > 0 and "rate" not in found
+    check(case, "cpu")
 
 
 def test_interpreted():
@@ -52,7 +53,7 @@ def test_interpreted():
     done = subprocess.run(
         [sys.executable, "-c", RUN],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "FASTGRPO_SELF_CHECK": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -60,7 +61,8 @@ def test_interpreted():
     assert done.returncode == 0, done.stderr[-3000:]
     found, launched = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == {case.name for case in CASES if "interpreter" in case.modes}
-    assert not {name: reason(values) for name, values in found.items() if reason(values)}
+    lines = [Line(name, "interpreter", errors) for name, errors in found.items()]
+    assert not [str(line) for line in lines if line.reason or not line.errors]
     texts = "".join(path.read_text() for path in (ROOT / "kernels").glob("*.py"))
     kernels = set(re.findall(r"@triton\.jit[^\n]*\ndef (_\w+_kernel)\(", texts))
     assert kernels and not kernels - set(launched)
@@ -69,6 +71,55 @@ def test_interpreted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", named("gpu"))
-def test_on_a_gpu(case):
-    found = values_of(case, "gpu") | times_of(case, "gpu")
-    assert reason(found) is None, found
+def test_on_a_gpu(case, monkeypatch):
+    monkeypatch.setenv("FASTGRPO_SELF_CHECK", "0")
+    check(case, "gpu")
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_wrong_value_of_a_head_is_beyond_what_is_allowed(dtype):
+    torch.manual_seed(0)
+    leaves, tokens = cases.random_head(20, 8, 30, dtype, CPU.device, bias=True, softcap=5.0)
+    how = (leaves, 5.0, lambda logits: cases.loss_of_logits(logits, objective=cases.DAPO, **tokens))
+    true, simple = cases.exact(*how), cases.plain(*how)
+    right = cases.judge(simple, true, simple)
+    assert right.keys() == {"logps", "loss", "hidden", "weight", "bias"}
+    assert all(0 <= error <= allowed for error, allowed in right.values())
+    assert all((allowed > 1e-4) == (dtype == torch.bfloat16) for name, (_, allowed) in right.items()
+               if name in leaves)  # fmt: skip
+    for name in right:
+        wrong = cases.judge({name: true[name] * (1 + 2 * FACTORS[name] * right[name][1]) + 1e-3}, true, simple)
+        assert wrong[name][0] > wrong[name][1], name
+
+
+@pytest.mark.parametrize("filters", ({}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.01}), ids=str)
+@pytest.mark.parametrize("temperature", (0.8, 0))
+def test_wrong_draws_are_found(filters, temperature, monkeypatch):
+    """The reference draws in place of the kernel; then other tokens, and another kept mass."""
+    drawn, changed = {}, {}
+
+    def sample(logits, uniforms, **how):
+        drawn["values"] = dict(zip(("tokens", "logps", "kept"), reference.sample(logits, uniforms, **how), strict=True))
+        return tuple((drawn["values"] | changed).values())
+
+    monkeypatch.setattr(cases, "sample", sample, raising=False)
+    torch.manual_seed(0)
+    trial = cases.draws(CPU, temperature=temperature, **filters)
+    assert Line("", "cpu", trial.judge(trial.ours())).reason is None
+    changed["tokens"] = (drawn["values"]["tokens"] + 1) % 150
+    errors = trial.judge(trial.ours())
+    assert errors["wrong tokens"][0] > 0.5 and errors["logps"][0] > errors["logps"][1]
+    changed = {"kept": drawn["values"]["kept"] + 0.01}
+    assert trial.judge(tuple((drawn["values"] | changed).values()))["kept"][0] > 1e-6
+
+
+def test_wrong_attention_is_found(monkeypatch):
+    monkeypatch.setattr(cases, "group_decode", reference.group_decode, raising=False)
+    torch.manual_seed(0)
+    trial = cases.decode(CPU, heads=(4, 2), depth=16)
+    out = trial.ours()
+    ((error, allowed),) = trial.judge(out).values()
+    assert error <= allowed < 1e-4
+    out[3] *= 1.001
+    ((error, allowed),) = trial.judge(out).values()
+    assert error > allowed

@@ -1,7 +1,7 @@
 """A planted error of every kind costs one line that says FAIL and why, and makes the exit code 1."""
 
-import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ from fastgrpo import doctor
 from fastgrpo.kernel_checks import cases, runner
 
 TABLE = "planted_cases:CASES"
-OTHER = {"TRITON_PTXAS_PATH": "/bundled/ptxas-blackwell"}
 
 
 @pytest.fixture
@@ -22,9 +21,9 @@ def planted(monkeypatch):
 
 def test_a_planted_error_fails_the_command(planted, monkeypatch, capsys):
     """The wrong value, the crash and the failed launch cost their own lines; right kernels beside them pass."""
-    monkeypatch.setattr(runner, "find_cases", lambda table: CASES[:-1])
     monkeypatch.setattr(runner, "modes_here", lambda: ("cpu",))
-    monkeypatch.setattr(runner, "TABLE", TABLE)
+    monkeypatch.setattr(runner.check_all, "__defaults__", (TABLE,))
+    monkeypatch.setattr(runner.check, "__defaults__", (60.0, len(CASES) - 1))
     assert doctor.main(["--check"]) == 1
     out = capsys.readouterr().out
     table = {line.split("  ")[0]: line for line in out[out.index(runner.HEADER) :].splitlines()}
@@ -37,10 +36,10 @@ def test_a_planted_error_fails_the_command(planted, monkeypatch, capsys):
 
 
 def test_nan_is_beyond_every_limit():
-    found = {"errors": {"right": (1e-6, 1e-5), "value": (float("nan"), 1e-5), "none": (0.0, 0.0)}}
-    assert runner.reason(found) == "the error of value is nan, and 1.0e-05 is allowed"
-    assert runner.reason({"errors": {"none": (0.0, 0.0)}}) is None
-    assert runner.reason({"errors": {"none": (1e-9, 0.0)}}) is not None
+    errors = {"right": (1e-6, 1e-5), "value": (float("nan"), 1e-5), "none": (0.0, 0.0)}
+    assert runner.Line("", "cpu", errors).reason == "the error of value is nan, and 1.0e-05 is allowed"
+    assert runner.Line("", "cpu", {"none": (0.0, 0.0)}).reason is None
+    assert runner.Line("", "cpu", {"none": (1e-9, 0.0)}).reason is not None
 
 
 @pytest.mark.parametrize("pair", ((0.0, math.nan), (math.nan, math.nan), (math.nan, 0.0)), ids=str)
@@ -49,69 +48,39 @@ def test_nan_in_any_place_fails(pair, place):
     """Also where plain PyTorch has NaN, and wherever the entry stands among others."""
     entries = [("near", (9e-6, 1e-5)), ("far", (1e-9, 1e-5))]
     entries.insert(place, ("value", pair))
-    found = {"errors": dict(entries)}
-    assert runner.reason(found).startswith("the error of value is ") and runner.worst_of(found)[0] == "value"
+    line = runner.Line("", "cpu", dict(entries))
+    assert line.reason.startswith("the error of value is ") and line.worst[0] == "value"
 
 
-def test_a_hang_ends_at_its_limit(planted):
-    (line,) = runner.check(TABLE, CASES[-1:], "cpu", seconds=1)
-    assert line.name == "hang" and not line.passed and "not done after 1 s" in str(line)
+def test_a_child_goes_on_until_a_check_fails(planted, monkeypatch):
+    """The children's numbers: a crash, a wrong value and a failed launch were the last of their children."""
+    started, popen = [], runner.subprocess.Popen
+    monkeypatch.setattr(runner.subprocess, "Popen", lambda *args, **how: started.append(args) or popen(*args, **how))
+    children = {line.name: len(started) for line in runner.check(TABLE, "cpu", most=5)}
+    assert children == {"right": 1, "wrong": 1, "crash": 2, "too large": 3, "right again": 4}
 
 
-class Answers:
-    """In place of a process: tells its number as an error, and crashes at the case of that name."""
-
-    number = 0
-
-    def __init__(self, command, environment):
-        Answers.number += 1
-        self.number = Answers.number
-
-    def ask(self, line, seconds):
-        asked = json.loads(line)
-        if asked["name"] == "crash" and asked["step"] == "times":
-            return {"problem": "killed by SIGSEGV"}
-        return {"errors": {"value": (float(self.number), 2.0)}} if asked["step"] == "values" else {"ms": 1.0}
-
-    def close(self):
-        pass
-
-
-def test_a_process_goes_on_until_a_check_fails(monkeypatch):
-    """The third process is the first one whose number is beyond what is allowed, so that each of its checks fails."""
-    monkeypatch.setattr(runner, "Server", Answers)
-    monkeypatch.setattr(Answers, "number", 0)
-    checks = runner.Checks(TABLE, "cpu", {})
-    found = [checks.run(name) for name in ("a", "b", "crash", "c", "crash", "d", "e")]
-    assert [values["errors"]["value"][0] for values in found] == [1, 1, 1, 2, 2, 3, 4]
-    assert [runner.reason(values) is None for values in found] == [True, True, False, True, False, False, False]
-    assert "problem" in found[2] and "ms" in found[3] and "ms" not in found[5]  # no time of what is wrong
-    assert checks.run("f", ("times",)) == {"ms": 1.0}
-
-
-def assembler(helps):
-    """Checks that fail unless the other assembler is chosen, and perhaps even then."""
-
-    class Planted:
-        def __init__(self, table, mode, variables, seconds):
-            self.variables = variables
-
-        def run(self, name, steps):
-            right = name == "right" or (self.variables == OTHER and helps)
-            return {"errors": {"value": (0.0 if right else 1.0, 1e-5)}}
-
-        def close(self):
-            pass
-
-    return Planted
-
-
-@pytest.mark.parametrize(("helps", "note"), ((True, "passes"), (False, "fails too: the error of value is 1.0e+00")))
-def test_a_failed_check_is_tried_with_the_other_assembler(helps, note):
-    right, wrong = runner.check(TABLE, CASES[:2], "cpu", OTHER, start=assembler(helps))
-    assert right.passed and right.note == ""
-    assert not wrong.passed  # what people get without the variable is wrong
-    assert f"with TRITON_PTXAS_PATH=/bundled/ptxas-blackwell it {note}" in str(wrong)
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    (
+        ("pass", "it ended without a result"),
+        ("raise KeyError('gone')", "KeyError: 'gone'"),
+        ("print('a.b.CudaError: bad access\\nset THIS for more', file=sys.stderr); sys.exit(3)",
+         "a.b.CudaError: bad access"),
+        ("raise TypeError('at 12:4:\\nunsupported operand')", "TypeError: at 12:4: unsupported operand"),
+        ("os.abort()", "killed by SIGABRT"),
+        ("sys.exit(3)", "exit code 3"),
+        ("os.close(1); time.sleep(3600)", "not done after 1 s"),
+    ),
+)  # fmt: skip
+def test_why_a_child_gave_no_answer(tmp_path, monkeypatch, code, problem):
+    program = tmp_path / "program"
+    program.write_text(f"#!{sys.executable}\nimport os, sys, time\n{code}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(runner.sys, "executable", str(program))
+    seconds = 1 if problem.startswith("not done") else 60
+    (line,) = runner.check(TABLE, "cpu", seconds=seconds, most=1)
+    assert line.problem == problem
 
 
 @pytest.mark.parametrize(
@@ -124,7 +93,7 @@ def test_the_other_assembler_is_in_tritons_wheel(monkeypatch, capability, variab
     from triton.backends.nvidia.compiler import get_ptxas
 
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    ((name, path),) = runner.other_assembler().items()
+    name, path = runner.other_assembler().split("=")
     assert name == variable and Path(path).name == program and Path(path).exists()
     arch = 10 * capability[0]
     before = get_ptxas(arch).path
@@ -132,12 +101,12 @@ def test_the_other_assembler_is_in_tritons_wheel(monkeypatch, capability, variab
     assert Path(before).name != program and get_ptxas(arch).path == path == knobs.NvidiaTool.from_path(path).path
 
 
-def test_times_and_rates_stand_in_the_line():
-    found = {"errors": {"a": (1e-6, 1e-5), "b": (9e-6, 1e-5)}, "ms": 2.0, "plain_ms": 4.0, "rate": "600 TFLOP/s",
-             "of_limit": 0.75}  # fmt: skip
-    text = str(runner.Line("kernel", "gpu", found))
-    assert all(part in text for part in ("pass", "b: 9.0e-06 (1.0e-05)", "2.000", "0.50", "600 TFLOP/s", "75%"))
-    assert "2.000" in str(runner.Line("kernel", "gpu", found | {"plain_ms": None}))
+def test_a_failure_on_a_gpu_names_the_other_assembler(planted, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "modes_here", lambda: ("gpu",))
+    monkeypatch.setattr(runner, "other_assembler", lambda: "TRITON_PTXAS_PATH=/bundled/ptxas-blackwell")
+    monkeypatch.setattr(runner, "check", lambda table, mode: [runner.Line("kernel", mode, {}, "crash")])
+    assert runner.check_all(TABLE) == 1
+    assert "pass with TRITON_PTXAS_PATH=/bundled/ptxas-blackwell" in capsys.readouterr().out
 
 
 @pytest.mark.slow

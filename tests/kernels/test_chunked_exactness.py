@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastgrpo import linear_grpo_loss, linear_logprob
-from fastgrpo.kernel_checks.heads import relative_error
+from fastgrpo.kernel_checks.cases import error
 from fastgrpo.kernels import reference
 
 
@@ -24,7 +24,7 @@ def check_errors(case, grad_output, **knobs):
     assert abs(output.loss - exact_loss) <= 1.1 * abs(plain_loss - exact_loss) + 1e-5
     for name, slack in (("hidden", 1.1), ("weight", 1.5), ("bias", 1.5)):
         assert actual[name].dtype == case.hidden.dtype
-        mine, theirs = relative_error(actual[name], exact[name]), relative_error(plain[name], exact[name])
+        mine, theirs = error("gradient", actual[name], exact[name]), error("gradient", plain[name], exact[name])
         assert mine <= slack * theirs + 1e-5, f"d{name}: error {mine:.2e}, plain PyTorch's {theirs:.2e}"
 
 
@@ -54,7 +54,7 @@ def test_linear_logprob_no_worse_than_plain_pytorch(monkeypatch, dtype, per_toke
         (logps * case.advantages + entropy).sum().backward()
         results.append((logps.detach(), entropy.detach(), head["hidden"].grad, head["weight"].grad))
     for exact, plain, actual, slack in zip(*results, (1.1, 1.1, 1.1, 1.5), strict=True):
-        assert relative_error(actual, exact) <= slack * relative_error(plain, exact) + 1e-5
+        assert error("gradient", actual, exact) <= slack * error("gradient", plain, exact) + 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -66,7 +66,7 @@ def test_dw_over_64_chunks_as_good_as_over_one(monkeypatch, dtype):
     oracle.set_chunk(monkeypatch, 8)
     _, many = oracle.run(case, linear_grpo_loss)
     for name in ("hidden", "weight"):
-        assert relative_error(many[name], exact[name]) <= 1.02 * relative_error(one[name], exact[name]) + 1e-6
+        assert error("gradient", many[name], exact[name]) <= 1.02 * error("gradient", one[name], exact[name]) + 1e-6
 
 
 def extreme_case(kind):

@@ -9,9 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from decode_cases import check_draws, chi_square_score, random_decode
+from decode_cases import check_draws, chi_square_score, lane_attention, random_decode
 
-from fastgrpo.kernel_checks.rollouts import lane_attention
 from fastgrpo.kernels import reference
 from fastgrpo.kernels.decode import group_decode
 from fastgrpo.kernels.sampling import sample

@@ -54,7 +54,7 @@ def truth(p, objective, sampler):
     logps, entropy = reference.logits_logprob(
         logits, p.targets.flatten(), temperature=p.temperature.flatten(), return_entropy=True
     )
-    loss = oracle.policy_scalar(rows, objective)(logps[index], entropy[index])
+    loss = oracle.scalar_of(rows, objective)(logps[index], entropy[index])
     return loss.detach(), torch.autograd.grad(loss, [*leaves, logits, logps]), logits.detach(), logps.detach()
 
 

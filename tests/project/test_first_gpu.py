@@ -12,11 +12,20 @@ from paths import ROOT
 from benchmarks import first_gpu, first_kernels, first_parts, predictions, report
 from benchmarks.compare import COMMIT
 from benchmarks.contestants import Contestant
-from benchmarks.first_gpu import Outcome, Part, bar_rows, read_json, read_sanitizer, read_tests, run_parts
+from benchmarks.first_gpu import (
+    Ended,
+    Outcome,
+    Part,
+    bar_rows,
+    read_json,
+    read_sanitizer,
+    read_tests,
+    run_limited,
+    run_parts,
+)
 from benchmarks.first_sizes import PREDICTED
 from fastgrpo.kernel_checks import runner
 from fastgrpo.kernel_checks.cases import CASES
-from fastgrpo.kernel_checks.processes import Ended, run_limited
 
 BAR = {"rows": [], "bars": {"time": {"value": 1.5, "at most": 2.0, "met": True}}, "note": "", "machine": {}}
 TOLD = f"print({json.dumps(json.dumps(BAR))}, flush=True)"
@@ -194,29 +203,34 @@ def told(capsys):
 
 
 def test_kernels_count_as_right_when_all_were_checked(monkeypatch, capsys):
-    """After all of them, those that failed are tried again."""
     names = [case.name for case in CASES if "gpu" in case.modes]
 
-    def check(table, cases, mode, **options):
-        assert options["steps"] == ("values",)
-        for case in cases:
-            yield runner.Line(case.name, mode, {"problem": "crash"} if case.name == failing else {"errors": {}})
+    def check(table, mode, seconds, most):
+        for name in names[:most]:
+            yield runner.Line(name, mode, {}, "crash" if name == failing else None)
 
-    tried = []
     monkeypatch.setattr(first_parts, "SMALL", False)
     monkeypatch.setattr(first_parts, "modes_here", lambda: ("gpu",))
-    monkeypatch.setattr(runner, "other_assembler", lambda: {"PTXAS": "other"})
+    monkeypatch.setattr(runner, "other_assembler", lambda: "PTXAS=other")
     monkeypatch.setattr(runner, "check", check)
-    monkeypatch.setattr(runner, "try_again", lambda table, line, *rest: tried.append(line) or line._replace(note="ok"))
     failing = None
     first_parts.check_kernels()
     bars = [told["bars"]["kernels that fail their check"] for told in told(capsys)]
-    assert [bar["met"] for bar in bars] == [False] * (len(names) - 1) + [True] and not tried
+    assert [bar["met"] for bar in bars] == [False] * (len(names) - 1) + [True]
     failing = names[0]
     first_parts.check_kernels()
     last = told(capsys)[-1]
     assert last["bars"]["kernels that fail their check"] == {"value": 1, "at most": 0, "met": False, "complete": True}
-    assert [line.name for line in tried] == [failing] and f"{failing} failed: crash ok" in last["note"]
+    assert f"{failing} failed: crash; another assembler: PTXAS=other" in last["note"]
+
+
+def test_children_end_with_the_command():
+    """The child would hold a pipe open for an hour."""
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])"
+    how = {"environment": dict(os.environ)}
+    assert run_limited([sys.executable, "-c", code], 60, **how).problem is None
+    late = run_limited([sys.executable, "-c", code + "; time.sleep(3600)"], 1, **how)
+    assert late.problem == "not done after 1 s"
 
 
 def test_our_figures_are_told_before_another_one_starts(monkeypatch, capsys):

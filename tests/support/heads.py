@@ -1,18 +1,145 @@
-"""Heads to try the Triton kernels on, and the tolerance that they are held to, from fastgrpo/kernel_checks/heads.py."""
+"""Heads to try the Triton kernels on, their truth, and the tolerance of fastgrpo/kernel_checks/cases.py.
 
-from fastgrpo.kernel_checks import heads
-from fastgrpo.kernel_checks.heads import FACTORS, SLACK, Head, error, judge, plain, random_head, truth
+Shapes: N tokens, V vocabulary, D hidden, S sequences.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fastgrpo.kernel_checks import cases
+from fastgrpo.kernel_checks.cases import FACTORS, SLACK, error, gradients
+from fastgrpo.kernels import reference
+from fastgrpo.kernels.objectives import PolicyRows
+
+MOST_LOGITS = 2**26  # from this many logits on, targets are random ones and there are no old log-probs
 
 
-def check(ours, head, scalar):
-    """ours: a dict with some of truth's entries."""
-    for name, (mine, bound) in judge(ours, head, scalar).items():
-        assert mine <= bound, (name, mine, bound)
+@dataclass
+class Head:
+    """A head and what the loss reads of its tokens; every tensor on one device, hidden and weight in one dtype."""
+
+    hidden: torch.Tensor  # [N, D]
+    weight: torch.Tensor  # [V, D]
+    targets: torch.Tensor  # [N] int64
+    advantages: torch.Tensor  # [N] fp32
+    weights: torch.Tensor  # [N] fp32, of the tokens
+    old_logps: torch.Tensor | None  # [N]
+    ref_logps: torch.Tensor | None  # [N]
+    lengths: torch.Tensor  # [S] tokens of each sequence
+    bias: torch.Tensor | None = None  # [V]
+    temperature: float | torch.Tensor = 1.0  # or [N]
+    softcap: float | None = None
+    grad_logps: torch.Tensor | None = None  # [N]
+    grad_entropy: torch.Tensor | None = None  # [N]
+
+    def rows(self, objective, **fields) -> PolicyRows:
+        """Return what the loss reads of the tokens."""
+        coupled = objective.couples_tokens(fields.get("sampler_logps") is not None)
+        return PolicyRows(
+            index=None, targets=self.targets, temperature=self.temperature, advantages=self.advantages,
+            weights=self.weights, old_logps=self.old_logps, ref_logps=self.ref_logps if objective.beta else None,
+            lengths=self.lengths if coupled else None, **fields,
+        )  # fmt: skip
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """Return fresh leaves of hidden, weight and bias that require grad, by name."""
+        tensors = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        return {k: v.detach().clone().requires_grad_() for k, v in tensors.items() if v is not None}
+
+
+def random_head(
+    n: int, d: int, v: int, dtype: torch.dtype = torch.float32, *, bias: bool = False,
+    temperature: float | str = 1.0, softcap: float | None = None, scale: float = 1.0, seed: int = 0,
+    device: str | torch.device = "cpu",
+) -> Head:  # fmt: skip
+    """Draw a head whose targets are likely ones for half of the tokens."""
+    g = torch.Generator(device).manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, device=device)
+
+    hidden, weight = randn(n, d).to(dtype), (randn(v, d) * scale / d**0.5).to(dtype)
+    targets = torch.randint(v, (n,), generator=g, device=device)
+    if n * v < MOST_LOGITS:
+        targets[::2] = (hidden.float() @ weight.float().T)[::2].argmax(-1)
+    if temperature == "row":
+        temperature = torch.rand(n, generator=g, device=device) + 0.5
+    lengths = torch.tensor([n // 7, 0, n // 3, n - n // 7 - n // 3], device=device)
+    head = Head(hidden, weight, targets, randn(n), torch.rand(n, generator=g, device=device) / n, None, None,
+                lengths, randn(v).to(dtype) if bias else None, temperature, softcap, randn(n), randn(n))  # fmt: skip
+    if n * v >= MOST_LOGITS:
+        return head
+    logps = reference.linear_logprob(
+        hidden.double(), weight.double(), targets, bias=None if head.bias is None else head.bias.double(),
+        logit_softcap=softcap, temperature=temperature,
+    ).float()  # fmt: skip
+    return replace(head, old_logps=logps + 0.3 * randn(n), ref_logps=logps + 0.3 * randn(n))
+
+
+def truth_of(
+    leaves: dict[str, torch.Tensor], targets: torch.Tensor, scalar, *,
+    temperature: float | torch.Tensor = 1.0, softcap: float | None = None,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Compute log-probs and entropy by the reference, the loss that `scalar` makes of them, and its gradients."""
+    logps, entropy = reference.linear_logprob(
+        leaves["hidden"], leaves["weight"], targets, bias=leaves.get("bias"), logit_softcap=softcap,
+        temperature=temperature, return_entropy=True,
+    )  # fmt: skip
+    loss = scalar(logps, entropy)
+    found = {"logps": logps.detach(), "entropy": entropy.detach(), "loss": loss.detach()}
+    return {**found, **gradients(loss, leaves)}
+
+
+def policy_loss(logps: torch.Tensor, rows: PolicyRows, objective) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute reference.policy_loss of kept tokens, in the dtype of the log-probs."""
+    old, ref, advantages, weights, sampler = (
+        None if x is None else x.to(logps.dtype)
+        for x in (rows.old_logps, rows.ref_logps, rows.advantages, rows.weights, rows.sampler_logps)
+    )
+    return reference.policy_loss(logps, old, ref, advantages, weights, objective, rows.lengths, sampler)
+
+
+def scalar_of(rows: PolicyRows, objective):
+    """Return the loss of an objective, with its entropy bonus, as a function of log-probs and entropy."""
+
+    def scalar(logps: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        loss, _ = policy_loss(logps, rows, objective)
+        bonus = rows.entropy_weights
+        return loss if bonus is None else loss - (bonus.to(logps.dtype) * entropy).sum()  # - sum_n e_n H_n
+
+    return scalar
 
 
 def policy_scalar(head, objective, **fields):
     """The loss of `objective` as a function of logps and entropy, for truth and plain."""
-    return heads.policy_scalar(head.rows(objective, **fields), objective)
+    return scalar_of(head.rows(objective, **fields), objective)
+
+
+def _loss_of(head, scalar):
+    def loss_of(logits):
+        logps, entropy = reference.logits_logprob(
+            logits, head.targets, temperature=head.temperature, return_entropy=True
+        )
+        return scalar(logps, entropy), {"logps": logps, "entropy": entropy}
+
+    return loss_of
+
+
+def truth(head, scalar):
+    """Log-probs, entropy, the loss that `scalar` makes of them, and its gradients, in fp64."""
+    return cases.exact(head.leaves(), head.softcap, _loss_of(head, scalar))
+
+
+def plain(head, scalar):
+    """The same in the inputs' dtype with fp32 logits."""
+    return cases.plain(head.leaves(), head.softcap, _loss_of(head, scalar))
+
+
+def check(ours, head, scalar):
+    """ours: a dict with some of truth's entries."""
+    for name, (mine, bound) in cases.judge(ours, truth(head, scalar), plain(head, scalar)).items():
+        assert mine <= bound, (name, mine, bound)
 
 
 __all__ = ["FACTORS", "SLACK", "Head", "check", "error", "plain", "policy_scalar", "random_head", "truth"]

@@ -1,8 +1,7 @@
 """The truth of the losses, for every test of them, and packed batches to try the losses on.
 
-The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of` of
-fastgrpo/kernel_checks/heads.py. The tests of the Triton kernels (heads.py) and of the objectives (objective_cases.py)
-have the same one.
+The truth is kernels/reference.py on full logits, differentiated by autograd: `truth_of` of heads.py. The tests of the
+Triton kernels (heads.py) and of the objectives (objective_cases.py) have the same one.
 
 Shapes: N tokens, M kept tokens, V vocabulary, D hidden, S sequences.
 """
@@ -13,10 +12,10 @@ from itertools import product
 
 import pytest
 import torch
+from heads import policy_loss, scalar_of, truth_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo import Objective
-from fastgrpo.kernel_checks.heads import policy_loss, policy_scalar, truth_of
 from fastgrpo.kernels import head_torch, reference
 from fastgrpo.kernels.objectives import PolicyRows, compute_dtype
 
@@ -34,8 +33,8 @@ OBJECTIVES = [
 def kept_truth(leaves, rows, objective, grad_output=1.0):
     """(loss, logps [M], metrics, gradients) of the kept tokens (a PolicyRows) of the leaves, hidden [N, D] whole."""
     kept = leaves | {"hidden": leaves["hidden"][rows.index]}
-    scalar = policy_scalar(rows, objective)
-    found = truth_of(kept, rows.targets, scalar, temperature=rows.temperature, grad_output=grad_output)
+    found = truth_of(kept, rows.targets, scalar_of(rows, objective), temperature=rows.temperature)
+    found |= {name: grad_output * found[name] for name in leaves}
     hidden = torch.zeros_like(leaves["hidden"]).index_copy_(0, rows.index, found["hidden"])
     gradients = {name: found[name] for name in leaves} | {"hidden": hidden}
     return found["loss"], found["logps"], policy_loss(found["logps"], rows, objective)[1], gradients

@@ -6,8 +6,8 @@ Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 import pytest
 import tiny
 import torch
+from decode_cases import random_decode
 
-from fastgrpo.kernel_checks.rollouts import random_decode
 from fastgrpo.kernels import decode
 from fastgrpo.kernels.sampling import sample as fused
 from fastgrpo.loss import self_check
