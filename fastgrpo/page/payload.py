@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from fastgrpo.page.reading import Run, finite
-from fastgrpo.page.samples import read_samples
+from fastgrpo.page.samples import read_samples, usable
 from fastgrpo.run.curves import PANELS, Panel
 from fastgrpo.run.metrics import METRICS
 
@@ -51,7 +51,8 @@ def _missing(panels):
 def _run(run, color, points, budget):
     axes, series, note = _curves(run, points)
     shown, more = run.warnings[:WARNINGS], len(run.warnings) - WARNINGS
-    samples, rewards = read_samples(run.folder, budget, run.config.get("reward_weights") or ())
+    weights = usable(run.config.get("reward_weights"))
+    samples, rewards = read_samples(run.folder, budget, weights)
     if more > 0:
         shown = [*shown, {"step": run.warnings[-1]["step"], "text": f"{more:,} more warnings are in warnings.jsonl"}]
     return {
@@ -64,6 +65,7 @@ def _run(run, color, points, budget):
         "series": series,
         "note": note,
         "warnings": shown,
+        "weights": weights,
         "settings": {name: text_of(value) for name, value in run.config.items()},
         "finished": run.finished,
         "rewards": rewards,

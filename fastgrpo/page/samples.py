@@ -40,6 +40,11 @@ def read_samples(
         return {"note": f"samples.jsonl cannot be read: {error.strerror}.", "steps": []}, None
 
 
+def usable(weights: Any) -> Sequence[float]:
+    """Return the weights of the rewards, or none where they are no list of numbers."""
+    return weights if isinstance(weights, list | tuple) and all(finite(one) is not None for one in weights) else []
+
+
 class Block(NamedTuple):
     """The place of one group's lines in the file."""
 
@@ -59,8 +64,7 @@ class SampleFile:
         self.totals: dict[int, list[float]] = {}
         self.damaged, self.half = 0, False  # lines that are no samples; whether the last line is not whole yet
         self.replaced: set[int] = set()
-        usable = isinstance(weights, (list, tuple)) and all(finite(one) is not None for one in weights)
-        self._file, self._weights = file, weights if usable else ()
+        self._file, self._weights = file, usable(weights)
         last, offset = (-1, -1), 0
         for line in file:
             row = _parse(line)

@@ -72,11 +72,19 @@ def cards(page):
     return page.all("#samples .completion .text")
 
 
-def go(page, step, group=0, **more):
-    """Go to a place as a bookmark does."""
-    place = "&".join(f"{name}={value}" for name, value in {"step": step, "group": group, **more}.items())
-    page.run("location.hash = arguments[0]", f"#samples?{place}")
-    page.until(f"return document.querySelector('.where').textContent.startsWith('Step {step}, group {group + 1} ')")
+def go(page, step, group=0, by="", find=""):
+    """Choose a step, a group, the colors and a search."""
+    steps = page.all("#samples-step option")
+    page.choose("#samples-step", steps.index(str(step)))
+    page.choose("#samples-group", group)
+    page.choose("#samples-color", by)
+    if find:
+        search(page, find)
+    assert where(page).startswith(f"Step {step}, group {group + 1} ")
+
+
+def search(page, text):
+    page.type("#samples-search", Keys.CONTROL + "a", Keys.NULL, text, Keys.ENTER)
 
 
 def test_it_opens_from_disk_and_asks_for_nothing_else(page, report):
@@ -97,36 +105,9 @@ def test_a_click_moves_between_steps_and_groups(page):
     page.click("[aria-label='Previous step']")
     page.choose("#samples-group", 0)
     assert where(page) == "Step 1, group 1 of 2"
-    page.type("#samples-step", Keys.CONTROL + "a", Keys.NULL, "37", Keys.ENTER)
-    assert where(page) == "Step 40, group 1 of 2"  # the nearest
-    page.run("""
-      const slider = document.querySelector("#samples input[type=range]");
-      slider.value = 1;
-      slider.dispatchEvent(new Event("input"));""")
-    assert where(page) == "Step 5, group 1 of 2" and "sum 5.0" in page.text("#samples .prompt")
-    page.driver.refresh()
-    assert where(page) == "Step 5, group 1 of 2"
-
-
-def test_the_keyboard_does(page):
-    page.run("document.getElementById('samples').focus()")
-    for key, expected in (
-        (Keys.ARROW_RIGHT, "Step 5, group 1 of 2"), (Keys.ARROW_DOWN, "Step 5, group 2 of 2"),
-        (Keys.ARROW_RIGHT, "Step 40, group 2 of 2"), (Keys.ARROW_UP, "Step 40, group 1 of 2"),
-        (Keys.ARROW_LEFT, "Step 5, group 1 of 2"),
-    ):  # fmt: skip
-        page.driver.switch_to.active_element.send_keys(key)
-        assert where(page) == expected
+    page.choose("#samples-step", 2)
+    assert where(page) == "Step 40, group 1 of 2" and "sum 40.0" in page.text("#samples .prompt")
     assert page.run("return document.querySelector('.where').getAttribute('role')") == "status"
-    # From a card's text too, which is made anew by the move; the next key goes on to work.
-    page.run("document.querySelector('.completion .text').focus()")
-    for expected in ("Step 40, group 1 of 2", "Step 41, group 1 of 1"):
-        page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
-        assert where(page) == expected
-    # Keys that are typed into a control are the control's.
-    page.type("#samples-search", "answer", Keys.ARROW_LEFT)
-    assert where(page) == "Step 41, group 1 of 1"
-    assert "another step" in page.text("#samples .shortcuts")
 
 
 def test_tab_reaches_every_control_and_shows_where_it_is(page):
@@ -170,7 +151,7 @@ def test_completions_are_sorted(page):
 
     assert order() == [0, 2, 1]
     names = page.all("#samples-sort option")
-    assert names == ["as drawn", "reward in all", "reward right", "reward <b>short</b>", "advantage", "length"]
+    assert names == ["as drawn", "reward", "advantage", "length", "reward right", "reward <b>short</b>"]
     for value, expected in (
         ("reward:right", [2, 1, 0]), ("reward:<b>short</b>", [0, 1, 2]), ("advantage", [2, 1, 0]),
         ("tokens", [0, 1, 2]), ("reward", [0, 2, 1]), ("order", [0, 2, 1]),
@@ -178,32 +159,31 @@ def test_completions_are_sorted(page):
         page.choose("#samples-sort", value)
         assert order() == expected, value
     page.choose("#samples-sort", "advantage")
-    page.click("#samples button[aria-pressed]")
+    page.click("#samples input[type=checkbox]")
     assert order() == [0, 1, 2]
     # A card keeps its number, and tells its numbers by name.
     assert page.all("#samples .completion h4") == ["Completion 1", "Completion 3", "Completion 2"]
     assert page.all("#samples .completion:first-child .facts :is(dt, dd)") == [
-        "reward", "0", "right", "0", "<b>short</b>", "0", "advantage", "▼ −1", "ended by", "stop", "tokens", "5",
+        "reward", "0", "right", "0", "<b>short</b>", "0", "advantage", "−1", "ended by", "stop", "tokens", "5",
         "clipped", "40 %",
     ]  # fmt: skip
 
 
 def test_a_search_lists_hits_jumps_to_them_and_marks_them(page):
-    page.type("#samples-search", "ANSWER 2")
-    page.until("return document.querySelector('.told').textContent === '6 texts hold this.'")
+    search(page, "ANSWER 2")
+    assert page.text(".told") == "6 texts hold this."
     assert page.all("#samples .completion mark") == ["answer 2"]
     page.click("#samples .hits li:nth-child(4) button")
     assert where(page) == "Step 5, group 2 of 2"
     assert page.run("return document.activeElement.textContent") == "answer 2 of 5.1"
-    page.type("#samples-search", Keys.CONTROL + "a", Keys.NULL, "sum (")
-    page.until("return document.querySelector('.told').textContent === 'No text in this page holds this.'")
-    page.type("#samples-search", Keys.CONTROL + "a", Keys.NULL, "sum 40.1")
-    page.until("return document.querySelector('.told').textContent === '1 text holds this.'")
+    search(page, "sum (")
+    assert page.text(".told") == "0 texts hold this." and page.all("#samples .hits li") == []
+    search(page, "sum 40.1")
     page.click("#samples .hits button")
     assert where(page) == "Step 40, group 2 of 2" and page.all("#samples .prompt mark") == ["sum 40.1"]
 
 
-def test_tokens_are_coloured_and_tell_their_numbers(page):
+def test_tokens_are_colored_and_tell_their_numbers(page):
     go(page, 41, by="logps")
     spans = "#samples .completion:nth-child(5) .token"
     # Two units of JavaScript make the first character; the last token shows nothing.
@@ -211,17 +191,13 @@ def test_tokens_are_coloured_and_tell_their_numbers(page):
     assert page.all(spans, "className") == ["token p0", "token p1", "token p3", "token p5", "token p2 empty"]
     assert len(page.all("#samples .legend .token")) == 6
     assert "Its tokens have no numbers of this kind." in page.text("#samples .completion")
-    page.choose("#samples-colour", "ratios")
+    page.choose("#samples-color", "ratios")
     assert page.all(spans, "className") == ["token r2", "token r0 clip", "token r3", "token r4 clip", "token r2 empty"]
-    page.choose("#samples-colour", "clipped")
+    page.choose("#samples-color", "clipped")
     assert [name.split()[1] for name in page.all(spans, "className")] == ["c0", "c1", "c0", "c1", "c0"]
-    text = page.driver.find_element("css selector", "#samples .completion:nth-child(5) .text")
-    text.send_keys(Keys.SHIFT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert page.text(".tip") == 'token 2 of 5 · " " · log-prob −0.3 (p 74.08 %) · ratio 0.7 · clipped'
-    assert where(page) == "Step 41, group 1 of 1"
-    page.run("arguments[0].dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))",
-             page.driver.find_elements("css selector", spans)[4])  # fmt: skip
-    assert page.text(".tip") == "token 5 of 5 · shows no text · log-prob −1 (p 36.79 %) · ratio 1"
+    told = page.all(spans, "title")
+    assert told[1] == "token 2 of 5 · log-prob −0.3 (p 74.08 %) · ratio 0.7 · clipped"
+    assert told[4] == "token 5 of 5 · log-prob −1 (p 36.79 %) · ratio 1"
 
 
 def test_texts_that_try_to_do_something_are_shown(page):
@@ -229,15 +205,10 @@ def test_texts_that_try_to_do_something_are_shown(page):
     shown = cards(page)
     assert shown[:2] == list(NASTY[:2])
     assert shown[2] == r"\x1b[31mred\x1b[0m \x00 \u202egnp.exe\u202c tab" + "\there\nnew line " + "\\u{e0041}\ufffd."
-    assert (
-        len(shown[3]) < 5000
-        and page.text("#samples .completion:nth-child(4) .more") == "Show 50,000 more of 1,000,000 characters"
-    )
-    page.click("#samples .completion:nth-child(4) .more button")
-    assert page.run("return document.querySelector('.completion:nth-child(4) .text').textContent.length") == 51_500
+    fourth = "#samples .completion:nth-child(4)"
+    assert len(shown[3]) < 5000 and page.text(f"{fourth} > button") == "Show all 1,000,000 characters"
     assert page.all("#samples .prompt .role") == ["system", "tool"] and "\\x1b[2J4" in page.text("#samples .prompt")
-    page.click("#samples .completion details")
-    assert page.text("#samples .completion details dd") == "<u>extra</u>"
+    assert page.all("#samples .completion:first-child dd")[-1] == "<u>extra</u>"
     assert page.all("#samples-run option") == ["<new> run", "older"]
     for tag in ("img", "svg[onload]", "u", "i", ".text b"):
         assert page.all(f"#samples {tag}") == [], tag
@@ -247,26 +218,20 @@ def test_a_long_text_costs_what_is_shown_of_it(page):
     """A million characters without a space: a few nodes, and no line is wider than its card."""
     go(page, 41)
     assert page.run("return document.querySelectorAll('#samples *').length") < 400
-    page.run(
-        """for (let i = 0; i < 20; i++) document.querySelector(".completion:nth-child(4) .more button")?.click()"""
-    )
+    page.click(".completion:nth-child(4) > button")
     text = "document.querySelector('.completion:nth-child(4) .text')"
     assert page.run(f"return {text}.textContent.length") == 1_000_000
-    assert page.run(f"return {text}.scrollWidth <= {text}.clientWidth") and not page.all(
-        ".completion:nth-child(4) .more"
-    )
-    assert page.run("return document.querySelectorAll('#samples *').length") < 450
+    assert page.run(f"return {text}.scrollWidth <= {text}.clientWidth")
+    assert page.all(".completion:nth-child(4) > button") == []
 
 
-def test_another_run_is_at_the_same_step_and_says_what_it_lacks(page):
+def test_another_run_is_at_the_same_step_and_has_its_own_colors(page):
     go(page, 40)
     page.choose("#samples-run", 1)
     assert where(page) == "Step 30, group 1 of 1" and cards(page) == ["old 30"]
-    assert page.all("#samples-colour option", "disabled") == [False, True, True, True]
-    assert "has no log-probs of tokens" in page.text("#samples-why")
+    assert page.all("#samples-color option") == ["nothing"]
     page.choose("#samples-run", 0)
-    assert page.all("#samples-colour option", "disabled") == [False, False, False, False]
-    assert page.text("#samples-why") == ""
+    assert page.all("#samples-color option") == ["nothing", "log-prob", "ratio", "clipped or not"]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -340,7 +305,10 @@ def test_ten_thousand_steps_are_few_points_and_nodes(chromium, tmp_path):  # noq
     assert points and max(count for count, _ in points) <= 4000 and sum(count for count, _ in points) < 60_000
     assert 9_990 < max(last for _, last in points) <= 10_000
     assert chromium.run("return document.querySelectorAll('*').length") < 15_000
-    assert chromium.run("return document.querySelector('#samples-step').max") == "9901" and chromium.console() == []
+    assert (
+        chromium.run("return document.querySelector('#samples-step').lastChild.text") == "9901"
+        and chromium.console() == []
+    )
 
 
 def test_a_run_without_samples_says_so(chromium, tmp_path):  # noqa: F811

@@ -1,6 +1,6 @@
-// The section of the charts: cards, curves, histograms of rewards, times of a step, and their controls.
+// The section of the charts: curves, histograms of rewards, times of a step, and their controls.
 
-// A chart in its card: drawn by plotly once it comes into view, and again when a control or the mode changes.
+// A chart is drawn by plotly once it comes into view, and again when a control or the mode changes.
 
 const CONFIG = { displaylogo: false, responsive: true, showSendToCloud: false,
   modeBarButtons: [["toImage", "resetScale2d"]] };
@@ -14,17 +14,15 @@ const watch = new IntersectionObserver((entries) => {
   }
 }, { rootMargin: "300px" });
 
-/** The layout that all charts have: the colors of the page, and no more than that of plotly's own. */
+/** The layout that all charts have, in the colors of the page. */
 function layout(more) {
-  const { front, faint, line, card, back, font } = theme();
+  const { front, faint, line, back, font } = theme();
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: faint }, automargin: true,
     exponentformat: "SI" };
   return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: front, family: font, size: 12 },
-    margin: { l: 8, r: 8, t: 12, b: 8 }, showlegend: false, hovermode: "x unified",
-    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" },
-    modebar: { bgcolor: card, color: faint, activecolor: front }, ...more,
-    xaxis: { ...axis, ...more.xaxis, title: { font: { color: faint }, standoff: 6, ...(more.xaxis || {}).title } },
-    yaxis: { ...axis, ...more.yaxis } };
+    margin: { l: 8, r: 8, t: 12, b: 8 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, hovermode: "x unified",
+    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" }, ...more,
+    xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
 
 /** Draw a chart that is in view and is not up to date. */
@@ -32,31 +30,16 @@ function draw(chart) {
   if (!chart.inView || !chart.stale) return;
   chart.stale = false;
   const made = chart.make();
-  chart.plot.setAttribute("aria-label", `${chart.title}. ${made.told}`);
   Plotly.react(chart.plot, made.traces, layout(made.layout), CONFIG);
-  if (chart.details.open) fill(chart);
 }
 
-/** The figures of a chart for those who do not see it. */
-function fill(chart) {
-  chart.details.querySelector(".scroll").replaceChildren(table(...chart.make().table));
-}
-
-/**
- * Put a chart into a place of the page.
- * make() returns its traces, its layout, a sentence that tells its last values, and [titles, rows] of its table.
- */
-function add(place, { title, note = "", wide = false, caption = () => [], make }) {
+/** Put a chart into a place of the page. make() returns its traces and its layout. */
+function add(place, { title, note = "", wide = false, make }) {
   const plot = element("div", { class: "plot", role: "img", "aria-label": title });
-  const details = element("details", {}, element("summary", {}, "As a table"),
-    element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title} as a table` }));
-  const chart = { title, plot, details, make, stale: true, inView: false };
   const card = element("article", { class: wide ? "card wide" : "card" },
-    element("header", {}, element("h3", {}, title), note ? element("span", { class: "note" }, note) : null),
-    element("ul", { class: "keys" }, ...caption()), plot, details);
-  details.addEventListener("toggle", () => details.open && fill(chart));
+    element("header", {}, element("h3", {}, title), note ? element("span", { class: "note" }, note) : null), plot);
   place.append(card);
-  charts.add(chart);
+  charts.add({ plot, make, stale: true, inView: false });
   watch.observe(plot);
   return card;
 }
@@ -69,29 +52,13 @@ function refresh() {
   }
 }
 
-/** A short piece of the line that a legend explains. */
-function key(name, { color, dash = "", dots = false }) {
-  const picture = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  for (const [at, value] of Object.entries({ width: 26, height: 10, "aria-hidden": "true" })) picture.setAttribute(at, value);
-  const draw = (shape, attributes) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", shape);
-    for (const [at, value] of Object.entries(attributes)) made.setAttribute(at, value);
-    picture.append(made);
-  };
-  const stroke = color || "currentColor";
-  draw("line", { x1: 1, x2: 25, y1: 5, y2: 5, stroke, "stroke-width": 2, "stroke-dasharray": dash });
-  if (dots) draw("circle", { cx: 13, cy: 5, r: 4, fill: stroke });
-  return element("li", {}, picture, name);
-}
-
-onThemeChange(refresh);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", refresh);
 
 // The curves: what is drawn of a metric, over steps, tokens or time, raw and smoothed, with the warnings.
 
 const AXES = { step: "step", tokens: "tokens", seconds: "time in steps" };
 const PALETTE = ["#3b82d6", "#e0762a", "#2f9e63", "#c94f9b", "#8f6ed5", "#b8891d", "#1f9fb0", "#d1495b"];
 const DASHES = ["solid", "dash", "dot", "dashdot"];
-const STROKES = { solid: "", dash: "7 4", dot: "2 3", dashdot: "7 3 2 3" }; // in a legend
 const TIMES = [[7200, 3600, "h"], [300, 60, "min"], [0, 1, "s"]]; // from so many seconds on: seconds of a unit, its name
 
 const isEvaluation = (metric) => metric.startsWith("eval/");
@@ -167,7 +134,7 @@ function tracesOf(state, run, metric, label, window, style) {
   const line = { color: style.color, width: 1.8, dash: style.dash };
   if (state.smooth === 1 || window === 1) return [{ ...common, x, y: series.value, name, mode: "lines", line }];
   return [
-    { ...common, x, y: series.value, name: `${name}, each`, mode: "lines", line: { color: faded(style.color), width: 1 } },
+    { ...common, x, y: series.value, name: `${name}, each`, showlegend: false, mode: "lines", line: { color: faded(style.color), width: 1 } },
     { ...common, x, y: smoothed(series, state.smooth), name, mode: "lines", line },
   ];
 }
@@ -185,7 +152,7 @@ function warningsOf(state) {
     x: whereIs(run, step, state), text: label(state.runs.length === 1 ? text : `${run.name}: ${text}`) })));
   if (!marks.length) return { traces: [], shapes: [] };
   const trace = { type: "scatter", mode: "markers", x: marks.map(({ x }) => x), y: marks.map(() => 1), yaxis: "y2",
-    name: "warning", customdata: marks.map(({ text }) => text), hovertemplate: "%{customdata}",
+    name: "warning", showlegend: false, customdata: marks.map(({ text }) => text), hovertemplate: "%{customdata}",
     marker: { symbol: "triangle-down", size: 10, color: bad }, cliponaxis: false };
   const shapes = marks.slice(0, 50).map(({ x }) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
     line: { color: bad, width: 1, dash: "dot" }, opacity: 0.6 }));
@@ -206,43 +173,21 @@ function entriesOf(panel) {
   ];
 }
 
-/** What plotly draws of a panel, what is read aloud, and the table behind it. */
+/** What plotly draws of a panel. */
 function make(panel, state) {
-  const traces = [], rows = [], told = [];
-  let negative = false;
-  for (const run of state.shown()) for (const { metric, label: named, order, dashed } of entriesOf(panel)) {
-    const series = run.series[metric];
-    if (!series || !series.value.length) continue;
-    traces.push(...tracesOf(state, run, metric, named, panel.window, styleOf(state, run, order, dashed)));
-    const { value } = series;
-    const name = state.runs.length === 1 ? named : `${run.name}: ${named}`;
-    const least = value.reduce((one, other) => Math.min(one, other));
-    const most = value.reduce((one, other) => Math.max(one, other));
-    negative = negative || least < 0;
-    rows.push([name, ...[value[0], value[value.length - 1], least, most].map(figure)]);
-    told.push(`${name}: last ${figure(value[value.length - 1])}`);
-  }
+  const drawn = state.shown().flatMap((run) => entriesOf(panel).map((entry) => ({ run, ...entry })))
+    .filter(({ run, metric }) => run.series[metric] && run.series[metric].value.length);
+  const curves = drawn.flatMap(({ run, metric, label: named, order, dashed }) =>
+    tracesOf(state, run, metric, named, panel.window, styleOf(state, run, order, dashed)));
+  const negative = drawn.some(({ run, metric }) => run.series[metric].value.some((value) => value < 0));
   const { traces: marks, shapes } = warningsOf(state);
-  return { traces: [...traces, ...marks], told: told.join("; ") || "No run that is shown measured it.",
-    table: [["Curve", "First", "Last", "Smallest", "Largest"], rows],
-    layout: { xaxis: xaxis(state), shapes, yaxis: { rangemode: negative ? "normal" : "nonnegative" },
+  return { traces: [...curves, ...marks],
+    layout: { xaxis: xaxis(state), shapes, showlegend: new Set(drawn.map(({ metric }) => metric)).size > 1,
+      yaxis: { rangemode: negative ? "normal" : "nonnegative" },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true } } };
 }
 
-/** The legend of a panel. One curve needs none. */
-function caption(panel, state) {
-  const measured = entriesOf(panel).filter(({ metric }) => state.runs.some((run) => run.series[metric]));
-  if (measured.length < 2) return [];
-  return measured.map(({ metric, label: named, order, dashed }) => {
-    const { color, dash } = styleOf(state, state.runs[0], order, dashed);
-    return key(named, { color: state.runs.length === 1 ? color : "", dash: STROKES[dash],
-      dots: isEvaluation(metric) });
-  });
-}
-
 // The charts of a single run: its rewards as a histogram over time, and the parts of its steps, stacked.
-
-const share = (value) => `${(100 * value).toFixed(0)}%`;
 
 /** The rewards of the logged completions: each column is a step, and its colors are shares of its completions. */
 function rewards(run, state) {
@@ -255,34 +200,20 @@ function rewards(run, state) {
     colorscale: [[0, theme().card], [0.02, `${run.color}30`], [1, run.color]],
     colorbar: { thickness: 8, len: 1, tickformat: ".0%", outlinewidth: 0, tickfont: { color: theme().faint } },
     hovertemplate: `%{x}<br>reward about %{y:.3~g}: %{z:.0%}<extra></extra>` };
-  const last = counts.length - 1;
-  const rows = edges.slice(1).map((edge, bin) => [`${figure(edges[bin])} to ${figure(edge)}`,
-    share(shares[bin][0]), share(shares[bin][last])]);
-  const told = rows.filter((row) => row[2] !== "0%").map((row) => `${row[0]}: ${row[2]}`).join("; ");
-  return { traces: [trace], told: `Shares at the last logged step: ${told}`,
-    table: [["Reward", `Step ${step[0]}`, `Step ${step[last]}`], rows],
+  return { traces: [trace],
     layout: { xaxis: xaxis(state), hovermode: "closest", yaxis: { title: { text: "total reward" },
       ...(centers.length <= 8 ? { tickvals: centers, ticktext: centers.map(figure) } : {}) } } };
 }
 
 const stagesOf = (run) => Object.keys(run.series).filter((name) => name.startsWith("time/"));
 
-const stageColor = (order) => PALETTE[order % PALETTE.length];
-
 /** The seconds of a step by its stages, one upon the other, smoothed like the curves. */
 function stages(run, state) {
-  const names = stagesOf(run);
-  const traces = names.map((name, order) => ({ type: "scatter", mode: "lines", stackgroup: "stages",
+  const traces = stagesOf(run).map((name, order) => ({ type: "scatter", mode: "lines", stackgroup: "stages",
     name: name.slice(5), x: along(run, run.series[name].at, state), y: smoothed(run.series[name], state.smooth),
-    line: { width: 0.5, color: stageColor(order) }, fillcolor: `${stageColor(order)}b0`, hovertemplate: "%{y:.3~g} s" }));
-  const means = names.map((name) => {
-    const series = run.series[name];
-    return smoothed(series, Infinity)[series.value.length - 1];
-  });
-  const whole = means.reduce((sum, one) => sum + one, 0) || 1;
-  const rows = names.map((name, order) => [name.slice(5), figure(means[order]), share(means[order] / whole)]);
-  return { traces, told: rows.map((row) => `${row[0]}: ${row[2]} of the time`).join("; "),
-    table: [["Stage", "Mean seconds a step", "Share"], rows],
+    line: { width: 0.5, color: PALETTE[order % PALETTE.length] }, fillcolor: `${PALETTE[order % PALETTE.length]}b0`,
+    hovertemplate: "%{y:.3~g} s" }));
+  return { traces,
     layout: { xaxis: xaxis(state), yaxis: { title: { text: "s a step" }, rangemode: "tozero" } } };
 }
 
@@ -294,8 +225,7 @@ function addAll(place, state) {
   for (const run of state.runs.filter((one) => one.rewards)) cards.push([run, add(place, {
     title: named("Rewards over time", run), note: run.rewards.note, wide: single, make: () => rewards(run, state) })]);
   for (const run of state.runs.filter((one) => stagesOf(one).length)) cards.push([run, add(place, {
-    title: named("Where the time of a step goes", run), wide: single, make: () => stages(run, state),
-    caption: () => stagesOf(run).map((name, order) => key(name.slice(5), { color: stageColor(order) })) })]);
+    title: named("Where the time of a step goes", run), wide: single, make: () => stages(run, state) })]);
   return () => { for (const [run, card] of cards) card.hidden = state.hidden.has(run.name); };
 }
 
@@ -329,8 +259,7 @@ function showCharts({ runs, panels, metrics }) {
     make: () => make({ metrics: [metric], labels: [], dashed: [], window: 10 }, state) });
 
   section.append(toolbar(state, changed), ...(runs.length > 1 ? [chooser(state, changed)] : []));
-  for (const panel of measured) add(grid, { title: panel.title, note: panel.unit,
-    caption: () => caption(panel, state), make: () => make(panel, state) });
+  for (const panel of measured) add(grid, { title: panel.title, note: panel.unit, make: () => make(panel, state) });
   hide = addAll(grid, state);
   section.append(grid);
   for (const { note } of runs) if (note) section.append(element("p", { class: "note after" }, note));
@@ -339,21 +268,16 @@ function showCharts({ runs, panels, metrics }) {
 }
 
 function toolbar(state, changed) {
-  const over = element("select", { onchange: () => { state.x = over.value; changed(); } },
-    ...Object.entries(AXES).map(([value, name]) => element("option", { value }, name)));
-  over.value = state.x;
-  const told = element("output", {});
-  const say = () => {
-    const text = state.smooth === 1 ? "off" : `mean of ${state.smooth} logged steps`;
-    told.textContent = text;
-    slider.setAttribute("aria-valuetext", text);
+  const choice = (name, options, chosen, act) => {
+    const made = element("select", { onchange: () => { act(made.value); changed(); } },
+      ...options.map(([value, told]) => element("option", { value }, told)));
+    made.value = chosen;
+    return element("label", {}, name, made);
   };
-  const slider = element("input", { type: "range", min: 0, max: WINDOWS.length - 1, step: 1,
-    oninput: () => { state.smooth = WINDOWS[slider.value]; say(); changed(); } });
-  slider.value = WINDOWS.indexOf(state.smooth);
-  say();
-  return element("div", { class: "toolbar" }, element("label", {}, "Over", over),
-    element("label", {}, "Smoothing", slider, told));
+  return element("div", { class: "toolbar" },
+    choice("Over", Object.entries(AXES), state.x, (value) => { state.x = value; }),
+    choice("Smoothing", WINDOWS.map((one) => [one, one === 1 ? "off" : `mean of ${one} logged steps`]), state.smooth,
+      (value) => { state.smooth = Number(value); }));
 }
 
 /** The legend of the runs, in which each can be hidden. */

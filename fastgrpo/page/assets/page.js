@@ -30,15 +30,6 @@ function figure(value) {
   return value.toLocaleString("en", { maximumSignificantDigits: size >= 1000 ? 12 : 4, maximumFractionDigits: 4 });
 }
 
-function table(titles, rows) {
-  const head = element("tr", {}, ...titles.map((title) => element("th", { scope: "col" }, title)));
-  const body = rows.map((row) => element("tr", {}, ...row.map((cell, place) => {
-    if (place === 0) return element("th", { scope: "row" }, cell);
-    return element("td", { class: "number" }, cell);
-  })));
-  return element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));
-}
-
 /** A box that scrolls has to be reached by the keyboard. */
 function scrolling(label, ...children) {
   return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
@@ -49,10 +40,6 @@ function theme() {
   const style = getComputedStyle(document.documentElement);
   const names = ["back", "front", "faint", "line", "card", "bad", "font"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
-}
-
-function onThemeChange(act) {
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", act);
 }
 
 const PLACES = new Set(["output_dir", "run_name"]); // these name a run, so that they differ says nothing
