@@ -16,12 +16,13 @@ const watch = new IntersectionObserver((entries) => {
 
 /** The layout that all charts have, in the colors of the page. */
 function layout(more) {
-  const { front, faint, line, back, font } = theme();
+  const { front, faint, line, card, back, font } = theme();
   const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickfont: { color: faint }, automargin: true,
     exponentformat: "SI" };
   return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: front, family: font, size: 12 },
     margin: { l: 8, r: 8, t: 12, b: 8 }, legend: { orientation: "h", y: 1.02, yanchor: "bottom" }, hovermode: "x unified",
-    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" }, ...more,
+    hoverlabel: { bgcolor: back, bordercolor: line, font: { color: front }, align: "left" },
+    modebar: { bgcolor: card, color: faint, activecolor: front }, ...more,
     xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
 
