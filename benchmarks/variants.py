@@ -13,9 +13,8 @@ from fastgrpo import linear_grpo_loss
 from fastgrpo.kernels import head_torch, reference
 from fastgrpo.kernels.head_torch import Vocabulary
 from fastgrpo.loss import GRPOLossOutput
-from fastgrpo.loss.checks import HAS_TRITON
-from fastgrpo.loss.inputs import TokenInputs
-from fastgrpo.loss.rows import keep_rows
+from fastgrpo.loss.dispatch import HAS_TRITON
+from fastgrpo.loss.inputs import TokenInputs, keep_rows
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 Head = Callable[[Batch], Gradients]

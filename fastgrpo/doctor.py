@@ -74,7 +74,7 @@ def installed(distribution: str) -> str | None:
 
 def machine() -> list[tuple[str, str]]:
     """Describe the machine and the code paths that run on it."""
-    from fastgrpo.loss.checks import HAS_TRITON
+    from fastgrpo.loss.dispatch import HAS_TRITON
 
     rows = [
         ("fastgrpo", installed("fastgrpo") or "a clone that is not installed"),

@@ -346,6 +346,59 @@ for _formula in (clip, cispo, sapo, vespo, surrogate, kl_estimate, token_loss):
     setattr(_in_torch, _code.co_name, FunctionType(_code, vars(_in_torch)))
 
 
+def _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length):
+    """w_n = 1 / tokens here (TRL's bnpo)."""
+    return mask.sum().to(dtype).clamp(min=1)
+
+
+def _step_tokens(mask, dtype, cu_seqlens, num_items, max_length):
+    """w_n = 1 / tokens of the step (DAPO, arXiv 2503.14476 eq. 8)."""
+    if num_items is None:
+        return _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length)
+    if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
+        return torch.full((), max(num_items, 1), dtype=dtype, device=mask.device)
+    return num_items.reshape(()).to(mask.device, dtype, non_blocking=True).clamp(min=1)
+
+
+def _sequence_mean(mask, dtype, cu_seqlens, num_items, max_length):
+    """w_n = 1 / (S len_s), len_s the tokens of the sequence that count (GRPO, arXiv 2402.03300 eq. 3)."""
+    lengths = cu_seqlens.diff()
+    kept = torch.segment_reduce(mask.to(dtype), "sum", lengths=lengths, unsafe=True).clamp(min=1)
+    return (len(lengths) * kept).repeat_interleave(lengths, output_size=len(mask))
+
+
+def _sequence_sum(mask, dtype, cu_seqlens, num_items, max_length):
+    """w_n = 1 / S (LUSPO, arXiv 2602.05261)."""
+    return len(cu_seqlens) - 1
+
+
+def _sequence_constant(mask, dtype, cu_seqlens, num_items, max_length):
+    """w_n = 1 / (S max_length) (Dr. GRPO, arXiv 2503.20783 eq. 2)."""
+    return (len(cu_seqlens) - 1) * max_length
+
+
+# aggregation -> what the mask is divided by to give w_n: a number, a scalar tensor or [N]. Those that read cu_seqlens
+# have names that begin with "sequence".
+DIVISORS = {
+    "batch_tokens": _batch_tokens,
+    "step_tokens": _step_tokens,
+    "sequence_mean": _sequence_mean,
+    "sequence_sum": _sequence_sum,
+    "sequence_constant": _sequence_constant,
+}
+# loss type -> (surrogate, aggregation)
+LOSS_TYPES = {
+    "grpo": ("clip", "sequence_mean"),
+    "bnpo": ("clip", "batch_tokens"),
+    "dapo": ("clip", "step_tokens"),
+    "dr_grpo": ("clip", "sequence_constant"),
+    "luspo": ("clip", "sequence_sum"),
+    "cispo": ("cispo", "step_tokens"),
+    "sapo": ("sapo", "sequence_mean"),
+    "vespo": ("vespo", "step_tokens"),
+}
+
+
 def vespo_phi(tokens: Tokens, objective: Any) -> torch.Tensor:
     """Compute VESPO's weight (arXiv 2602.10693). It reads neither log-probs nor ratio.
 

@@ -20,11 +20,10 @@ import torch
 
 from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
 from fastgrpo.kernels.objectives import Tokens, compute_dtype, first_order, policy_loss_fwd, vespo_phi
-from fastgrpo.loss.inputs import TokenInputs
+from fastgrpo.loss.inputs import TokenInputs, keep_rows
 from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.loss.losses import linear_grpo_loss, logits_grpo_loss
 from fastgrpo.loss.objective import LOSS_TYPES, POSITIVE, Objective
-from fastgrpo.loss.rows import keep_rows
 
 __all__ = ["LigerFusedLinearGRPOLoss", "triton_grpo_loss"]
 

@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
 from fastgrpo.loss import Objective, linear_grpo_loss, linear_logprob
-from fastgrpo.loss.checks import check_backward_tolerance
+from fastgrpo.loss.dispatch import check_backward_tolerance
 
 try:
     from trl import GRPOTrainer

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fastgrpo.kernels import reference
-from fastgrpo.loss import Objective
-from fastgrpo.loss.checks import HAS_TRITON
+from fastgrpo.loss.dispatch import HAS_TRITON
 from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.loss.losses import grpo_loss, linear_grpo_loss, logits_grpo_loss
+from fastgrpo.loss.objective import Objective
 
 if HAS_TRITON:
     from fastgrpo.kernels import launch

@@ -1,18 +1,17 @@
-"""The loss as a library: advantages, objectives, and the losses. It needs torch and triton, and nothing else.
+"""The loss as a library: advantages, objectives, and the losses. It needs only torch and Triton.
 
-Other modules import these names from here. losses.py has the losses, and says where each of them is computed, tested
-and timed. logprobs.py has the log-probs, objective.py the knobs, and advantage.py turns rewards into advantages. A name
-is loaded on first use, so that the settings can read the names of the objectives without loading the kernels.
+Other modules import these names from here. Each is loaded on first use, so that the settings can read the names of the
+objectives without loading the kernels.
 """
 
 import importlib
 from typing import Any
 
 _HOME = {
-    "decoupled_advantages": "advantage",
-    "group_advantages": "advantage",
+    "decoupled_advantages": "advantages",
+    "group_advantages": "advantages",
     "Objective": "objective",
-    "GRPOLossOutput": "output",
+    "GRPOLossOutput": "losses",
     "grpo_loss": "losses",
     "linear_grpo_loss": "losses",
     "logits_grpo_loss": "losses",

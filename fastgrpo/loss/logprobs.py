@@ -12,20 +12,12 @@ import torch
 
 from fastgrpo.kernels import head_torch
 from fastgrpo.kernels.head_torch import Vocabulary
-from fastgrpo.kernels.objectives import cut, needed
-from fastgrpo.loss.checks import (
-    HAS_TRITON,
-    cast_for_autocast,
-    check_backward_tolerance,
-    check_head,
-    choose_backend,
-)
-from fastgrpo.loss.rows import per_token
-from fastgrpo.loss.values import check_targets, check_temperature, check_temperatures
+from fastgrpo.kernels.objectives import PolicyRows
+from fastgrpo.loss import dispatch
+from fastgrpo.loss.inputs import check_backward_tolerance, check_head, check_kept, check_temperature
 
-if HAS_TRITON:
+if dispatch.HAS_TRITON:
     from fastgrpo.kernels import head as head_kernels
-    from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -49,10 +41,10 @@ def linear_logprob(
         temperature: A float, or a tensor [...], at least 1e-30.
         return_entropy: Whether to return the entropy too, in nats.
         process_group: Group of torch.distributed over whose ranks the rows of weight and bias are sharded, in rank
-            order, in equal or unequal parts. It is there for trainers of your own; the engine here does not pass it.
-            Targets stay ids of the whole vocabulary. All arguments but weight and bias are the same on every rank, and
-            so are the results. The gradient of hidden comes back whole on every rank, those of weight and bias for the
-            shard. Every rank must make the call, and run its backward.
+            order, in equal or unequal parts. It is for other trainers; this package's does not pass it. Targets stay
+            ids of the whole vocabulary. All arguments but weight and bias are the same on every rank, and so are the
+            results. The gradient of hidden comes back whole on every rank, those of weight and bias for the shard.
+            Every rank must make the call, and run its backward.
         sum_hidden_grad: Whether the gradient of hidden is summed over the ranks of process_group. False leaves on each
             rank the part that comes from its shard, for callers that sum the parts themselves, as
             integrations/verl.py does. Without process_group there is one part.
@@ -68,65 +60,36 @@ def linear_logprob(
             temperature outside of its range; a rank holds no rows of the weight; the backend is unknown; or
             backward_tolerance is out of range, or given with return_entropy.
     """
-    check_backward_tolerance(backward_tolerance)
-    if backward_tolerance and return_entropy:
-        raise ValueError(
-            f"backward_tolerance={backward_tolerance} bounds the gradient of log-probs, and the entropy has a gradient "
-            "of its own on every column of the vocabulary; pass backward_tolerance=0, or return_entropy=False"
-        )
+    check_backward_tolerance(backward_tolerance, return_entropy=return_entropy)
     check_head(hidden, weight, bias, logit_softcap, targets)
-    check_temperature(temperature, targets)
-    alone = ["backward_tolerance"] if backward_tolerance else []
-    hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
-    asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
+    only_chunked = "backward_tolerance" if backward_tolerance else ""
+    hidden, weight = dispatch.cast_for_autocast("chunked" if only_chunked else backend, hidden, weight)
+    path = dispatch.choose_backend(backend, only_chunked, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
-    flat = targets.reshape(-1).long()
-    check_targets(flat, vocabulary.total)
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    temperature = per_token(temperature, "temperature", targets.shape)
-    if isinstance(temperature, torch.Tensor):
-        check_temperatures(temperature)
+    rows = PolicyRows(
+        index=None, targets=targets.reshape(-1).long(), temperature=check_temperature(temperature, targets),
+        advantages=None, weights=None, old_logps=None, ref_logps=None, lengths=None,
+    )  # fmt: skip
+    check_kept(rows, vocabulary.total)
 
-    def fused(states, weight, bias, part=slice(None)):
-        located, group = vocabulary.located(flat[part], len(weight))
-        return head_kernels.linear_logprob(
-            states, weight, located, bias=bias, temperature=cut(temperature, part), softcap=logit_softcap,
+    def kernel(states, rows, weight, bias):
+        located, group = vocabulary.located(rows.targets, len(weight))
+        logps, entropy = head_kernels.linear_logprob(
+            states, weight, located, bias=bias, temperature=rows.temperature, softcap=logit_softcap,
             return_entropy=return_entropy, group=group, sum_hidden_grad=sum_hidden_grad,
         )  # fmt: skip
+        return None, {"logps": logps, "entropy": entropy}
 
-    def plain(states, weight, bias, part=slice(None)):
-        return head_torch.LinearLogprob.apply(
-            states, weight, bias, flat[part], cut(temperature, part), head_torch.chunk_rows(vocabulary.largest),
+    def plain(states, rows, weight, bias):
+        logps, entropy = head_torch.LinearLogprob.apply(
+            states, weight, bias, rows.targets, rows.temperature, head_torch.chunk_rows(vocabulary.largest),
             return_entropy, vocabulary, logit_softcap, sum_hidden_grad, backward_tolerance,
         )  # fmt: skip
+        return None, {"logps": logps, "entropy": entropy}
 
-    # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
-    if backend == "triton" and process_group is None and len(flat) and not torch.compiler.is_compiling():
-        variant = {
-            "dtype": hidden.dtype, "aligned": hidden.data_ptr() % 16 == 0, "entropy": return_entropy,
-            "head": tuple(weight.shape), "bias": bias is not None, "soft-cap": logit_softcap is not None,
-            "gradient": any(needed(hidden, weight, bias)), "temperatures": isinstance(temperature, torch.Tensor),
-        }  # fmt: skip
-
-        def compare():
-            part, sample = slice(0, self_check.ROWS), hidden[: self_check.ROWS].detach()
-            ways = (_summed(way, weight, bias, part) for way in (fused, plain))
-            return self_check.difference(*ways, sample, variant["gradient"])
-
-        remedy = self_check.ANY_BACKEND if asked == "triton" else None
-        if not self_check.trusted("linear_logprob", hidden.device, variant, compare, remedy):
-            backend = "chunked"
-    logps, entropy = (fused if backend == "triton" else plain)(hidden, weight, bias)
-    logps = logps.view(targets.shape)
-    return (logps, entropy.view(targets.shape)) if return_entropy else logps
-
-
-def _summed(way, weight, bias, part):
-    """Return a function of the states of some rows: the sum of log-probs and entropies, and both by name."""
-    frozen = weight.detach(), None if bias is None else bias.detach()
-
-    def run(states):
-        logps, entropy = way(states, *frozen, part)
-        return logps.sum() + (0 if entropy is None else entropy.sum()), {"logps": logps, "entropy": entropy}
-
-    return run
+    _, outputs, _ = dispatch.run(
+        "linear_logprob", path, kernel, plain, hidden.reshape(-1, hidden.shape[-1]), rows, (weight, bias),
+        by_name=backend == "triton", check=process_group is None, entropy=return_entropy, softcap=bool(logit_softcap),
+    )  # fmt: skip
+    logps = outputs["logps"].view(targets.shape)
+    return (logps, outputs["entropy"].view(targets.shape)) if return_entropy else logps

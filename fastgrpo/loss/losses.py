@@ -23,38 +23,64 @@ and `cu_seqlens` [S+1], the row where each sequence starts and the end of the la
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastgrpo.kernels import head_torch, objectives
 from fastgrpo.kernels.head_torch import Vocabulary
-from fastgrpo.kernels.objectives import compute_dtype, needed
-from fastgrpo.loss.checks import (
-    HAS_TRITON,
-    cast_for_autocast,
+from fastgrpo.kernels.objectives import PolicyRows, compute_dtype, needed
+from fastgrpo.loss import dispatch
+from fastgrpo.loss.dispatch import HAS_TRITON, cast_for_autocast, choose_backend, compacts
+from fastgrpo.loss.inputs import (
+    TokenInputs,
     check_backward_tolerance,
     check_head,
-    check_token_ids,
-    choose_backend,
-    compacts,
+    check_targets,
+    check_tensor,
+    keep_rows,
+    reference_head,
 )
-from fastgrpo.loss.full_kl import reference_head, refuse_full_kl
-from fastgrpo.loss.inputs import TokenInputs
 from fastgrpo.loss.objective import Objective
-from fastgrpo.loss.output import GRPOLossOutput, loss_output
-from fastgrpo.loss.rows import keep_rows
-from fastgrpo.loss.values import check_targets, check_tensor
 
 if HAS_TRITON:
     from fastgrpo.kernels import head as head_kernels
     from fastgrpo.kernels import logits as logits_kernels
-    from fastgrpo.loss import self_check
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class GRPOLossOutput:
+    """What a loss returns.
+
+    Rows that carry no gradient (mask 0, weight 0, and at beta = 0 advantage 0, unless there is an entropy bonus) are
+    not active, and no metric covers them.
+
+    The metrics are scalars: `policy_loss` (without KL and bonus), `kl`, `ratio/mean`, `ratio/max`,
+    `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of rows that these are means over.
+    `entropy` is there on request or with an entropy bonus. With sampler_logps there are
+    `sampling/importance_sampling_ratio/{min,mean,max}` of the weights in use, and
+    `sampling/sampling_logp_difference/{mean,max}` of |old - sampler| where the sampler gave a log-prob. With a
+    backward_tolerance, and where there is a gradient, there are `head/kept_columns`, the share of the vocabulary that
+    the backward keeps, and `head/dropped_mass`, the largest share of its 1 - p_target that a row leaves out.
+
+    Attributes:
+        loss: Scalar, fp32 (fp64 for fp64 inputs). The only field that carries gradient.
+        logps: Log-probs of the targets in the targets' shape, 0 where not active.
+        active: Bool in the targets' shape: the rows that were computed.
+        metrics: Scalar tensors by name.
+        entropies: Entropies in nats in the targets' shape, 0 where not active; None where the loss computed none.
+    """
+
+    loss: torch.Tensor
+    logps: torch.Tensor
+    active: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    entropies: torch.Tensor | None = None
 
 
 def linear_grpo_loss(
@@ -135,20 +161,16 @@ def linear_grpo_loss(
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
     check_backward_tolerance(backward_tolerance, objective)
-    reference = reference_head(
-        objective, hidden, weight, ref_logps, ref_hidden, ref_weight, ref_bias, process_group
-    )  # fmt: skip
-    alone = ["kl='full'"] if objective.full_kl else ["backward_tolerance"] if backward_tolerance else []
-    hidden, weight = cast_for_autocast("chunked" if alone else backend, hidden, weight)
-    asked, backend = backend, choose_backend(backend, alone, hidden=hidden, weight=weight)
+    reference = reference_head(objective, hidden, weight, ref_hidden, ref_weight, ref_bias, process_group)
+    only_chunked = "kl='full'" if objective.full_kl else "backward_tolerance" if backward_tolerance else ""
+    hidden, weight = cast_for_autocast("chunked" if only_chunked else backend, hidden, weight)
+    path = choose_backend(backend, only_chunked, hidden=hidden, weight=weight)
     vocabulary = Vocabulary.of(weight, process_group)
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature, entropy_weights)  # fmt: skip
-    kept = keep_rows(inputs, objective, compacts(compact, backend, targets), compute_dtype(hidden))
-    check_targets(kept.targets, vocabulary.total, kept.index)
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    kept = keep_rows(inputs, objective, compacts(compact, path, targets), compute_dtype(hidden), vocabulary.total)
 
-    def fused(states, kept, weight, bias):
+    def kernel(states, kept, weight, bias):
         located, group = vocabulary.located(kept.targets, len(weight))
         return head_kernels.linear_grpo_loss(
             states, weight, bias, kept._replace(targets=located), objective, return_entropy=return_entropy,
@@ -161,38 +183,11 @@ def linear_grpo_loss(
             needed(states, weight, bias), return_entropy, vocabulary, logit_softcap, reference, backward_tolerance,
         )  # fmt: skip
 
-    # Ranks that share a vocabulary would have to fail together, so each takes the kernel as it is.
-    if backend == "triton" and process_group is None:
-        head = {"weight": weight.detach(), "bias": None if bias is None else bias.detach()}
-        ways = partial(fused, **head), partial(plain, **head)
-        options = {"entropy": return_entropy, "head": tuple(weight.shape), "bias": bias is not None,
-                   "soft-cap": logit_softcap is not None, "gradient": any(needed(flat, weight, bias))}  # fmt: skip
-        if not _trusts("linear_grpo_loss", ways, flat, kept, objective, asked, options):
-            backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(hidden))
-    loss, outputs = (fused if backend == "triton" else plain)(flat, kept, weight, bias)
-    return loss_output(loss, outputs, kept, targets)
-
-
-def _trusts(name, ways, states, kept, objective, asked, options):
-    """Whether the self-check trusts the kernel of a loss; `options` tell apart what its other arguments compile to."""
-    if torch.compiler.is_compiling() or not len(kept.targets):
-        return True
-    knobs = ("surrogate", "kl", "correct_kl", "low", "high", "delta", "beta", "tau_pos", "tau_neg")
-    given = ("lengths", "entropy_weights", "old_logps", "ref_logps", "sampler_logps")
-    variant = {
-        "dtype": states.dtype,
-        "aligned": states.data_ptr() % 16 == 0,
-        **options,
-        "temperatures": isinstance(kept.temperature, torch.Tensor),
-        **{knob: value if isinstance(value, (str, bool)) else value is not None
-           for knob, value in zip(knobs, objectives.kernel_knobs(objective), strict=True)},
-        **{name: getattr(kept, name) is not None for name in given},
-    }  # fmt: skip
-    return self_check.trusted(
-        name, states.device, variant,
-        lambda: self_check.losses_differ(*ways, states, kept, options["gradient"]),
-        self_check.ANY_BACKEND if asked == "triton" else None,
+    result = dispatch.run(
+        "linear_grpo_loss", path, kernel, plain, hidden.reshape(-1, hidden.shape[-1]), kept, (weight, bias), objective,
+        by_name=backend == "triton", check=process_group is None, entropy=return_entropy, softcap=bool(logit_softcap),
     )  # fmt: skip
+    return _output(*result, targets)
 
 
 def logits_grpo_loss(
@@ -239,20 +234,16 @@ def logits_grpo_loss(
         ValueError: As `linear_grpo_loss`, and for kl="full", which needs the reference's hidden states and head.
     """
     check_tensor(logits, "logits", "floating point")
-    asked, backend = backend, choose_backend(backend, logits=logits)
+    path = choose_backend(backend, logits=logits)
     objective = Objective.of(objective, knobs)
-    refuse_full_kl(objective, "logits")
-    check_token_ids(targets, logits, "logits")
-    if not logits.shape[-1]:
-        raise ValueError(f"logits must hold at least one token of the vocabulary, got shape {tuple(logits.shape)}")
+    _refuse_full_kl(objective, "logits")
+    check_targets(targets, logits, "logits")
     inputs = TokenInputs(targets.long(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch, temperature)  # fmt: skip
-    kept = keep_rows(inputs, objective, compacts(compact, backend, targets), compute_dtype(logits))
     vocab_size = logits.shape[-1]
-    check_targets(kept.targets, vocab_size, kept.index)
-    flat = logits.reshape(-1, vocab_size)
+    kept = keep_rows(inputs, objective, compacts(compact, path, targets), compute_dtype(logits), vocab_size)
 
-    def fused(states, kept):
+    def kernel(states, kept):
         return logits_kernels.logits_grpo_loss(states, kept, objective, return_entropy=return_entropy, inplace=inplace)
 
     def plain(states, kept):
@@ -260,14 +251,11 @@ def logits_grpo_loss(
             states, kept, objective, head_torch.chunk_rows(vocab_size), return_entropy, inplace
         )
 
-    options = {"entropy": return_entropy, "in place": inplace, "vocabulary": vocab_size,
-               "compacted": kept.index is not None, "gradient": needed(flat)[0]}  # fmt: skip
-    if backend == "triton" and not _trusts(
-        "logits_grpo_loss", (fused, plain), flat, kept, objective, asked, options
-    ):  # fmt: skip
-        backend, kept = "chunked", keep_rows(inputs, objective, True, compute_dtype(logits))
-    loss, outputs = (fused if backend == "triton" else plain)(flat, kept)
-    return loss_output(loss, outputs, kept, targets)
+    result = dispatch.run(
+        "logits_grpo_loss", path, kernel, plain, logits.reshape(-1, vocab_size), kept, objective=objective,
+        by_name=backend == "triton", entropy=return_entropy, inplace=inplace,
+    )  # fmt: skip
+    return _output(*result, targets)
 
 
 def grpo_loss(
@@ -303,9 +291,9 @@ def grpo_loss(
             reference's hidden states and head.
     """
     check_tensor(logps, "logps", "floating point")
-    asked, backend = backend, choose_backend(backend, logps=logps)
+    path = choose_backend(backend, logps=logps)
     objective = Objective.of(objective, knobs)
-    refuse_full_kl(objective, "log-probs")
+    _refuse_full_kl(objective, "log-probs")
     if objective.entropy_coef != 0:
         raise ValueError(
             f"entropy_coef={objective.entropy_coef} needs the logits: use linear_grpo_loss or logits_grpo_loss, or "
@@ -313,21 +301,90 @@ def grpo_loss(
         )
     inputs = TokenInputs(logps.detach(), advantages, mask, cu_seqlens, rows, old_logps, ref_logps, sampler_logps,
                          token_weights, num_items_in_batch)  # fmt: skip
-    kept = keep_rows(inputs, objective, compacts(compact, backend, logps), compute_dtype(logps))
-    flat = logps.reshape(-1)
-    flat = flat if kept.index is None else flat[kept.index]
-    if kept.active is not None:
-        flat = torch.where(kept.active, flat, 0)
+    kept = keep_rows(inputs, objective, compacts(compact, path, logps), compute_dtype(logps))
 
-    def fused(states, kept):
-        return objectives.PolicyLoss.apply(states, kept, objective, logits_kernels.policy_loss_fwd)
+    def kernel(states, kept):
+        return objectives.PolicyLoss.apply(_kept(states, kept), kept, objective, logits_kernels.policy_loss_fwd)
 
     def plain(states, kept):
-        return objectives.PolicyLoss.apply(states, kept, objective, objectives.policy_loss_fwd)
+        return objectives.PolicyLoss.apply(_kept(states, kept), kept, objective, objectives.policy_loss_fwd)
 
-    if backend == "triton" and not _trusts(
-        "grpo_loss", (fused, plain), flat, kept, objective, asked, {"gradient": needed(flat)[0]}
-    ):  # fmt: skip
-        backend = "chunked"
-    loss, outputs = (fused if backend == "triton" else plain)(flat, kept)
-    return loss_output(loss, outputs, kept, logps)
+    result = dispatch.run(
+        "grpo_loss", path, kernel, plain, logps.reshape(-1), kept, objective=objective, by_name=backend == "triton"
+    )
+    return _output(*result, logps)
+
+
+def _kept(logps, kept):
+    """Take the kept log-probs [M] of [N], with 0 where only the device knows that a row is not active."""
+    logps = logps if kept.index is None else logps[kept.index]
+    return logps if kept.active is None else torch.where(kept.active, logps, 0)
+
+
+def _refuse_full_kl(objective, given):
+    if objective.full_kl:
+        raise ValueError(
+            f"kl='full' cannot be computed from {given} and ref_logps: use linear_grpo_loss with ref_hidden and "
+            "ref_weight, or an estimator, such as kl='k3'"
+        )
+
+
+def _output(
+    loss: torch.Tensor, outputs: dict[str, torch.Tensor], kept: PolicyRows, like: torch.Tensor
+) -> GRPOLossOutput:
+    """Spread the results of the kept rows over all tokens, and reduce them to metrics.
+
+    `outputs` are [M] values by name, as the autograd functions of kernels/ return them. `like` has the shape of the
+    tokens.
+    """
+    logps, index = outputs.pop("logps"), kept.index
+    count, active = len(logps), torch.ones(like.shape, dtype=torch.bool, device=like.device)
+    if kept.active is not None:  # metrics cover only active rows
+        outputs = {name: torch.where(kept.active, values, 0) for name, values in outputs.items()}
+        logps = torch.where(kept.active, logps, 0)
+        count = kept.active.sum()
+    entropies = outputs.get("entropy")
+    if index is not None:
+        active = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
+        active = (
+            active.index_fill_(0, index, True) if kept.active is None else active.index_copy_(0, index, kept.active)
+        )
+        logps = logps.new_zeros(like.numel()).index_copy_(0, index, logps)
+        if entropies is not None:
+            entropies = entropies.new_zeros(like.numel()).index_copy_(0, index, entropies)
+    divisor = max(count, 1) if isinstance(count, int) else count.clamp(min=1)
+    mean = {name: values.to(logps.dtype).sum() / divisor for name, values in outputs.items()}
+    metrics = {
+        "policy_loss": outputs["policy_loss"].sum(),
+        "kl": mean["kl"],
+        "ratio/mean": mean["ratio"],
+        "ratio/max": outputs["ratio"].amax() if len(outputs["ratio"]) else mean["ratio"],
+        "clip_ratio/low_mean": mean["clipped_low"],
+        "clip_ratio/high_mean": mean["clipped_high"],
+        "active_tokens": torch.tensor(count) if isinstance(count, int) else count,
+    }
+    if "entropy" in mean:
+        metrics["entropy"] = mean["entropy"]
+    if "kept_columns" in outputs:
+        dropped = outputs["dropped_mass"]
+        metrics["head/kept_columns"] = mean["kept_columns"]
+        metrics["head/dropped_mass"] = dropped.amax() if len(dropped) else mean["dropped_mass"]
+    if "importance" in outputs:
+        metrics |= _sampler_metrics(outputs["importance"], outputs["sampler_gap"], kept.active, divisor)
+    entropies = None if entropies is None else entropies.view(like.shape)
+    return GRPOLossOutput(loss, logps.view(like.shape), active.view(like.shape), metrics, entropies)
+
+
+def _sampler_metrics(importance, gap, active, count):
+    """Reduce the importance weights [M], and the gaps [M], NaN where the sampler gave no log-prob. No rows give 0."""
+    known = ~gap.isnan() if active is None else ~gap.isnan() & active
+    gap = torch.where(known, gap, 0.0)
+    nothing = importance.new_zeros(1)
+    lowest = importance if active is None else torch.where(active, importance, torch.inf)
+    return {
+        "sampling/importance_sampling_ratio/min": lowest.amin() if len(importance) else nothing[0],
+        "sampling/importance_sampling_ratio/mean": importance.sum() / count,
+        "sampling/importance_sampling_ratio/max": torch.cat([importance, nothing]).amax(),
+        "sampling/sampling_logp_difference/mean": gap.sum() / known.sum().clamp(min=1),
+        "sampling/sampling_logp_difference/max": torch.cat([gap, nothing.to(gap)]).amax(),
+    }

@@ -17,34 +17,54 @@ the sampler (1 without `sampler_logps`), e_n = 1 / tokens of the step. A loss ty
 | vespo     | -sg(phi(W_s)) A logp                   | 1 / tokens of step   | arXiv 2602.10693 |
 
 GSPO (arXiv 2507.18071) is grpo with importance_sampling_level="sequence". docs/objectives.md explains every symbol, and
-where TRL, Liger and the papers differ. The surrogates s_n are computed in kernels/objectives.py, the
-weights w_n at the end of this file.
+where TRL, Liger and the papers differ. The table, the surrogates s_n and the divisors of the weights w_n are code in
+kernels/objectives.py.
 """
 
 import math
+import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastgrpo.loss.interval import Interval
+from fastgrpo.kernels.objectives import DIVISORS, LOSS_TYPES
 
-# loss type -> (surrogate: a per-token function in kernels/, aggregation: a divisor below)
-LOSS_TYPES = {
-    "grpo": ("clip", "sequence_mean"),
-    "bnpo": ("clip", "batch_tokens"),
-    "dapo": ("clip", "step_tokens"),
-    "dr_grpo": ("clip", "sequence_constant"),
-    "luspo": ("clip", "sequence_sum"),
-    "cispo": ("cispo", "step_tokens"),
-    "sapo": ("sapo", "sequence_mean"),
-    "vespo": ("vespo", "step_tokens"),
-}
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 KL_KINDS = ("k1", "k2", "k3", "abs", "full")  # estimators from the drawn tokens, and the sum over the vocabulary
 IMPORTANCE_SAMPLING_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
+
+class Interval(NamedTuple):
+    """A range of finite numbers, without the bounds `above` and `below` themselves. `why` ends the error's message."""
+
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The range in words that follow "must be"."""
+        if self.at_most == self.below == math.inf:
+            return "positive" if self.above == 0 else f"at least {self.at_least}"
+        low = f"[{self.at_least}" if self.above == -math.inf else f"({self.above}"
+        return f"in {low}, {self.at_most}]" if self.below == math.inf else f"in {low}, {self.below})"
+
+    def check(self, name: str, value: float) -> None:
+        """Raise a ValueError unless the value is a number in the range."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+        if not (self.at_least <= value <= self.at_most and self.above < value < self.below):
+            raise ValueError(f"{name} must be {self.text}, got {value}" + (f": {self.why}" if self.why else ""))
+
+
 POSITIVE, NOT_NEGATIVE = Interval(above=0), Interval(at_least=0)
+# Logits up to 1e8 stay finite in fp32 when a temperature of at least this size divides them.
+TEMPERATURE = Interval(at_least=1e-30, why="logits are divided by it")
 # The range of each knob that is a number. The settings of the same names have the same ranges.
 RANGES = {
     "epsilon": Interval(at_least=0, below=1),
@@ -62,14 +82,9 @@ RANGES = {
     "importance_sampling_clip_max": POSITIVE,
     "importance_sampling_clip_min": NOT_NEGATIVE,
 }
-# Those of them that may be None.
-OPTIONAL = {
-    "epsilon_high",
-    "delta",
-    "max_completion_length",
-    "importance_sampling_clip_max",
-    "importance_sampling_clip_min",
-}
+OPTIONAL = (
+    "epsilon_high", "delta", "max_completion_length", "importance_sampling_clip_max", "importance_sampling_clip_min"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,9 +111,9 @@ class Objective:
         vespo_lambda_pos: lambda of VESPO's phi for tokens with advantage >= 0.
         vespo_k_neg: k of VESPO's phi for tokens with a negative advantage.
         vespo_lambda_neg: lambda of VESPO's phi for tokens with a negative advantage.
-        importance_sampling_mode: How `sampler_logps`, where they are given, weigh the surrogate. I = exp(old - sampler)
-            is taken per token or over the whole sequence ("token_", "sequence_"), and then is moved into its bounds
-            ("truncate") or set to 0 where it lies outside of them ("mask").
+        importance_sampling_mode: How `sampler_logps`, where given, weigh the surrogate. I = exp(old - sampler) is taken
+            per token or over the whole sequence ("token_", "sequence_"). Outside of its bounds it is clamped
+            ("truncate") or set to 0 ("mask").
         importance_sampling_clip_max: Upper bound of I; None is unbounded.
         importance_sampling_clip_min: Lower bound of I; None is unbounded.
     """
@@ -135,49 +150,47 @@ class Objective:
         for name, interval in RANGES.items():
             if getattr(self, name) is not None or name not in OPTIONAL:
                 interval.check(name, getattr(self, name))
-        if self.use_bias_correction_kl not in (True, False):
-            raise ValueError(f"use_bias_correction_kl must be True or False, got {self.use_bias_correction_kl!r}")
         self._check_combinations()
         if self.epsilon_high is None:
             object.__setattr__(self, "epsilon_high", self.epsilon)
-        low, high = self.importance_bounds
-        if not 0 <= low < high:
-            raise ValueError(f"importance_sampling_clip_min must be in [0, clip_max={high}), got {low}")
 
     def _check_combinations(self):
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            raise ValueError("dr_grpo needs max_completion_length, the constant length that it divides by, got None")
-        if self.loss_type == "luspo" and self.importance_sampling_level != "sequence":
-            raise ValueError(
-                "luspo scales a sequence-level loss: it needs importance_sampling_level='sequence', got "
-                f"{self.importance_sampling_level!r}; a similar token-level loss is loss_type='dapo'"
-            )
-        if self.loss_type == "vespo" and self.importance_sampling_level != "token":
-            raise ValueError(
-                "vespo weights whole sequences already: it needs importance_sampling_level='token', got "
-                f"{self.importance_sampling_level!r}"
-            )
-        if self.loss_type == "cispo" and (self.epsilon_high is None or self.epsilon_high < 1):
-            raise ValueError(
-                "cispo needs epsilon_high, the cap on the ratio itself, at least 1 (5.0 in arXiv 2510.13786), got "
-                f"{self.epsilon_high}"
-            )
-        if self.delta is not None and self.surrogate != "clip":
-            raise ValueError(
-                f"delta bounds the ratio of losses with clipping, and {self.loss_type} has none; pass delta=None"
-            )
-        if self.use_bias_correction_kl and self.kl == "full":
-            raise ValueError(
-                "use_bias_correction_kl corrects an estimate from drawn tokens, and kl='full' is no estimate: it sums "
-                "over the whole vocabulary; leave one of them out"
-            )
+        loss, level, cap = self.loss_type, self.importance_sampling_level, self.epsilon_high
+        low, high = self.importance_bounds
+        for wrong, message in (
+            (
+                loss == "dr_grpo" and self.max_completion_length is None,
+                "dr_grpo needs max_completion_length, the constant length that it divides by, got None",
+            ),
+            (
+                loss == "luspo" and level != "sequence",
+                f"luspo needs importance_sampling_level='sequence', got {level!r}; a similar token-level loss is "
+                "loss_type='dapo'",
+            ),
+            (
+                loss == "vespo" and level != "token",
+                f"vespo weights whole sequences already: it needs importance_sampling_level='token', got {level!r}",
+            ),
+            (
+                loss == "cispo" and (cap is None or cap < 1),
+                f"cispo needs epsilon_high, the cap on the ratio itself, at least 1 (such as 5.0), got {cap}",
+            ),
+            (
+                self.delta is not None and self.surrogate != "clip",
+                f"delta bounds the ratio of losses with clipping, and {loss} has none; pass delta=None",
+            ),
+            (
+                self.use_bias_correction_kl and self.kl == "full",
+                "use_bias_correction_kl corrects an estimate from drawn tokens, and kl='full' is no estimate; leave "
+                "one of them out",
+            ),
+            (not low < high, f"importance_sampling_clip_min must be in [0, clip_max={high}), got {low}"),
+        ):
+            if wrong:
+                raise ValueError(message)
 
     def check_sampler(self) -> None:
-        """Refuse an importance_sampling_mode that the surrogate cannot use with a sampler's log-probs.
-
-        Raises:
-            ValueError: The surrogate is VESPO and the mode is one of whole sequences.
-        """
+        """Raise a ValueError if the surrogate cannot use a sampler's log-probs in this importance_sampling_mode."""
         if self.surrogate == "vespo" and self.importance_sampling_mode.startswith("sequence"):
             raise ValueError(
                 "vespo folds the sampler's weights into its own sequence weight token by token: "
@@ -192,29 +205,14 @@ class Objective:
 
     @classmethod
     def of(cls, objective: "Objective | None", knobs: dict[str, Any]) -> "Objective":
-        """Return the given objective, or make one from its fields.
-
-        Args:
-            objective: An objective, or None.
-            knobs: Fields by name, empty where an objective is given.
-
-        Returns:
-            The objective.
-
-        Raises:
-            ValueError: Both are given, the objective is none, or a field has a value that it refuses.
-        """
-        if objective is None:
-            return cls(**knobs)
-        if not isinstance(objective, cls):
-            raise ValueError(f"objective must be an Objective, got {objective!r}; or pass its fields by name")
-        if knobs:
+        """Return the given objective, or make one from its fields."""
+        if objective is not None and knobs:
             raise ValueError(f"{', '.join(knobs)} are fields of objective: pass either them or objective, not both")
-        return objective
+        return cls(**knobs) if objective is None else objective
 
     @property
     def surrogate(self) -> str:
-        """Name of the per-token function: "clip", "cispo", "sapo" or "vespo"."""
+        """Name of the per-token function in kernels/objectives.py."""
         return LOSS_TYPES[self.loss_type][0]
 
     @property
@@ -233,11 +231,7 @@ class Objective:
     def couples_tokens(self, with_sampler: bool = False) -> bool:
         """Tell whether the loss of a token depends on the other tokens of its sequence, so that it must stay whole.
 
-        Args:
-            with_sampler: Whether `sampler_logps` are given.
-
-        Returns:
-            True for sequence-level ratios, sequence-level importance weights, and vespo.
+        True for sequence-level ratios, for vespo, and `with_sampler` for sequence-level importance weights.
         """
         by_sampler = with_sampler and self.importance_sampling_mode.startswith("sequence")
         return self.importance_sampling_level == "sequence" or self.surrogate == "vespo" or by_sampler
@@ -263,7 +257,7 @@ class Objective:
         Returns:
             [N] in the dtype, 0 where the mask is 0.
         """
-        divisor = _DIVISORS[LOSS_TYPES[self.loss_type][1]]
+        divisor = DIVISORS[LOSS_TYPES[self.loss_type][1]]
         return mask.to(dtype) / divisor(mask, dtype, cu_seqlens, num_items_in_batch, self.max_completion_length)
 
     def entropy_weights(
@@ -272,55 +266,6 @@ class Objective:
     ) -> torch.Tensor:  # fmt: skip
         """Compute entropy_coef e_n, where e_n = 1 / tokens of the step for every loss type.
 
-        Micro-batches therefore sum to the bonus of the whole batch.
-
-        Args:
-            mask: [N] bool, the tokens that count.
-            num_items_in_batch: As in `token_weights`.
-            dtype: As in `token_weights`.
-
-        Returns:
-            [N] in the dtype, 0 where the mask is 0.
+        Micro-batches therefore sum to the bonus of the whole batch. The arguments are those of `token_weights`.
         """
-        return self.entropy_coef * mask.to(dtype) / _step_tokens(mask, dtype, None, num_items_in_batch, None)
-
-
-def _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length):
-    """w_n = 1 / tokens here (TRL's bnpo)."""
-    return mask.sum().to(dtype).clamp(min=1)
-
-
-def _step_tokens(mask, dtype, cu_seqlens, num_items, max_length):
-    """w_n = 1 / tokens of the step (DAPO, arXiv 2503.14476 eq. 8)."""
-    if num_items is None:
-        return _batch_tokens(mask, dtype, cu_seqlens, num_items, max_length)
-    if not isinstance(num_items, torch.Tensor):  # full is a kernel; as_tensor would copy from the host and wait
-        return torch.full((), max(num_items, 1), dtype=dtype, device=mask.device)
-    return num_items.reshape(()).to(mask.device, dtype, non_blocking=True).clamp(min=1)
-
-
-def _sequence_mean(mask, dtype, cu_seqlens, num_items, max_length):
-    """w_n = 1 / (S len_s), len_s the tokens of the sequence that count (GRPO, arXiv 2402.03300 eq. 3)."""
-    lengths = cu_seqlens.diff()
-    kept = torch.segment_reduce(mask.to(dtype), "sum", lengths=lengths, unsafe=True).clamp(min=1)
-    return (len(lengths) * kept).repeat_interleave(lengths, output_size=len(mask))
-
-
-def _sequence_sum(mask, dtype, cu_seqlens, num_items, max_length):
-    """w_n = 1 / S (LUSPO, arXiv 2602.05261)."""
-    return len(cu_seqlens) - 1
-
-
-def _sequence_constant(mask, dtype, cu_seqlens, num_items, max_length):
-    """w_n = 1 / (S max_length) (Dr. GRPO, arXiv 2503.20783 eq. 2)."""
-    return (len(cu_seqlens) - 1) * max_length
-
-
-# aggregation -> what the mask is divided by to give w_n: a number, a scalar tensor or [N]
-_DIVISORS = {
-    "batch_tokens": _batch_tokens,
-    "step_tokens": _step_tokens,
-    "sequence_mean": _sequence_mean,
-    "sequence_sum": _sequence_sum,
-    "sequence_constant": _sequence_constant,
-}
+        return self.entropy_coef * mask.to(dtype) / DIVISORS["step_tokens"](mask, dtype, None, num_items_in_batch, None)

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.staging import to_device
+from fastgrpo.loss.inputs import to_device
 from fastgrpo.ranks import ALONE, Ranks
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from fastgrpo.loss.checks import HAS_TRITON
+from fastgrpo.loss.dispatch import HAS_TRITON
 from fastgrpo.policy.attention import Unfit
 from fastgrpo.policy.model import Policy, head_dim
 

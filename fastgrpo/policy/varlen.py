@@ -31,7 +31,7 @@ from itertools import accumulate
 import torch
 
 from fastgrpo.kernels.objectives import first_order
-from fastgrpo.loss.staging import to_device
+from fastgrpo.loss.inputs import to_device
 from fastgrpo.policy.device import package_obstacle
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from fastgrpo.config.sections import ROLLOUT_ATTENTION
-from fastgrpo.loss.staging import to_device
+from fastgrpo.loss.inputs import to_device
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.device import package_obstacle
 from fastgrpo.policy.varlen import FLASH_ATTN
@@ -260,7 +260,7 @@ def flash_attn(
 class GroupDecode(Provider):
     """The Triton kernel, which computes what `SharedPrefix` does in one operation, for one new token of each lane.
 
-    Its first use is checked on a few lanes (fastgrpo/loss/self_check.py), and `SharedPrefix` takes over where it fails.
+    Its first use is checked on a few lanes (fastgrpo/loss/dispatch.py), and `SharedPrefix` takes over where it fails.
     """
 
     flat, memory_order = False, TOKENS_BEFORE_HEADS
@@ -282,7 +282,7 @@ class GroupDecode(Provider):
         return self.plain.attend(query, cache, scale)
 
     def _trusted(self, query, cache, scale):
-        from fastgrpo.loss.self_check import trusted
+        from fastgrpo.loss.dispatch import trusted
 
         variant = {"dtype": query.dtype, "heads": query.shape[1], "width": query.shape[2],
                    "key heads": cache.keys.shape[1], "lanes of a prompt": self.members.shape[1]}  # fmt: skip

@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss.interval import Interval
-from fastgrpo.loss.staging import to_device
+from fastgrpo.loss.inputs import to_device
+from fastgrpo.loss.objective import Interval
 from fastgrpo.policy.model import Policy, head_dim
 from fastgrpo.rollout.attention import DecodeAttention, PrefillAttention, choose_provider, make_provider
 from fastgrpo.rollout.backend import RequestOutput, RolloutBackend

@@ -5,17 +5,17 @@ Shapes: S completions of which the next token is drawn, V vocabulary.
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fastgrpo.loss.interval import TEMPERATURE, Interval
+from fastgrpo.loss.objective import TEMPERATURE, Interval
 
 BOUNDS = {
-    "temperature": replace(TEMPERATURE, or_zero=True),  # 0 is greedy
+    "temperature": TEMPERATURE._replace(why="or 0, which is greedy"),
     "top_p": Interval(above=0, at_most=1),
     "top_k": Interval(at_least=0),
     "min_p": Interval(at_least=0, at_most=1),
@@ -77,7 +77,8 @@ class SamplingParams:
         stops = () if self.stop_token_ids is None else self.stop_token_ids
         object.__setattr__(self, "stop_token_ids", tuple(integers(stops, "stop_token_ids")))
         for name, bounds in BOUNDS.items():
-            bounds.check(name, getattr(self, name))
+            if name != "temperature" or self.temperature != 0:
+                bounds.check(name, getattr(self, name))
         for name in ("top_k", "max_tokens", "seed"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, integer(getattr(self, name), name))
@@ -179,7 +180,7 @@ def _fused(logits, uniforms, **how):
 
 def _trusts(logits, uniforms, how):
     """Whether the self-check trusts the kernels of a draw: the filters decide which of them run."""
-    from fastgrpo.loss.self_check import trusted
+    from fastgrpo.loss.dispatch import trusted
 
     variant = {"vocabulary": logits.shape[1], "greedy": how["temperature"] == 0}
     variant |= {name: how[name] != off for name, off in OFF}
@@ -192,7 +193,7 @@ def draws_differ(logits: torch.Tensor, uniforms: torch.Tensor, how: dict[str, fl
     A token is right if its interval of the cumulative distribution holds the random number, up to rounding. That
     decides about more where a filter ends near a token.
     """
-    from fastgrpo.loss.self_check import Unchecked, values_differ
+    from fastgrpo.loss.dispatch import Unchecked, values_differ
 
     known = logits.isfinite().all(-1).nonzero()[:CHECKED_DRAWS, 0]  # NaN logits prove nothing
     logits, uniforms = logits[known], uniforms[known]

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from fastgrpo.loss.staging import staged
+from fastgrpo.loss.inputs import staged
 from fastgrpo.policy.model import head_dim
 
 if TYPE_CHECKING:

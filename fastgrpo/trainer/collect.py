@@ -29,7 +29,7 @@ from fastgrpo.data.prompts import to_prompt
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.data.sources import Source
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.loss.advantage import decoupled_advantages, group_advantages, process_advantages
+from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, process_advantages
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judging, Rewards, reward_matrix

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.head_torch import chunk_rows
-from fastgrpo.loss.checks import HAS_TRITON
+from fastgrpo.loss.dispatch import HAS_TRITON
 from fastgrpo.policy.device import choose_device, choose_dtype
 from fastgrpo.policy.dry_run import unplannable, without_weights
 from fastgrpo.policy.liger_layers import would_apply

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import fastgrpo.loss.checks
+import fastgrpo.loss.dispatch
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 
 N, D, V = 12, 8, 40
@@ -23,10 +23,10 @@ def good():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": torch.randn(9, 5)}, r"weight must be \[V, D\] with D=4 of hidden \(6, 4\), got \(9, 5\)"),
+        ({"weight": torch.randn(9, 5)}, r"weight must be \[V, D\]=\(9, 4\), got \(9, 5\)"),
         ({"weight": torch.randn(4)}, r"weight must be \[V, D\]"),
         ({"bias": torch.randn(8)}, r"bias must be \[V\]=\(9,\), got \(8,\)"),
-        ({"targets": torch.randint(9, (5,))}, r"targets must be \(6,\) like hidden, got \(5,\)"),
+        ({"targets": torch.randint(9, (5,))}, r"targets must be \(6,\), got \(5,\)"),
         ({"targets": torch.rand(6)}, "targets must be integers, got torch.float32"),
         ({"hidden": torch.ones(6, 4, dtype=torch.long)}, "hidden must be floating point, got torch.int64"),
         ({"weight": torch.ones(9, 4, dtype=torch.long)}, "weight must be floating point, got torch.int64"),
@@ -42,7 +42,6 @@ def good():
         ({"targets": torch.ones(6) * 1j}, "targets must be integers, got torch.complex64"),
         ({"targets": [0] * 6}, "targets must be a tensor, got list"),
         ({"hidden": torch.randn(6, 4) * 1j}, "hidden must be floating point, got torch.complex64"),
-        ({"hidden": torch.tensor(1.0)}, r"hidden must be \[..., D\], got a single number"),
         ({"weight": torch.ones(0, 4)}, "weight must hold at least one row, got none"),
         ({"weight": None}, "weight must be a tensor, got NoneType"),
         ({"bias": torch.ones(9, dtype=torch.long)}, "bias must be floating point, got torch.int64"),
@@ -90,8 +89,8 @@ def test_errors_of_the_padded_layout():
 
 
 def test_backend_auto_says_what_it_chose(caplog):
-    fastgrpo.loss.checks._log_choice.cache_clear()
-    with caplog.at_level("INFO", "fastgrpo.loss.checks"):
+    fastgrpo.loss.dispatch._log_choice.cache_clear()
+    with caplog.at_level("INFO", "fastgrpo.loss.dispatch"):
         for _ in range(2):
             linear_grpo_loss(**good())
     assert [record.message for record in caplog.records] == ["backend='auto' runs the chunked path"]
@@ -127,7 +126,7 @@ def test_an_unknown_backend_is_named(head):
 
 
 def test_without_triton(head, monkeypatch):
-    monkeypatch.setattr(fastgrpo.loss.checks, "HAS_TRITON", False)
+    monkeypatch.setattr(fastgrpo.loss.dispatch, "HAS_TRITON", False)
     calls(head)["linear_logprob"](backend="auto")
     with pytest.raises(ValueError, match="needs Triton"):
         calls(head)["linear_logprob"](backend="triton")
@@ -176,5 +175,3 @@ def test_log_probs_and_logits_must_be_floating_point(head):
         grpo_loss([1.0], None, advantages)
     with pytest.raises(ValueError, match=r"logits must be floating point, got torch.complex64"):
         logits_grpo_loss(torch.ones(N, V) * 1j, targets, advantages)
-    with pytest.raises(ValueError, match="logits must hold at least one token of the vocabulary"):
-        logits_grpo_loss(torch.ones(N, 0), targets, advantages)

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
+from fastgrpo.kernels.objectives import PolicyRows
+from fastgrpo.loss.inputs import check_kept, check_number, check_temperature, check_tensor, check_values
+from fastgrpo.loss.objective import Interval
 
-NAN, INF = math.nan, math.inf
+NAN, INF, V = math.nan, math.inf, 40
 
 
 def per_token(**at):
@@ -45,11 +48,10 @@ REFUSED = {
     "temperatures-grad": ({"temperature": per_token().requires_grad_()}, "temperature must not require grad"),
     "mask-nan": ({"mask": per_token(at1=NAN)}, "mask must be 0, or positive where a token counts, got nan at index 1"),
     "mask-negative": ({"mask": per_token(at1=-1)}, "mask must be 0, or positive .* got -1.0 at index 1"),
-    "mask-complex": ({"mask": per_token() * 1j}, "mask must be real numbers or bools, got torch.complex64"),
+    "mask-complex": ({"mask": per_token() * 1j}, "mask must be real numbers, got torch.complex64"),
     "mask-grad": ({"mask": per_token().requires_grad_()}, "mask must not require grad"),
     "advantages-nan": ({"advantages": per_token(at4=NAN)}, "advantages must be finite .* got nan at index 4"),
     "advantages-inf": ({"advantages": per_token(at0=INF)}, "advantages must be finite .* got inf at index 0"),
-    "advantages-bool": ({"advantages": per_token() > 0}, "advantages must be real numbers, got torch.bool"),
     "advantages-complex": ({"advantages": per_token() * 1j}, "advantages must be real numbers, got torch.complex64"),
     "advantages-list": ({"advantages": [1.0] * 6}, "advantages must be a tensor, got list"),
     "sampler-inf": ({"sampler_logps": per_token(at3=INF)}, "sampler_logps must be finite, or .* got inf at index 3"),
@@ -61,9 +63,6 @@ REFUSED = {
     "items-tensor": ({"num_items_in_batch": torch.tensor(-2)}, "num_items_in_batch must be finite and .* got -2"),
     "items-many": ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch must be one number, got shape \(2,\)"),
     "cu_seqlens-floats": ({"cu_seqlens": torch.tensor([0, 2.5, 6])}, "cu_seqlens must be integers, got torch.float32"),
-    "cu_seqlens-none": ({"cu_seqlens": [0, None, 6]}, r"cu_seqlens must be a tensor or a list of .*None"),
-    "cu_seqlens-text": ({"cu_seqlens": "06"}, r"cu_seqlens must be a tensor or a list of \[S\+1\] .*str"),
-    "objective-text": ({"objective": "dapo"}, "objective must be an Objective, got 'dapo'; or pass its fields by name"),
     "cu_seqlens-empty": ({"cu_seqlens": torch.zeros(0, dtype=torch.long)}, r"cu_seqlens must be \[S\+1\]"),
 }  # fmt: skip
 
@@ -190,3 +189,74 @@ def test_advantages_of_integers():
     whole = torch.arange(16) - 8
     expected, _ = oracle.run(replace(case, advantages=whole.float()), linear_grpo_loss)
     assert torch.equal(oracle.run(replace(case, advantages=whole), linear_grpo_loss)[0].loss, expected.loss)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        ([1.0], "real numbers", "x must be a tensor, got list"),
+        (None, "real numbers", "x must be a tensor, got NoneType"),
+        (torch.ones(2), "integers", "x must be integers, got torch.float32"),
+        (torch.ones(2).bool(), "integers", "x must be integers, got torch.bool"),
+        (torch.ones(2) * 1j, "real numbers", "x must be real numbers, got torch.complex64"),
+        (torch.ones(2) * 1j, "floating point", "x must be floating point, got torch.complex64"),
+        (torch.ones(2, device="meta"), "real numbers", "x must be on cpu like y, got meta"),
+    ],
+)
+def test_tensors_of_the_wrong_kind_or_device(value, kind, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        check_tensor(value, "x", kind, torch.ones(1), "y")
+
+
+def test_the_first_broken_number_is_named_with_its_index():
+    numbers = torch.tensor([[1.0, 2.0], [-3.0, math.nan]])
+    with pytest.raises(ValueError, match=r"^x must be at least 0, got -3\.0 at index 2$"):
+        check_values(numbers, "x", "be at least 0", lambda x: x >= 0)
+    with pytest.raises(ValueError, match=r"got -3\.0 at index 7$"):
+        check_values(numbers, "x", "be at least 0", lambda x: x >= 0, torch.tensor([[1, 5], [7, 9]]))
+    check_values(numbers[:1], "x", "be at least 0", lambda x: x >= 0)
+
+
+def kept_of(targets):
+    return PolicyRows(None, targets, *[None] * 6)
+
+
+def test_values_on_a_gpu_are_asserted_only_in_anomaly_mode(monkeypatch):
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", lambda condition, message: asserted.append((condition.shape, message)))
+    kept = kept_of(torch.zeros(12, dtype=torch.long, device="meta"))
+    check_kept(kept, V)
+    assert asserted == []
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        check_kept(kept, V)
+    assert asserted == [(torch.Size([]), f"targets must be in [0, {V}) on active rows")]
+
+
+def test_what_anomaly_mode_asserts(monkeypatch):
+    monkeypatch.setattr("fastgrpo.loss.inputs._on_host", lambda values: False)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        check_values(torch.ones(3), "x", "be finite", torch.isfinite)
+        with pytest.raises(RuntimeError, match="x must be finite"):
+            check_values(torch.tensor([0.0, math.inf]), "x", "be finite", torch.isfinite)
+
+
+@pytest.mark.parametrize("bad", [V, -1, -100])
+def test_targets_outside_of_the_vocabulary(bad):
+    check_kept(kept_of(torch.tensor([0, V - 1])), V)
+    with pytest.raises(ValueError, match=rf"targets must be in \[0, {V}\) on active rows, got {bad} at index 1"):
+        check_kept(kept_of(torch.tensor([0, bad])), V)
+
+
+def test_a_compiled_graph_looks_at_nothing(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    check_values(torch.tensor([math.nan]), "x", "be finite", torch.isfinite)
+    check_number(math.nan, "x", Interval())
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 0.7, 1e30])
+def test_logits_of_ordinary_size_stay_finite_at_every_legal_temperature(temperature):
+    """The lower bound is made for it: at 1e-31 logits of 1e8 are infinite in fp32."""
+    check_temperature(temperature, torch.ones(1))
+    check_kept(kept_of(torch.ones(1))._replace(temperature=torch.tensor([temperature])))
+    assert (torch.tensor([1e8, -1e8]) / temperature).isfinite().all()
+    assert (torch.tensor(1e8) / 1e-31).isinf()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastgrpo.loss.staging import staged, to_device
+from fastgrpo.loss.inputs import staged, to_device
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from samples import answer
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Prompt, TrainerState
-from fastgrpo.loss.advantage import group_advantages
+from fastgrpo.loss.advantages import group_advantages
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
 PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]

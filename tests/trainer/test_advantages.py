@@ -9,7 +9,7 @@ from samples import answer
 
 from fastgrpo import GRPOConfig
 from fastgrpo.data.records import Prompt
-from fastgrpo.loss.advantage import process_advantages
+from fastgrpo.loss.advantages import process_advantages
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.trainer.collect import reward_metrics, with_advantages
 

@@ -10,7 +10,7 @@ import torch
 from runs import lines, make_trainer, samples_of
 
 from fastgrpo.kernels import reference
-from fastgrpo.loss.advantage import process_advantages
+from fastgrpo.loss.advantages import process_advantages
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy

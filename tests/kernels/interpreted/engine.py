@@ -10,7 +10,7 @@ from decode_cases import random_decode
 
 from fastgrpo.kernels import decode
 from fastgrpo.kernels.sampling import sample as fused
-from fastgrpo.loss import self_check
+from fastgrpo.loss import dispatch
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout import sampling as sampling_module
 from fastgrpo.rollout.attention import GroupDecode
@@ -96,15 +96,15 @@ def off(original):
 def test_the_first_use_of_group_decode_is_checked(planted, monkeypatch, caplog):
     model, sampling = tiny.model("llama"), SamplingParams(temperature=0, max_tokens=3, stop_token_ids=(1,))
     expected = RolloutEngine(model, attention="products").generate(PROMPTS[::2], 2, sampling)
-    monkeypatch.setattr(self_check, "_verdicts", {})
-    monkeypatch.setenv(self_check.VARIABLE, "1")
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setenv(dispatch.VARIABLE, "1")
     monkeypatch.setattr(engine_module, "make_provider", lambda *args: GroupDecode())
     if planted:
         monkeypatch.setattr(decode, "group_decode", off(decode.group_decode))
     with caplog.at_level("WARNING", "fastgrpo"):
         seen = RolloutEngine(model, max_num_seqs=4).generate(PROMPTS[::2], 2, sampling)
     assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
-    assert set(self_check._verdicts.values()) == {not planted}
+    assert set(dispatch._verdicts.values()) == {not planted}
     warned = {record.getMessage().split(" failed")[0] for record in caplog.records}
     assert warned == ({"the kernel of group_decode"} if planted else set())
 

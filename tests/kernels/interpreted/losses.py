@@ -13,8 +13,8 @@ import pytest
 import torch
 from loss_runs import OBJECTIVES, D, N, V, check_compiled, device_only_mask, run, same
 
+import fastgrpo.loss.inputs
 import fastgrpo.loss.losses
-import fastgrpo.loss.values
 from fastgrpo import grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.kernels import launch
 
@@ -44,7 +44,7 @@ def test_sequence_level_ratios_where_the_device_alone_knows_the_rows(chunk_rows,
 
     for name in ("tolist", "item"):
         monkeypatch.setattr(torch.Tensor, name, refused)
-    monkeypatch.setattr(fastgrpo.loss.values, "_host_looks", lambda values: False)
+    monkeypatch.setattr(fastgrpo.loss.inputs, "_on_host", lambda values: False)
     ours = run(linear_grpo_loss, (hidden, weight), kwargs, "triton")
     monkeypatch.undo()
     same(ours, theirs)
@@ -81,7 +81,7 @@ def test_anomaly_mode_asserts_what_active_rows_hold(batch, monkeypatch):
     """As on a GPU: the host does not look, and the device asserts. What masked rows hold is replaced by then."""
     hidden, weight, kwargs = batch
     device_only_mask(monkeypatch)
-    monkeypatch.setattr(fastgrpo.loss.values, "_host_looks", lambda values: False)
+    monkeypatch.setattr(fastgrpo.loss.inputs, "_on_host", lambda values: False)
     out = ~kwargs["mask"]
     temperature = torch.ones(N).masked_fill(out, 0)
     kwargs |= {"old_logps": kwargs["old_logps"].masked_fill(out, math.nan), "temperature": temperature}

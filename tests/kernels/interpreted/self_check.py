@@ -1,4 +1,4 @@
-"""The self-check of fastgrpo/loss/self_check.py with real kernels: right ones pass, planted errors are caught.
+"""The self-check of fastgrpo/loss/dispatch.py with real kernels: right ones pass, planted errors are caught.
 
 A call that asks for no backend by name takes the kernels here, as it does on a GPU. Run by test_interpreted.py, in a
 process with TRITON_INTERPRET=1.
@@ -13,19 +13,18 @@ from loss_runs import OBJECTIVES, D, V, device_only_mask, run, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import fastgrpo.loss.checks
 from fastgrpo import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
 from fastgrpo.kernels import head as head_kernels
 from fastgrpo.kernels import logits as logits_kernels
 from fastgrpo.kernels.head_torch import CAST_BYTES
-from fastgrpo.loss import self_check
+from fastgrpo.loss import dispatch
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(fastgrpo.loss.checks, "_fits", lambda *_: True)
-    monkeypatch.setattr(self_check, "_verdicts", {})
-    monkeypatch.setenv(self_check.VARIABLE, "1")
+    monkeypatch.setattr(dispatch, "_fits", lambda *_: True)
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setenv(dispatch.VARIABLE, "1")
 
 
 def call(name, batch):
@@ -51,8 +50,8 @@ def test_right_kernels_pass(objective, batch, monkeypatch):
         if name == "grpo_loss" and objective == "bonus":
             continue  # it has no entropy
         run(function, tensors, {**kwargs, **OBJECTIVES[objective]}, "auto")
-    assert set(self_check._verdicts.values()) == {True}
-    assert {kernel for kernel, *_ in self_check._verdicts} >= {"linear_grpo_loss", "logits_grpo_loss"}
+    assert set(dispatch._verdicts.values()) == {True}
+    assert {kernel for kernel, *_ in dispatch._verdicts} >= {"linear_grpo_loss", "logits_grpo_loss"}
 
 
 def spoil(monkeypatch, name):
@@ -104,7 +103,7 @@ def test_a_planted_error_is_caught_and_worked_around(name, batch, monkeypatch, c
         same(run(function, tensors, kwargs, "auto"), expected)
     assert [f"the kernel of {name} failed its check" in record.getMessage() for record in caplog.records] == [True]
     with pytest.raises(RuntimeError, match="failed its check"):
-        self_check._verdicts.clear()
+        dispatch._verdicts.clear()
         run(function, tensors, kwargs, "triton")
 
 
@@ -113,8 +112,8 @@ def test_log_probs(batch, monkeypatch, caplog):
     expected = linear_logprob(hidden, weight, kwargs["targets"], backend="chunked")
     for entropy in (False, True):
         linear_logprob(hidden.clone().requires_grad_(), weight, kwargs["targets"], return_entropy=entropy)
-    assert list(self_check._verdicts.values()) == [True, True]
-    self_check._verdicts.clear()
+    assert list(dispatch._verdicts.values()) == [True, True]
+    dispatch._verdicts.clear()
     spoil(monkeypatch, "linear_grpo_loss")
     with caplog.at_level(logging.WARNING, "fastgrpo"):
         ours = linear_logprob(hidden, weight, kwargs["targets"])
@@ -132,10 +131,10 @@ def test_what_a_sample_may_hold(batch, monkeypatch):
     for case, (more, dtype) in cases.items():
         if case == "advantages of 0":
             device_only_mask(monkeypatch)
-        self_check._verdicts.clear()
+        dispatch._verdicts.clear()
         tensors = [x.to(dtype) for x in (hidden, weight)]
         run(linear_grpo_loss, tensors, {**kwargs, **more}, "triton")
-        assert list(self_check._verdicts.values()) == ([] if case == "no rows" else [True]), case
+        assert list(dispatch._verdicts.values()) == ([] if case == "no rows" else [True]), case
     linear_logprob(hidden[:0], weight, kwargs["targets"][:0], backend="triton")
 
 
@@ -148,7 +147,7 @@ def test_a_loss_in_a_checkpointed_region(batch):
     leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
     checkpoint(region, *leaves, use_reentrant=False).backward()
     _, expected = run(linear_grpo_loss, (hidden, weight), kwargs, "chunked")
-    assert list(self_check._verdicts.values()) == [True]
+    assert list(dispatch._verdicts.values()) == [True]
     for leaf, grad in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad, grad, rtol=1e-4, atol=1e-6)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import fastgrpo.loss.checks
+import fastgrpo.loss.dispatch
 from fastgrpo import linear_grpo_loss, linear_logprob
 from fastgrpo.kernels import head as head_kernels
 from fastgrpo.kernels import head_torch, launch, reference
@@ -138,5 +138,5 @@ def worker(rank, path):
 
 
 def test_equals_one_process(tmp_path):
-    assert fastgrpo.loss.checks.HAS_TRITON
+    assert fastgrpo.loss.dispatch.HAS_TRITON
     mp.spawn(worker, args=(str(tmp_path / "store"),), nprocs=len(SHARDS))

@@ -9,15 +9,15 @@ import torch.utils.checkpoint
 pytest.importorskip("triton")
 
 from fastgrpo.kernels.objectives import PolicyRows
-from fastgrpo.loss import self_check
+from fastgrpo.loss import dispatch
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(self_check, "_verdicts", {})
-    monkeypatch.setenv(self_check.VARIABLE, "1")
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setenv(dispatch.VARIABLE, "1")
 
 
 def wrong():
@@ -31,7 +31,7 @@ def broken():
 def test_a_variant_is_tried_once(monkeypatch):
     tried = []
     for bias in (True, False, True):
-        assert self_check.trusted("head", CPU, {"bias": bias}, lambda: tried.append(0))
+        assert dispatch.trusted("head", CPU, {"bias": bias}, lambda: tried.append(0))
     assert len(tried) == 2
 
 
@@ -40,31 +40,31 @@ def test_a_variant_is_tried_once(monkeypatch):
 )
 def test_a_failure_warns_once_and_stands(compare, reason, caplog):
     with caplog.at_level(logging.WARNING, "fastgrpo"):
-        assert not any(self_check.trusted("head", CPU, {"dtype": "bf16"}, compare) for _ in range(3))
+        assert not any(dispatch.trusted("head", CPU, {"dtype": "bf16"}, compare) for _ in range(3))
     (record,) = caplog.records
     message = record.getMessage()
     for part in ("the kernel of head", "(dtype bf16)", reason, f"torch {torch.__version__}", "doctor --check"):
         assert part in message
-    assert self_check.trusted("head", CPU, {"dtype": "fp16"}, lambda: None)  # another variant has its own verdict
+    assert dispatch.trusted("head", CPU, {"dtype": "fp16"}, lambda: None)  # another variant has its own verdict
 
 
 @pytest.mark.parametrize("compare", (wrong, broken))
 def test_what_was_asked_for_by_name_is_an_error(compare):
     with pytest.raises(RuntimeError, match=r"failed its check.*Go without it\. Please report"):
-        self_check.trusted("head", CPU, {}, compare, "Go without it.")
+        dispatch.trusted("head", CPU, {}, compare, "Go without it.")
 
 
 def test_the_variable(monkeypatch):
-    monkeypatch.setenv(self_check.VARIABLE, "0")
-    assert self_check.trusted("head", CPU, {}, broken)
-    monkeypatch.setenv(self_check.VARIABLE, "raise")
+    monkeypatch.setenv(dispatch.VARIABLE, "0")
+    assert dispatch.trusted("head", CPU, {}, broken)
+    monkeypatch.setenv(dispatch.VARIABLE, "raise")
     with pytest.raises(RuntimeError, match="log-probs differ"):
-        self_check.trusted("head", CPU, {}, wrong)
-    monkeypatch.delenv(self_check.VARIABLE)
-    assert self_check.trusted("head", CPU, {}, broken)  # a CPU is not checked unless it is asked to
-    monkeypatch.setenv(self_check.VARIABLE, "yes")
+        dispatch.trusted("head", CPU, {}, wrong)
+    monkeypatch.delenv(dispatch.VARIABLE)
+    assert dispatch.trusted("head", CPU, {}, broken)  # a CPU is not checked unless it is asked to
+    monkeypatch.setenv(dispatch.VARIABLE, "yes")
     with pytest.raises(ValueError, match="FASTGRPO_SELF_CHECK must be 0, 1 or raise, got 'yes'"):
-        self_check.trusted("head", CPU, {}, wrong)
+        dispatch.trusted("head", CPU, {}, wrong)
 
 
 def full():
@@ -72,7 +72,7 @@ def full():
 
 
 def refused():
-    return self_check.difference(head(), refusing, torch.randn(4, 16), True)
+    return dispatch.difference(head(), refusing, torch.randn(4, 16), True)
 
 
 def refusing(states):
@@ -82,7 +82,7 @@ def refusing(states):
 @pytest.mark.parametrize("compare", (full, refused))
 def test_what_is_no_fault_of_the_kernel_speaks_for_it(compare, caplog):
     with caplog.at_level(logging.INFO, "fastgrpo"):
-        assert self_check.trusted("head", CPU, {}, compare, "Go without it.")
+        assert dispatch.trusted("head", CPU, {}, compare, "Go without it.")
     assert "is used without a check" in caplog.records[0].getMessage()
 
 
@@ -95,8 +95,8 @@ def test_a_broken_context_ends_the_run(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", poisoned)
     with pytest.raises(RuntimeError, match="broke the CUDA context"):
-        self_check.trusted("head", torch.device("cuda"), {}, broken)
-    assert not self_check._verdicts
+        dispatch.trusted("head", torch.device("cuda"), {}, broken)
+    assert not dispatch._verdicts
 
 
 def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
@@ -128,15 +128,15 @@ def head(scale=1.0, shift=0.0, rows=slice(0, 0)):
 )  # fmt: skip
 def test_difference(other, problem):
     states = torch.randn(200, 16)
-    found = self_check.difference(other, head(), states, True)
+    found = dispatch.difference(other, head(), states, True)
     assert found is None if problem is None else problem in found
 
 
 def test_rows_that_are_nan_on_both_paths_prove_nothing():
     states = torch.randn(200, 16)
     states[:50] = float("nan")
-    assert self_check.difference(head(), head(), states, True) is None
-    assert "gradients" in self_check.difference(head(scale=1.02), head(), states, True)
+    assert dispatch.difference(head(), head(), states, True) is None
+    assert "gradients" in dispatch.difference(head(scale=1.02), head(), states, True)
 
 
 def rows(m, **fields):
@@ -147,10 +147,10 @@ def rows(m, **fields):
 
 def test_a_sample_is_the_first_kept_rows():
     states, index = torch.randn(1000, 4), torch.arange(0, 1000, 2)
-    sample, kept = self_check.sample_of(states, rows(500, index=index))
+    sample, kept = dispatch.sample_of(states, rows(500, index=index))
     assert torch.equal(sample, states[index[:256]]) and kept.index is None and len(kept.targets) == 256
     active = torch.arange(500) % 3 > 0
-    sample, kept = self_check.sample_of(states, rows(500, index=index, active=active))
+    sample, kept = dispatch.sample_of(states, rows(500, index=index, active=active))
     assert torch.equal(sample, states[index[:256]] * active[:256, None]) and kept.active is None
     assert kept.advantages[:3].tolist() == [1, -1, 1] and kept.weights.eq(1).all()  # every row has a gradient
 
@@ -158,11 +158,11 @@ def test_a_sample_is_the_first_kept_rows():
 def test_a_sample_holds_whole_sequences_where_the_objective_looks_at_them():
     lengths = (100, 100, 300, 20)
     given = rows(520, lengths=torch.tensor(lengths), host_lengths=lengths)
-    sample, kept = self_check.sample_of(torch.randn(520, 4), given)
+    sample, kept = dispatch.sample_of(torch.randn(520, 4), given)
     assert len(sample) == len(kept.targets) == 500
     assert kept.lengths.tolist() == [100, 100, 300] and kept.host_lengths == (100, 100, 300)
-    with pytest.raises(self_check.Unchecked, match="5000 tokens"):
-        self_check.sample_of(torch.randn(5000, 4), rows(5000, lengths=torch.tensor([5000])))
+    with pytest.raises(dispatch.Unchecked, match="5000 tokens"):
+        dispatch.sample_of(torch.randn(5000, 4), rows(5000, lengths=torch.tensor([5000])))
 
 
 def test_a_comparison_is_alone(caplog):
@@ -174,14 +174,14 @@ def test_a_comparison_is_alone(caplog):
         return None if grad.eq(2).all() else "wrong"
 
     with torch.inference_mode():
-        assert self_check.trusted("head", CPU, {"in": "inference"}, compare)
+        assert dispatch.trusted("head", CPU, {"in": "inference"}, compare)
     with torch.no_grad():
-        assert self_check.trusted("head", CPU, {"in": "no_grad"}, compare)
+        assert dispatch.trusted("head", CPU, {"in": "no_grad"}, compare)
 
     def region(x):
-        assert self_check.trusted("head", CPU, {"in": "checkpoint"}, compare)
+        assert dispatch.trusted("head", CPU, {"in": "checkpoint"}, compare)
         return x.square().sin()
 
     x = torch.ones(3, requires_grad=True)
     torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False).sum().backward()
-    assert x.grad is not None and set(self_check._verdicts.values()) == {True}
+    assert x.grad is not None and set(dispatch._verdicts.values()) == {True}

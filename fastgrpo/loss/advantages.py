@@ -1,6 +1,6 @@
 """Turns the rewards of a group of completions into advantages.
 
-Shapes: S completions, those of one prompt side by side: B prompts times G completions each. F reward functions.
+Shapes: S completions, G of each prompt side by side. F reward functions.
 """
 
 import math
@@ -13,7 +13,6 @@ import torch
 from fastgrpo.loss.objective import NOT_NEGATIVE, POSITIVE
 
 LARGEST = 1e150  # the square of a larger reward exceeds fp64: its deviation would be infinite, and all advantages 0
-_NUMBERS = "a tensor, a numpy array or a list of real numbers"
 SCALES = ("group", "batch", "none")
 BASELINES = ("group", "leave_one_out")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -40,12 +39,12 @@ def group_advantages(
         clip: Bound on |A|, or None.
 
     Returns:
-        [S] advantages: fp64 for fp64 rewards and for lists and tuples, fp32 for all others. A group whose given rewards
-        are all equal gets exact zeros.
+        [S] advantages: fp64 for fp64 rewards, lists and tuples, else fp32. A group whose given rewards are all equal
+        gets exact zeros.
 
     Raises:
         ValueError: The rewards are no numbers, one of them is infinite or too large, S is not a multiple of G, or
-            another argument is not what it must be.
+            another argument is out of range.
     """
     rewards = _numbers(rewards, "rewards")
     if isinstance(group_size, bool) or not isinstance(group_size, numbers.Integral) or group_size < 1:
@@ -172,23 +171,24 @@ def process_advantages(
 
 
 def _numbers(values: Any, name: str) -> torch.Tensor:
-    """Make a tensor of what a caller gave: Python's numbers as fp64, tensors and numpy arrays as they are."""
+    """Make a tensor of Python numbers, as fp64, or of a numpy array or tensor, in its dtype."""
+    must = f"{name} must be a tensor, a numpy array or a list of real numbers"
     try:
         if isinstance(values, list | tuple):
             values = torch.tensor(values, dtype=torch.float64)
         elif hasattr(values, "__array__") and not isinstance(values, torch.Tensor):
             values = torch.tensor(values.__array__().copy())  # a copy, because torch takes no negative strides
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name} must be {_NUMBERS}: {error}") from None
+        raise ValueError(f"{must}: {error}") from None
     if not isinstance(values, torch.Tensor):
-        raise ValueError(f"{name} must be {_NUMBERS}, got {type(values).__name__}")
+        raise ValueError(f"{must}, got {type(values).__name__}")
     if values.is_complex():
-        raise ValueError(f"{name} must be {_NUMBERS}, got {values.dtype}")
+        raise ValueError(f"{must}, got {values.dtype}")
     return values
 
 
 def _standardized(centred, deviation, eps):
-    """Divide by the deviation plus eps. What is 0 stays 0, where both of these are 0 too."""
+    """Divide by the deviation plus eps. 0 stays 0, even where both of these are 0."""
     return torch.where(centred == 0, 0.0, centred / (deviation + eps))
 
 

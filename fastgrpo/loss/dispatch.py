@@ -1,0 +1,324 @@
+"""Chooses the backend of a loss, and checks the first use of each kernel.
+
+`run` is the one place that calls a kernel or its plain PyTorch twin. No test of ours can cover every GPU, driver and
+compiler. So each variant of a kernel (its dtype, its options, the shape of the head) is compared with plain PyTorch on
+the first rows of its first call. If it does not compile, does not fit the GPU, or disagrees, one warning says so, and
+plain PyTorch computes from then on. The environment variable FASTGRPO_SELF_CHECK chooses: 1 (the default on GPUs), 0
+(never), raise (an error instead of the warning). In Triton's interpreter, on a CPU, the default is 0.
+
+The gradients of weight and bias are not compared: they are PyTorch's own products of the exponentials that also make
+the gradient of the hidden states, which is compared.
+
+Shapes: N rows of hidden states, logits or log-probs (tokens), M <= N kept ones, m rows of the sample.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from fastgrpo.kernels.objectives import PolicyRows, kernel_knobs, needed
+from fastgrpo.loss.objective import Objective
+
+HAS_TRITON = find_spec("triton") is not None
+if HAS_TRITON:
+    from fastgrpo.kernels import launch
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "chunked", "triton")
+VARIABLE = "FASTGRPO_SELF_CHECK"
+ROWS, MOST_ROWS = 256, 4096  # rows of a sample; at most, where it must hold whole sequences
+# What the two paths may differ by: log-probs and entropies by this much, and by this share of themselves; gradients by
+# this share of their norm. Rounding E to bf16 costs 2e-3 of a gradient, and rounding the gradient itself as much again.
+VALUES, GRADIENTS = 5e-4, 1e-2
+TF32 = 20  # how many times more, where products of fp32 may be rounded to TF32
+OUTLIERS = 100  # one row of so many may differ, such as a ratio that rounds to the other side of the clip range
+REPORT = "Please report this line together with what `python -m fastgrpo.doctor --check` prints."
+
+_verdicts = {}  # (kernel, device, variant) -> whether it is trusted
+
+# The scalar loss (None: the sum of the values) and values [m] by name.
+Loss = tuple[torch.Tensor | None, dict[str, torch.Tensor | None]]
+
+
+class Unchecked(Exception):
+    """Says why a kernel could not be checked, although nothing speaks against it."""
+
+
+def choose_backend(backend: str, only_chunked: str = "", **tensors: torch.Tensor) -> str:
+    """Return "triton" or "chunked". `only_chunked` names an option of the call that Triton does not compute."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if backend == "auto":
+        fits = HAS_TRITON and not only_chunked and len(dtypes) == 1
+        fits = fits and all(_fits(tensor, "weight" in tensors) for tensor in tensors.values())
+        backend = "triton" if fits else "chunked"
+        if not torch.compiler.is_compiling():
+            _log_choice(backend, f", the only one that computes {only_chunked}" if only_chunked else "")
+    elif backend == "triton":
+        if only_chunked:
+            raise ValueError(f"backend='triton' does not compute {only_chunked}; use backend='auto' or 'chunked'")
+        if not HAS_TRITON:
+            raise ValueError("backend='triton' needs Triton (pip install triton, Linux); use backend='chunked'")
+        if len(dtypes) > 1:
+            raise ValueError(f"backend='triton' needs {' and '.join(tensors)} of one dtype, got {dtypes}")
+        for name, tensor in tensors.items():
+            launch.check_device(tensor, name, dtypes)
+    return backend
+
+
+@cache
+def _log_choice(backend, why):
+    logger.info("backend='auto' runs the %s path%s", backend, why)
+
+
+def _fits(tensor, is_head):
+    """Tell whether the Triton kernels take a tensor of this device and dtype."""
+    dtypes = launch.HEAD_DTYPES if is_head else launch.DTYPES
+    return tensor.is_cuda and tensor.dtype in dtypes and launch.runs_on(tensor.device)
+
+
+def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast hidden states and head to the dtype of torch.autocast where it is on, as nn.Linear would.
+
+    The chunked path computes in fp32 anyway, so it takes the tensors as they are, and so do fp64 tensors.
+    """
+    device = hidden.device.type
+    if backend == "chunked" or (backend == "auto" and not hidden.is_cuda):
+        return hidden, weight
+    if not torch.is_autocast_enabled(device) or torch.float64 in (hidden.dtype, weight.dtype):
+        return hidden, weight
+    dtype = torch.get_autocast_dtype(device)
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
+    """Tell whether the host finds out which rows carry gradient. On a GPU it must wait for the device."""
+    if compact not in (None, "sync"):
+        raise ValueError(f"compact must be None or 'sync', got {compact!r}")
+    return compact == "sync" or backend == "chunked" or tokens.device.type == "cpu"
+
+
+def run(
+    name: str, backend: str, kernel: Callable[..., Loss], plain: Callable[..., Loss], states: torch.Tensor,
+    rows: PolicyRows, head: Sequence[torch.Tensor | None] = (), objective: Objective | None = None, *,
+    by_name: bool = False, check: bool = True, **options: Any,
+) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None], PolicyRows]:  # fmt: skip
+    """Compute an operation by its kernel if the self-check trusts it, else in plain PyTorch.
+
+    Args:
+        name: Name of the operation, for messages.
+        backend: "triton" or "chunked".
+        kernel: (states, rows, *head) -> the loss and values of the kept rows.
+        plain: The same in plain PyTorch.
+        states: [N, D] hidden states, [N, V] logits or [N] log-probs.
+        rows: The kept rows.
+        head: The weight and bias, or nothing.
+        objective: The objective of a loss.
+        by_name: Whether the caller asked for backend="triton". A kernel that fails its check is then an error.
+        check: Whether to check. Ranks that share a vocabulary do not, because they would have to fail together.
+        options: What else the kernel is compiled for.
+
+    Returns:
+        What the kernel or its twin returned, and the rows that they are about.
+    """
+    if backend == "triton" and check and len(rows.targets) and not torch.compiler.is_compiling():
+        gradient = any(needed(states, *head))
+        given = ("index", "lengths", "entropy_weights", "old_logps", "ref_logps", "sampler_logps")
+        knobs = () if objective is None else kernel_knobs(objective)
+        variant = {
+            "dtype": states.dtype,
+            "aligned": states.data_ptr() % 16 == 0,
+            "shapes": (tuple(states.shape[1:]), *(None if x is None else tuple(x.shape) for x in head)),
+            "gradient": gradient,
+            **options,
+            "objective": tuple(x if isinstance(x, str | bool) else x is not None for x in knobs),
+            "temperatures": isinstance(rows.temperature, torch.Tensor),
+            **{field: getattr(rows, field) is not None for field in given},
+        }
+        frozen = [None if x is None else x.detach() for x in head]
+
+        def compare():
+            sample, few = sample_of(states, rows)
+            return difference(lambda x: kernel(x, few, *frozen), lambda x: plain(x, few, *frozen), sample, gradient)
+
+        remedy = 'backend="auto" goes on without it.' if by_name else None
+        if not trusted(name, states.device, variant, compare, remedy):
+            backend, rows = "chunked", _compacted(rows)
+    return *(kernel if backend == "triton" else plain)(states, rows, *head), rows
+
+
+def _compacted(rows):
+    """Drop the rows without gradient, which stand at the end. The host waits for their number."""
+    if rows.active is None:
+        return rows
+    return rows.cut(slice(0, int(rows.active.sum())), slice(0, -1))._replace(active=None)
+
+
+def trusted(
+    kernel: str,
+    device: torch.device,
+    variant: dict[str, Any],
+    compare: Callable[[], str | None],
+    remedy: str | None = None,
+) -> bool:
+    """Tell whether to use a kernel. `compare` checks a new variant, and returns what is wrong with it, or None.
+
+    With a `remedy`, a failure is an error that names it. While a CUDA graph is recorded or torch.compile traces, the
+    kernel is taken unchecked.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    level = os.environ.get(VARIABLE, "1" if device.type == "cuda" else "0")
+    if level not in ("0", "1", "raise"):
+        raise ValueError(f"the environment variable {VARIABLE} must be 0, 1 or raise, got {level!r}")
+    key = kernel, device, tuple(variant.items())
+    if level == "0" or key in _verdicts:
+        return level == "0" or _verdicts[key]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return True
+    problem = _problem(kernel, device, compare)
+    if problem is not None:
+        options = ", ".join(f"{name} {value}" for name, value in variant.items())
+        message = f"the kernel of {kernel} failed its check on {launch.describe(device)} ({options}): {problem}."
+        if remedy or level == "raise":
+            raise RuntimeError(" ".join(filter(None, (message, remedy, REPORT))))
+        logger.warning("%s Plain PyTorch computes it from now on, which is slower. %s", message, REPORT)
+    _verdicts[key] = problem is None
+    return _verdicts[key]
+
+
+def _problem(kernel, device, compare):
+    """Run the comparison; returns None, or what is wrong with the kernel."""
+    try:
+        with _alone(device):
+            return compare()
+    except (Unchecked, torch.OutOfMemoryError) as error:
+        logger.info("the kernel of %s is used without a check: %s", kernel, _first_line(error))
+        return None
+    except Exception as error:
+        _check_context(device, error)
+        return f"{type(error).__name__}: {_first_line(error)}"
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Shield the comparison from inference mode, no_grad, checkpointing hooks, and torch's sync debug mode."""
+    alarm = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if alarm:
+        torch.cuda.set_sync_debug_mode(0)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        ):
+            yield
+    finally:
+        if alarm:
+            torch.cuda.set_sync_debug_mode(alarm)
+
+
+def _check_context(device, error):
+    """Raise if a failed kernel has broken the CUDA context: nothing can run on the GPU then."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise RuntimeError(
+            "a kernel of fastgrpo broke the CUDA context in its first use; `python -m fastgrpo.doctor --check` finds "
+            'it, and backend="chunked" goes without all of them'
+        ) from error
+
+
+def _first_line(error):
+    return next(iter(str(error).strip().splitlines()), "no reason given")
+
+
+def sample_of(states: torch.Tensor, kept: PolicyRows) -> tuple[torch.Tensor, PolicyRows]:
+    """Take the first kept rows of a call: `ROWS` of them, or whole sequences where the objective reads these.
+
+    Every row gets a gradient, so that all can be compared: its weight is 1 and its advantage 1 or -1.
+
+    Args:
+        states: [N, D] hidden states, [N, V] logits or [N] log-probs.
+        kept: The M kept rows, at least one.
+    """
+    count, sequences = min(ROWS, len(kept.targets)), slice(None)
+    if kept.lengths is not None:
+        ends = kept.lengths.cumsum(0).tolist()
+        last = next(i for i, end in enumerate(ends) if end >= count)
+        count, sequences = ends[last], slice(0, last + 1)
+        if count > MOST_ROWS:
+            raise Unchecked(f"its first sequences have {count} tokens")
+    part = slice(0, count)
+    sample = states[part if kept.index is None else kept.index[part]].detach()
+    if kept.active is not None:
+        sample = sample.masked_fill(~kept.active[part].view(-1, *[1] * (sample.ndim - 1)), 0)
+    rows = kept.cut(part, sequences)
+    signs = 1.0 - 2.0 * (torch.arange(count, device=states.device) % 2)
+    return sample, rows._replace(
+        index=None,
+        active=None,
+        host_lengths=None if kept.host_lengths is None else kept.host_lengths[sequences],
+        advantages=None if rows.advantages is None else signs.to(rows.advantages.dtype),
+        weights=None if rows.weights is None else torch.ones_like(rows.weights),
+        entropy_weights=None if rows.entropy_weights is None else torch.full_like(rows.entropy_weights, 0.1),
+    )
+
+
+def difference(
+    fused: Callable[[torch.Tensor], Loss], plain: Callable[[torch.Tensor], Loss], states: torch.Tensor, gradient: bool,
+) -> str | None:  # fmt: skip
+    """Compare a kernel with its twin, which gets the states [m, ...] in fp32, and with `gradient` their gradients."""
+    loose = TF32 if states.dtype == torch.float32 and launch.precision(states.dtype) == "tf32" else 1
+    try:
+        truth, values = _differentiate(plain, states.float(), gradient)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise Unchecked(f"plain PyTorch cannot compute it ({_first_line(error)})") from error
+    ours, found = _differentiate(fused, states, gradient)
+    for name in ("logps", "entropy"):
+        if values.get(name) is not None:
+            far = values_differ(found[name], values[name], loose)
+            if far:
+                return f"{name} {far}"
+    if not gradient:
+        return None
+    ours, truth = (grad.float().reshape(len(grad), -1) for grad in (ours, truth))
+    known = truth.isfinite().all(1)  # a batch with NaN in it proves nothing
+    truth = truth[known]
+    row_errors = (ours[known] - truth).norm(dim=1).nan_to_num(torch.inf).sort().values
+    row_errors = row_errors[: len(row_errors) - len(row_errors) // OUTLIERS]
+    share = (row_errors.norm() / truth.norm().clamp(min=1e-30)).item() if len(truth) else 0.0
+    allowed = GRADIENTS * loose
+    return None if share <= allowed else f"gradients differ by {share:.3g} of their norm ({allowed:.3g} is allowed)"
+
+
+def _differentiate(function, states, gradient):
+    """Return the gradient of the states, or None, and the values by name."""
+    leaf = states.clone().requires_grad_(gradient)
+    loss, values = function(leaf.clone() if gradient else leaf)
+    if gradient and loss is None:
+        loss = sum(value.sum() for value in values.values() if value is not None)
+    return torch.autograd.grad(loss, leaf)[0] if gradient else None, values
+
+
+def values_differ(found: torch.Tensor, expected: torch.Tensor, loose: float = 1) -> str | None:
+    """Compare log-probs, entropies or probabilities [m] of a kernel; `loose` multiplies what is allowed."""
+    found, expected = found.detach().float(), expected.detach().float()
+    far = (found - expected).abs() - VALUES * loose * (1 + expected.abs())
+    wrong = ~((far <= 0) | (found == expected) | (found.isnan() & expected.isnan()))
+    if wrong.sum().item() <= len(wrong) // OUTLIERS:
+        return None
+    row = wrong.nonzero()[0].item()
+    return f"differ in {wrong.sum().item()} of {len(wrong)} rows, such as {found[row]:.6g} and {expected[row]:.6g}"
