@@ -12,9 +12,9 @@ from benchmarks.batches import OBJECTIVE, Batch
 from fastgrpo import linear_grpo_loss
 from fastgrpo.kernels import head_torch, reference
 from fastgrpo.kernels.head_torch import Vocabulary
-from fastgrpo.loss import GRPOLossOutput
 from fastgrpo.loss.dispatch import HAS_TRITON
 from fastgrpo.loss.inputs import TokenInputs, keep_rows
+from fastgrpo.loss.losses import GRPOLossOutput
 
 Gradients = tuple[torch.Tensor, torch.Tensor]
 Head = Callable[[Batch], Gradients]

@@ -16,14 +16,14 @@ if not (Path(__file__).parent / "kernels").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 _HOME = {
-    "decoupled_advantages": "loss",
-    "group_advantages": "loss",
-    "Objective": "loss",
-    "GRPOLossOutput": "loss",
-    "grpo_loss": "loss",
-    "linear_grpo_loss": "loss",
-    "linear_logprob": "loss",
-    "logits_grpo_loss": "loss",
+    "decoupled_advantages": "loss.advantages",
+    "group_advantages": "loss.advantages",
+    "Objective": "loss.objective",
+    "GRPOLossOutput": "loss.losses",
+    "grpo_loss": "loss.losses",
+    "linear_grpo_loss": "loss.losses",
+    "linear_logprob": "loss.logprobs",
+    "logits_grpo_loss": "loss.losses",
     "GRPOConfig": "config.settings",
     "GRPOTrainer": "trainer",
     "SFTConfig": "config.settings",

@@ -1,6 +1,6 @@
 """Settings in sections, each a group of `--help` and a table of docs/settings.md. Commands compose those they need.
 
-Many settings of the learning signal are also fields of `fastgrpo.loss.Objective`, under the same names.
+Many settings of the learning signal are also fields of `fastgrpo.Objective`, under the same names.
 """
 
 from typing import Annotated, Any, Literal
@@ -22,6 +22,7 @@ from fastgrpo.config.fields import (
     keywords,
     settings_class,
 )  # fmt: skip
+from fastgrpo.kernels.objectives import LOSS_TYPES
 
 # A magnitude that fp32 holds. Reward functions are held to it, too: fp64 then holds the squares of weighted rewards.
 LARGEST_REWARD = 3.4e38
@@ -389,7 +390,7 @@ class AdvantageConfig:
 class ObjectiveConfig:
     """Which loss is minimized."""
 
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"] = "dapo"
+    loss_type: Literal[tuple(LOSS_TYPES)] = "dapo"
     """Surrogate and aggregation of the loss; docs/objectives.md has the formulas."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Level of the ratio of policy to old policy: token gives each token its own ratio, sequence gives all tokens of a

@@ -29,8 +29,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from fastgrpo.integrations.terms import READ, cap_below_1, shared_log_weights, vespo_knobs
-from fastgrpo.loss import Objective, linear_grpo_loss, linear_logprob
-from fastgrpo.loss.dispatch import check_backward_tolerance
+from fastgrpo.loss.inputs import check_backward_tolerance
+from fastgrpo.loss.logprobs import linear_logprob
+from fastgrpo.loss.losses import linear_grpo_loss
+from fastgrpo.loss.objective import Objective
 
 try:
     from trl import GRPOTrainer

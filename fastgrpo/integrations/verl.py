@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fastgrpo.loss import linear_logprob
+from fastgrpo.loss.logprobs import linear_logprob
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

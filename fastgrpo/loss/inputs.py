@@ -65,12 +65,6 @@ def check_constant(value: Any, name: str, tokens: torch.Tensor, kind: str = "rea
         raise ValueError(f"{name} must not require grad: the loss differentiates by the policy only; detach it")
 
 
-def check_number(value: Any, name: str, interval: Interval) -> None:
-    """Check a number of the host."""
-    if not torch.compiler.is_compiling():
-        interval.check(name, value)
-
-
 def check_values(
     values: torch.Tensor, name: str, rule: str, legal: Callable[[torch.Tensor], torch.Tensor],
     index: torch.Tensor | None = None,
@@ -111,7 +105,7 @@ def check_head(
 ) -> None:  # fmt: skip
     """Check that hidden states [..., D], a head [V, D] with a bias [V], and targets [...] fit each other."""
     if logit_softcap is not None:
-        check_number(logit_softcap, "logit_softcap", POSITIVE)
+        POSITIVE.check("logit_softcap", logit_softcap)
     check_tensor(hidden, "hidden", "floating point")
     check_tensor(weight, "weight", "floating point", hidden, "hidden")
     _check_shape(weight, "weight", (*weight.shape[:1], hidden.shape[-1]), "[V, D]=")
@@ -131,7 +125,7 @@ def check_backward_tolerance(
     tolerance: float, objective: Objective | None = None, return_entropy: bool = False
 ) -> None:
     """Check the share of a row's gradient that may be left out, which bounds the gradient of log-probs only."""
-    check_number(tolerance, "backward_tolerance", BACKWARD_TOLERANCE)
+    BACKWARD_TOLERANCE.check("backward_tolerance", tolerance)
     dense = "return_entropy=True" if return_entropy else ""
     if objective is not None and objective.entropy_coef != 0:
         dense = f"entropy_coef={objective.entropy_coef}"
@@ -175,7 +169,7 @@ def check_temperature(temperature: float | torch.Tensor, tokens: torch.Tensor) -
     if isinstance(temperature, torch.Tensor):
         check_constant(temperature, "temperature", tokens)
     else:
-        check_number(temperature, "temperature", TEMPERATURE)
+        TEMPERATURE.check("temperature", temperature)
     return _per_token(temperature, "temperature", tokens.shape)
 
 
@@ -198,7 +192,7 @@ def _check_tokens(inputs):
             count, "num_items_in_batch", "be finite and at least 0", lambda n: n.isfinite() & (n >= 0)
         )  # fmt: skip
     elif count is not None:
-        check_number(count, "num_items_in_batch", NOT_NEGATIVE)
+        NOT_NEGATIVE.check("num_items_in_batch", count)
 
 
 def _check_rows(rows, tokens):

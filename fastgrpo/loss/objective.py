@@ -53,7 +53,9 @@ class Interval(NamedTuple):
         return f"in {low}, {self.at_most}]" if self.below == math.inf else f"in {low}, {self.below})"
 
     def check(self, name: str, value: float) -> None:
-        """Raise a ValueError unless the value is a number in the range."""
+        """Raise a ValueError unless the value is a number in the range. A graph of torch.compile cannot raise."""
+        if torch.compiler.is_compiling():
+            return
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{name} must be a number, got {value!r}")
         if not math.isfinite(value):

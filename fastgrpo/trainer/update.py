@@ -22,7 +22,8 @@ import torch
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Sample
-from fastgrpo.loss import GRPOLossOutput, Objective, linear_grpo_loss
+from fastgrpo.loss.losses import GRPOLossOutput, linear_grpo_loss
+from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch, Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Reference, Scoring, score

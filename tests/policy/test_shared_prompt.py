@@ -7,7 +7,7 @@ import tiny
 import torch
 
 from fastgrpo.data.records import Sample
-from fastgrpo.loss import linear_logprob
+from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.loss.objective import Objective
 from fastgrpo.policy import varlen
 from fastgrpo.policy.batch import Batch

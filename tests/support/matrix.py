@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastgrpo.config import GRPOConfig
 from fastgrpo.data.records import Sample
-from fastgrpo.loss import Objective
+from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference

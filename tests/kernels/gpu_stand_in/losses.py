@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fastgrpo.kernels import launch
-from fastgrpo.loss import grpo_loss, linear_grpo_loss, linear_logprob, logits_grpo_loss
+from fastgrpo.loss.logprobs import linear_logprob
+from fastgrpo.loss.losses import grpo_loss, linear_grpo_loss, logits_grpo_loss
 from fastgrpo.loss.objective import IMPORTANCE_SAMPLING_MODES, KL_KINDS, LOSS_TYPES
 
 N, D, V = 130, 128, 1000
