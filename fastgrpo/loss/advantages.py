@@ -90,12 +90,9 @@ def decoupled_advantages(
 
         A_i = x_i / (std(x) + eps),   x_i = sum_k w_k A_ik
 
-    A_ik are the advantages that `group_advantages` gives to the rewards of function k alone. So a reward with a small
-    spread counts as much as one with a large spread, and completions whose rewards differ but have equal sums still get
-    different advantages.
-
-    TRL also subtracts the mean of x. That mean is 0, and subtracting its rounding would give an advantage to groups
-    without spread.
+    A_ik are the advantages of `group_advantages` for the rewards of function k only. So a reward with a small spread
+    counts as much as one with a large spread, and completions whose rewards differ but have equal sums get different
+    advantages. TRL also subtracts the mean of x, which is 0 up to rounding.
 
     Args:
         rewards: [S, F] numbers, as in `group_advantages`. NaN marks a reward that was not given.
@@ -115,9 +112,7 @@ def decoupled_advantages(
     if rewards.ndim != 2 or not rewards.shape[1]:
         raise ValueError(f"rewards must be [S, F] with F reward functions, got shape {tuple(rewards.shape)}")
     if weights.shape != rewards.shape[1:] or not weights.isfinite().all():
-        raise ValueError(
-            f"weights must be {rewards.shape[1]} finite numbers, one a reward function, got {weights.tolist()}"
-        )
+        raise ValueError(f"weights must be {rewards.shape[1]} finite numbers, one a function, got {weights.tolist()}")
     parts = [group_advantages(column, group_size, eps=eps) for column in rewards.double().T]
     total = (torch.stack(parts, 1) * weights.to(rewards.device)).sum(1)  # x_i = sum_k w_k A_ik
     if not (total.abs() <= LARGEST).all():  # their squares would exceed fp64, too
@@ -140,12 +135,11 @@ def process_advantages(
     for its own tokens and for all before it. Tokens after the end of the last step get 0.
 
     Args:
-        steps: [S] sequences of (end, reward) pairs, whose ends rise: how many tokens there are up to the end of the
-            step. An empty sequence for a completion without steps.
+        steps: [S] sequences of (end, reward) pairs, maybe empty; the ends, in tokens, rise.
         lengths: [S] tokens of each completion.
-        group_size: G, the completions of one prompt, which stand side by side.
-        scale: What the centred rewards are divided by, as in `group_advantages`.
-        eps: Added to the standard deviation, in units of the reward.
+        group_size: As in `group_advantages`.
+        scale: As in `group_advantages`.
+        eps: As in `group_advantages`.
 
     Returns:
         [T_i] fp64 advantages for each completion. A group whose step rewards are all equal gets exact zeros.

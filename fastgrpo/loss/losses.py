@@ -13,9 +13,8 @@ every objective. The losses are computed in these files:
 | linear_grpo_loss | reference.py: linear_grpo_loss         | head.py           | head_torch.py             |
 | its kl="full"    | reference.py: full_kl                  | none              | head_torch.py             |
 
-The weights w_n and their formulas stand at the end of objective.py. tests/loss/ compares the losses with reference.py
-on a CPU, and tests/kernels/interpreted/ does so for the Triton kernels. benchmarks/bench_loss.py times linear_grpo_loss
-on a CPU, and benchmarks/bench_head.py on a GPU.
+The weights w_n stand in kernels/objectives.py. tests/loss/ compares the losses with reference.py on a CPU, and
+tests/kernels/interpreted/ the Triton kernels. benchmarks/bench_loss.py and bench_head.py time linear_grpo_loss.
 
 Shapes: N tokens, B prompts or sequences, T padded length, S sequences, M kept rows, V vocabulary, D hidden. Two layouts
 are read: padded, hidden [B, T, D] with per-token tensors [B, T]; and packed, hidden [N, D] with per-token tensors [N]
@@ -57,8 +56,8 @@ Tensor = torch.Tensor
 class GRPOLossOutput:
     """What a loss returns.
 
-    Rows that carry no gradient (mask 0, weight 0, and at beta = 0 advantage 0, unless there is an entropy bonus) are
-    not active, and no metric covers them.
+    Rows without gradient (mask 0, weight 0, and at beta = 0 advantage 0, unless there is an entropy bonus) are not
+    active, and no metric covers them.
 
     The metrics are scalars: `policy_loss` (without KL and bonus), `kl`, `ratio/mean`, `ratio/max`,
     `clip_ratio/low_mean`, `clip_ratio/high_mean`, and `active_tokens`, the number of rows that these are means over.
@@ -103,11 +102,10 @@ def linear_grpo_loss(
         mask: [B, T] or [N], positive where a token counts and 0 elsewhere; None is everywhere.
         cu_seqlens: [S+1] integers, packed layout only. They are needed by advantages [S], by the loss types grpo,
             dr_grpo, sapo, luspo and vespo, and by sequence-level ratios and importance weights.
-        rows: [M] integers that rise strictly: the flat indices of the rows that carry gradient, where the caller knows
-            them. Only these are computed. Where the objective looks at whole sequences (sequence-level ratios or
-            importance weights, vespo) they must be all the masked-in tokens of the sequences that they touch; with an
-            entropy bonus all masked-in tokens. On the host, with cu_seqlens there too, they cost no wait for the
-            device.
+        rows: [M] integers that rise strictly: the flat indices of the rows that carry gradient, if the caller knows
+            them. Only these are computed. If the objective reads whole sequences (sequence-level ratios or importance
+            weights, vespo), pass all masked-in tokens of each sequence that they touch; with an entropy bonus, all
+            masked-in tokens. Rows and cu_seqlens on the host avoid a wait for the device.
         old_logps: Log-probs under the policy that drew the tokens. None on the first update of a rollout, where they
             equal the current ones and the ratio is 1.
         ref_logps: Log-probs under the reference, needed where beta is not 0 and kl is not "full".
@@ -125,12 +123,10 @@ def linear_grpo_loss(
             beta is not 0 and kl is "full", it takes the place of ref_logps, with ref_weight.
         ref_weight: [V, R], the reference's head. Its logits have the temperature and the soft-cap of the policy's.
         ref_bias: [V], the bias of the reference's head, or None.
-        compact: An argument for trainers of your own; the engine here passes `rows` instead. The triton backend reads
-            it where `rows` is not given. None computes the rows without gradient too, with hidden states of 0, because
-            only the device knows which rows these are; a sequence-level objective of more than one chunk then takes a
-            forward pass first. "sync" waits until the host knows these rows, and leaves them out.
-        process_group: An argument for trainers of your own; the engine here does not pass it. It holds the ranks over
-            which the rows of weight and bias are sharded, as in `linear_logprob`.
+        compact: Read by the triton backend if `rows` is not given. None also computes the rows without gradient, with
+            hidden states of 0, because only the device knows them; a sequence-level objective of more than one chunk
+            then takes a forward pass first. "sync" waits until the host knows these rows, and leaves them out.
+        process_group: The ranks over which the rows of weight and bias are sharded, as in `linear_logprob`.
         backend: "auto" (triton for bf16 on CUDA, else chunked, and chunked for kl="full" and for a
             backward_tolerance), "chunked" or "triton".
         objective: The objective, in place of `knobs`.
@@ -150,13 +146,12 @@ def linear_grpo_loss(
         The loss, the log-probs, which rows were active, and the metrics.
 
     Raises:
-        ValueError: A tensor has the wrong shape, device or kind of numbers; something by which the loss is not
-            differentiated requires grad; backward_tolerance is given with entropy_coef or kl="full"; beta is not 0 and
-            what the KL needs of the reference is missing; kl is "full"
-            with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both objective
-            and knobs are given; or `Objective` refuses a knob.
-            On the CPU also: an active row has a target outside [0, V), or a number that is not finite where it must be;
-            rows or cu_seqlens do not rise; or the mask is negative or NaN.
+        ValueError: A tensor has the wrong shape, device or kind of numbers; a constant input requires grad;
+            backward_tolerance is given with entropy_coef or kl="full"; beta is not 0 and the reference is missing; kl is
+            "full" with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both
+            objective and knobs are given; or `Objective` refuses a knob. On the CPU also: an active row has a target
+            outside [0, V), or a number that must be finite and is not; rows or cu_seqlens do not rise; or the mask is
+            negative or NaN.
     """
     objective = Objective.of(objective, knobs)
     check_head(hidden, weight, bias, logit_softcap, targets)
@@ -219,10 +214,10 @@ def logits_grpo_loss(
         temperature: A float, or per token.
         return_entropy: Whether to return `entropies` and the metric `entropy`.
         inplace: Whether the gradient is written over the logits, so that there is no second [N, V] tensor. The backward
-            does so, or (triton, where no token's loss looks at its sequence) already the forward, in one read and one
-            write. The values of the logits are gone then: nothing else may need them, and autograd raises an error on a
-            second backward. Logits that no view can flatten are copied first, and the copy is overwritten.
-        compact: None or "sync", for trainers of your own; the engine here does not call this loss.
+            does so, or (triton, if no token's loss reads its sequence) already the forward, in one read and one write.
+            Nothing else may need the logits then, and autograd raises an error on a second backward. Logits that no
+            view can flatten are copied first, and the copy is overwritten.
+        compact: None or "sync".
         backend: "auto", "chunked" or "triton".
         objective: The objective, in place of `knobs`.
         knobs: Fields of `Objective` by name.
@@ -278,7 +273,7 @@ def grpo_loss(
         sampler_logps: [B, T] or [N], or None.
         token_weights: [B, T] or [N], or None.
         num_items_in_batch: Tokens of the whole step, or None.
-        compact: None or "sync", for trainers of your own; the engine here does not call this loss.
+        compact: None or "sync".
         backend: "auto", "chunked" or "triton".
         objective: The objective, in place of `knobs`.
         knobs: Fields of `Objective` by name.

@@ -86,7 +86,7 @@ def test_what_cannot_be_rewards_is_named(rewards, group_size, knobs, message):
     [
         ([1.0, 2.0], [1.0], r"rewards must be \[S, F\] with F reward functions, got shape \(2,\)"),
         ([[], []], [], r"rewards must be \[S, F\] with F reward functions, got shape \(2, 0\)"),
-        ([[1.0, 2.0], [3.0, 1.0]], [1.0], r"weights must be 2 finite numbers, one a reward function, got \[1.0\]"),
+        ([[1.0, 2.0], [3.0, 1.0]], [1.0], r"weights must be 2 finite numbers, one a function, got \[1.0\]"),
         ([[1.0, 2.0], [3.0, 1.0]], [1.0, NAN], r"weights must be 2 finite numbers, .*got \[1.0, nan\]"),
         ([[1.0, 2.0], [3.0, 1.0]], None, f"weights {NUMBERS}, got NoneType"),
         ([[1.0, math.inf], [3.0, 1.0]], [1, 1], "rewards must be finite"),

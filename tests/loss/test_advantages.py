@@ -124,7 +124,6 @@ def test_equals_the_formula_of_trl(scale):
     [
         ([1.0, 2, 3], 2, {}, r"multiple of group_size=2, got shape \(3,\)"),
         ([[1.0, 2], [3, 4]], 2, {}, r"rewards must be \[S\].*\(2, 2\)"),
-        ([1.0, 2], 0, {}, "group_size must be a positive integer, got 0"),
         ([1.0, 2], 2, {"scale": "std"}, "scale must be one of group, batch, none, got 'std'"),
         ([1.0, 2], 2, {"baseline": "best"}, "baseline must be one of group, leave_one_out, got 'best'"),
         ([1.0, 2], 2, {"clip": 0.0}, "clip must be positive, got 0.0"),
