@@ -147,8 +147,8 @@ def linear_grpo_loss(
 
     Raises:
         ValueError: A tensor has the wrong shape, device or kind of numbers; a constant input requires grad;
-            backward_tolerance is given with entropy_coef or kl="full"; beta is not 0 and the reference is missing; kl is
-            "full" with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both
+            backward_tolerance is given with entropy_coef or kl="full"; beta is not 0 and the reference is missing; kl
+            is "full" with backend "triton" or a process_group; entropy_weights are given and entropy_coef is 0; both
             objective and knobs are given; or `Objective` refuses a knob. On the CPU also: an active row has a target
             outside [0, V), or a number that must be finite and is not; rows or cu_seqlens do not rise; or the mask is
             negative or NaN.
