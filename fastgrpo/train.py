@@ -27,18 +27,18 @@ def make_trainer(config: GRPOConfig) -> "GRPOTrainer":
     from fastgrpo.tasks import panels_of
     from fastgrpo.trainer import GRPOTrainer
 
-    opened, train, test, functions = _checked(config, load_tokenizer)  # a mistake should not wait for the warm start
+    opened, train, test, rewards = _checked(config, load_tokenizer)  # a mistake should not wait for the warm start
     path, panels = config.model_name_or_path, panels_of(opened.module)
     if path is not None:
-        trainer = GRPOTrainer(path, functions, config, train, test, opened.tokenizer, panels=panels)
+        trainer = GRPOTrainer(path, rewards, config, train, test, opened.tokenizer, panels=panels)
     else:
         ranks = join(config.device, config.ddp_timeout)
-        log = open_log(config, inputs_of(config, functions), ranks)
+        log = open_log(config, inputs_of(config, rewards.functions), ranks)
         try:
             path = _make_policy(opened.module, config, log) if ranks.lead else None
             path = ranks.from_lead(path, "the warm start of rank 0")
             tokenizer = load_tokenizer(path, config.trust_remote_code)
-            trainer = GRPOTrainer(path, functions, config, train, test, tokenizer, log=log, panels=panels)
+            trainer = GRPOTrainer(path, rewards, config, train, test, tokenizer, log=log, panels=panels)
         except BaseException:
             log.close()
             raise
@@ -64,12 +64,13 @@ def check_runs(runs: Sequence[SweepRun]) -> None:
 def _checked(config, load):
     """Open the task of a run, its rows and its reward functions. A mistake in any of them raises ValueError."""
     from fastgrpo.rewards.call import Rewards, rewards_settings
+    from fastgrpo.rewards.overlong import shaping
     from fastgrpo.tasks import needed_rewards, open_task
 
     opened = open_task(config, load)
     train, test, functions = opened.task.train(), opened.task.test(), needed_rewards(opened.task, config)
-    Rewards(functions, config.reward_weights, **rewards_settings(config))
-    return opened, train, test, functions
+    rewards = Rewards(functions, config.reward_weights, shaping=shaping(config), **rewards_settings(config))
+    return opened, train, test, rewards
 
 
 def _make_policy(task_module, config, log):

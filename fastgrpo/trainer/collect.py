@@ -36,6 +36,7 @@ from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
 from fastgrpo.rewards.values import SAMPLE_COLUMNS
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.run.log import RunLog
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.run.resume import digest_of_rows
 
@@ -300,6 +301,35 @@ def logged_groups(groups: int, group_size: int, most: int) -> list[int]:
     """Choose the groups whose completions samples.jsonl keeps: whole ones, evenly spread, the first among them."""
     count = min(max(most // group_size, 1), groups)
     return [i * groups // count for i in range(count)]
+
+
+def log_samples(
+    step: int,
+    collected: Collected,
+    trained: Sequence[Sample],
+    args: GRPOConfig,
+    ranks: Ranks,
+    log: RunLog,
+    text: TokenText,
+) -> None:
+    """Write some groups to samples.jsonl, with the ratios of the last update, gathered from all ranks."""
+    size, samples = args.num_generations, list(collected.samples)
+    groups = logged_groups(len(samples) // size, size, len(samples) if args.log_completions else KEPT_SAMPLES)
+    needed = {group * size + i for group in groups for i in range(size)}
+    mine = {
+        i: (sample.ratios.cpu(), sample.clipped.cpu())
+        for i, sample in zip(chain.from_iterable(collected.trained), trained, strict=True)
+        if sample.ratios is not None and i in needed
+    }
+    for known in ranks.gather(mine, "the ratios of the samples that are logged"):
+        for i, (ratios, clipped) in known.items():
+            samples[i] = dataclasses.replace(samples[i], ratios=ratios, clipped=clipped)
+    if ranks.lead:
+        spans = [(group, samples[group * size : (group + 1) * size]) for group in groups]
+        rows = [row for group, of_group in spans for row in sample_rows(step, group, of_group, text)]
+        log.samples(rows)
+        if args.log_completions:
+            log.completions(step, rows, args.num_completions_to_print)
 
 
 def sample_rows(step: int, group: int, samples: Sequence[Sample], text: TokenText) -> Iterator[dict]:

@@ -6,20 +6,18 @@
 Supervised training (`supervised.py`) shares the loop, with its own collect and update.
 """
 
-import contextlib
 import dataclasses
-import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
+import fastgrpo.trainer.setup as setup
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.data.records import Stateful, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
@@ -28,7 +26,6 @@ from fastgrpo.data.token_text import TokenText
 from fastgrpo.evaluation.heldout import evaluate
 from fastgrpo.policy.fit import check_rows
 from fastgrpo.policy.load import stop_token_ids
-from fastgrpo.policy.lora import merged
 from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.ranks import join
 from fastgrpo.rewards import find_rewards, prm_options
@@ -36,30 +33,20 @@ from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.rewards.overlong import shaping
 from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.run.card import model_card
-from fastgrpo.run.checkpoint import Checkpointer, save_model
-from fastgrpo.run.curves import PANELS, Panel, conclude, table
+from fastgrpo.run.checkpoint import Checkpointer
+from fastgrpo.run.curves import PANELS, Panel, table
 from fastgrpo.run.health import Watch
 from fastgrpo.run.log import RunLog, open_log
-from fastgrpo.run.metrics import Summary, evaluated, last_training, mean_loss
-from fastgrpo.run.profiling import Profiler, StageTimer, needed_steps, peak_flops, peak_gib
+from fastgrpo.run.metrics import Summary, evaluated
+from fastgrpo.run.profiling import Profiler, StageTimer, peak_flops
 from fastgrpo.run.resume import digest_of_rows, inputs_of, may_go_on, refuse_differences, set_aside
 from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
-from fastgrpo.trainer.collect import KEPT_SAMPLES, Collected, Collector, logged_groups, rates, sample_rows
+from fastgrpo.trainer.collect import Collected, Collector, log_samples, rates
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.setup import (
-    advice,
-    make_policy,
-    prefixes,
-    read_held_out,
-    refuse_given,
-    refuse_images,
-    renamed,
-    with_adapters,
-)
+from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
 from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updated, Updater
 
 Reward = Callable | PreTrainedModel | str
@@ -84,13 +71,13 @@ class GRPOTrainer:
         reward_processing_classes: The tokenizers of reward models, one for each of reward_funcs; None, also in the
             list, loads the model's.
         callbacks: Callbacks of transformers, as instances or classes.
-        optimizers: TRL's name for an optimizer and a scheduler, which are refused.
-        quantization_config: TRL's name for a quantized model, which is refused.
+        optimizers: Refused, as `quantization_config`, `tools`, `rollout_func` and `environment_factory` of TRL are.
+        quantization_config: Refused.
         peft_config: A `peft.LoraConfig`, which stands for the settings use_peft, lora_r, lora_alpha and
             lora_target_modules.
-        tools: TRL's name for functions that the model calls, which are refused.
-        rollout_func: TRL's name for a function that draws, which is refused.
-        environment_factory: TRL's name for environments, which are refused.
+        tools: Refused.
+        rollout_func: Refused.
+        environment_factory: Refused.
         log: A `RunLog` that has claimed its folder already. None makes one from args.
         panels: What the picture of the run shows.
 
@@ -127,20 +114,22 @@ class GRPOTrainer:
         log: RunLog | None = None,
         panels: Sequence[Panel] = PANELS,
     ):
-        refuse_given(
+        setup.refuse_given(
             optimizers, quantization_config=quantization_config, tools=tools, rollout_func=rollout_func,
             environment_factory=environment_factory,
         )  # fmt: skip
-        model, args, wrapper = with_adapters(model, peft_config, self._checked(args, processing_class))
+        model, args, wrapper = setup.with_adapters(
+            model, peft_config, setup.checked(args, processing_class, self.config_class)
+        )
         self.args, self.train_dataset, self.eval_dataset = args, train_dataset, eval_dataset
         self.ranks = ranks = join(args.device, args.ddp_timeout)
         if train_dataset is None:
             raise ValueError(f"train_dataset is needed: {self.needed_rows}")
         self.source = as_source(train_dataset, seed=args.seed, shuffle=args.shuffle_dataset, needed=self._most_rows())
         train_rows = as_rows(self.source.rows, "train_dataset.rows")
-        self.held_out = read_held_out(eval_dataset, args.max_eval_samples)
+        self.held_out = setup.read_held_out(eval_dataset, args.max_eval_samples)
         self.rewards = self._make_rewards(reward_funcs, reward_processing_classes)
-        self.made = made = make_policy(model, processing_class, args, ranks, wrapper, self.rewards)
+        self.made = made = setup.make_policy(model, processing_class, args, ranks, wrapper, self.rewards)
         self.policy, self.tokenizer, self.plan = made.policy, made.tokenizer, made.plan
         if self.rewards is not None:
             reads_steps = getattr(args, "process_rewards", "outcome") == "token"  # only then are steps found in tokens
@@ -152,8 +141,9 @@ class GRPOTrainer:
             held_out = digest_of_rows([row for rows in self.held_out.values() for row in rows])
             refuse_differences(ranks, training_rows=(self.digests["data"], len(self.source)), held_out_rows=held_out)
         self.state = TrainerState(
-            0, self._count_steps(), 0.0, args.max_completion_length, logging_steps=args.logging_steps,
-            eval_steps=args.eval_steps or 0, save_steps=args.save_steps or 0, num_train_epochs=args.num_train_epochs,
+            0, setup.count_steps(args, len(self.source)), 0.0, args.max_completion_length,
+            logging_steps=args.logging_steps, eval_steps=args.eval_steps or 0, save_steps=args.save_steps or 0,
+            num_train_epochs=args.num_train_epochs,
             is_world_process_zero=ranks.lead, is_local_process_zero=ranks.lead,
         )  # fmt: skip
         self.timer = StageTimer(self.policy.device, peak_flops(self.policy.device, self.policy.dtype))
@@ -191,19 +181,6 @@ class GRPOTrainer:
 
     # What is made before the first step; supervised training overrides some of it.
 
-    def _checked(self, args, tokenizer):
-        """Return the settings, or refuse settings and a tokenizer of another type."""
-        kind = self.config_class
-        args = kind() if args is None else args
-        if not isinstance(args, kind):
-            remedy = f"{kind.__name__}(**args)" if isinstance(args, dict) else f"a fastgrpo.{kind.__name__}"
-            raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
-        lacking = [name for name in ("vocab_size", "eos_token_id", "decode") if not hasattr(tokenizer, name)]
-        if tokenizer is not None and lacking:
-            remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
-            raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
-        return args
-
     def _most_rows(self) -> int | None:
         """Return the most rows that a run of max_steps can draw; None where its steps follow from the rows."""
         args = self.args
@@ -211,6 +188,8 @@ class GRPOTrainer:
         return args.max_steps * batches * args.oversampled(args.prompts_per_step) if args.max_steps > 0 else None
 
     def _make_rewards(self, reward_funcs, tokenizers) -> Rewards | None:
+        if isinstance(reward_funcs, Rewards):
+            return reward_funcs
         args = self.args
         options = prm_options(args, reward_funcs)
         functions = find_rewards(reward_funcs, tokenizers, args.template_kwargs, args.trust_remote_code, options)
@@ -219,7 +198,7 @@ class GRPOTrainer:
     def _check_rows(self, train_rows: Rows) -> None:
         """Refuse rows that a later step or evaluation could not use."""
         for rows in (train_rows, *self.held_out.values()):
-            refuse_images(rows)
+            setup.refuse_images(rows)
         self._check_prompts(train_rows)
 
     def _check_prompts(self, train_rows):
@@ -228,22 +207,8 @@ class GRPOTrainer:
             check_rows(rows, self.tokenizer, self.policy, limit, self._shows_bars, template_kwargs)
 
     @property
-    def _shows_bars(self):
-        """Whether this rank shows bars before the run has a log."""
+    def _shows_bars(self):  # before the run has a log
         return self.ranks.lead and not (self.args.disable_tqdm or self.args.quiet) and is_terminal(sys.stderr)
-
-    def _count_steps(self):
-        """Count the steps of the run. Raises ValueError where they are too few to be profiled."""
-        args, steps = self.args, self.args.max_steps
-        if steps < 0:
-            steps = math.ceil(args.num_train_epochs * len(self.source) / args.rows_per_step)
-        needed = needed_steps(args.profile)
-        if args.profile and needed > steps:
-            raise ValueError(
-                f"profile={args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), "
-                f"and this one has {steps}; raise max_steps or lower profile"
-            )
-        return steps
 
     def _bytes_to_come(self):
         """Count the bytes that an update will take beyond those that are taken now."""
@@ -266,23 +231,15 @@ class GRPOTrainer:
         self.token_text = TokenText(self.tokenizer)
         self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
         self.updates = GRPOUpdate(
-            self.policy,
-            self.reference,
-            self.updater,
-            args.objective,
-            temperature=args.temperature,
-            updates_per_rollout=args.updates_per_rollout,
-            num_iterations=args.num_iterations,
-            top_entropy_quantile=args.top_entropy_quantile,
-            off_policy_mask_threshold=args.off_policy_mask_threshold,
-            entropy=self.entropy,
-            backward_tolerance=args.head_backward_tolerance,
+            self.policy, self.reference, self.updater, args.objective, temperature=args.temperature,
+            updates_per_rollout=args.updates_per_rollout, num_iterations=args.num_iterations,
+            top_entropy_quantile=args.top_entropy_quantile, off_policy_mask_threshold=args.off_policy_mask_threshold,
+            entropy=self.entropy, backward_tolerance=args.head_backward_tolerance,
             corrects_sampler=args.importance_sampling_mode is not None,
-        )
+        )  # fmt: skip
 
     def _advice(self):
-        """Return warnings about settings, which the run begins with."""
-        return advice(self.args)
+        return setup.advice(self.args)
 
     # The folder of the run.
 
@@ -332,8 +289,7 @@ class GRPOTrainer:
         return parts | {name: part for name, part in self._own_parts().items() if part is not None}
 
     def _own_parts(self):
-        by_steps = self.args.process_rewards == "token"
-        collector = self.collector if by_steps else None
+        collector = self.collector if self.args.process_rewards == "token" else None
         return {"reference": self.reference, "entropy": self.entropy, "experience": collector}
 
     def about(self) -> dict[str, Any]:
@@ -374,7 +330,7 @@ class GRPOTrainer:
                 stopped_after = self._run(stop)
             if stopped_after is None:
                 self.log.terminal.close_bar()
-                return self._finish()
+                return finish(self)
         how = f"--resume_from_checkpoint auto --output_dir {self.log.dir}"
         self.log.terminal.last(f"stopped after step {stopped_after}; continue with {how}")
         # The first rank that leaves makes torchrun end the others, which may be writing still.
@@ -432,8 +388,7 @@ class GRPOTrainer:
         chosen = {short: values.get(name) for short, name in self.shown.items()}
         return {short: value for short, value in chosen.items() if value is not None}
 
-    def _stopping(self, stop):
-        """Whether the run shall stop: a signal to one rank stops all of them after the same step."""
+    def _stopping(self, stop):  # a signal to one rank stops all of them after the same step
         return stop.agree(f"the decision whether to stop after step {self.state.global_step}")
 
     def step(self) -> dict[str, float]:
@@ -495,31 +450,12 @@ class GRPOTrainer:
         return values | self.timer.stop() | {"num_tokens": state.num_tokens, "epoch": state.epoch}
 
     @property
-    def _logged(self):
-        """Whether a line of metrics.jsonl ends with the step that is being made."""
+    def _logged(self):  # whether a line of metrics.jsonl ends with the step that is being made
         step = self.state.global_step + 1
         return self.args.logs(step) or step == self.state.max_steps
 
     def _log_samples(self, step, collected, updated):
-        """Write some groups to samples.jsonl, with the ratios of the last update, gathered from all ranks."""
-        size, samples = self.args.num_generations, list(collected.samples)
-        groups = logged_groups(len(samples) // size, size, len(samples) if self.args.log_completions else KEPT_SAMPLES)
-        needed = {group * size + i for group in groups for i in range(size)}
-        indices = [i for group in collected.trained for i in group]
-        mine = {
-            i: (sample.ratios.cpu(), sample.clipped.cpu())
-            for i, sample in zip(indices, updated.samples, strict=True)
-            if sample.ratios is not None and i in needed
-        }
-        for known in self.ranks.gather(mine, "the ratios of the samples that are logged"):
-            for i, (ratios, clipped) in known.items():
-                samples[i] = dataclasses.replace(samples[i], ratios=ratios, clipped=clipped)
-        if self.ranks.lead:
-            spans = [(group, samples[group * size : (group + 1) * size]) for group in groups]
-            rows = [row for group, of_group in spans for row in sample_rows(step, group, of_group, self.token_text)]
-            self.log.samples(rows)
-            if self.args.log_completions:
-                self.log.completions(step, rows, self.args.num_completions_to_print)
+        log_samples(step, collected, updated.samples, self.args, self.ranks, self.log, self.token_text)
 
     # Evaluations.
 
@@ -534,10 +470,10 @@ class GRPOTrainer:
             The metrics by name, or None where nothing was measured.
         """
         self.open()
-        given = eval_dataset is not None
-        held_out = read_held_out(eval_dataset, self.args.max_eval_samples) if given else self.held_out
-        values = {}
-        for prefix, rows in zip(prefixes(held_out, metric_key_prefix), held_out.values(), strict=True):
+        held_out, values = self.held_out, {}
+        if eval_dataset is not None:
+            held_out = setup.read_held_out(eval_dataset, self.args.max_eval_samples)
+        for prefix, rows in zip(setup.prefixes(held_out, metric_key_prefix), held_out.values(), strict=True):
             measured = self._measure(rows, prefix)
             if measured:
                 named = evaluated(measured, prefix) | {"epoch": self.state.epoch}
@@ -563,7 +499,7 @@ class GRPOTrainer:
                 args.eval_num_generations, self.ranks, args.template_kwargs,
             )  # fmt: skip
         told = result.summary()
-        result = renamed(result, prefix)
+        result = setup.renamed(result, prefix)
         self._write(dict(further) | result.metrics())
         name = "" if prefix == "eval" else f" of {prefix}"
         self.log.say(f"step {self.state.global_step}: held-out{name} {told}")
@@ -591,7 +527,7 @@ class GRPOTrainer:
                 return
             self.callbacks.note_best(values)
             self.callbacks.agree(f"what the callbacks want after the evaluation of step {step}")
-            first = prefixes(self.held_out, "eval")[0]
+            first = setup.prefixes(self.held_out, "eval")[0]
             if f"{first}/accuracy" in values:
                 state.accuracy_after = values[f"{first}/accuracy"]
                 state.accuracy_before = state.accuracy_after if step == 0 else state.accuracy_before
@@ -608,51 +544,8 @@ class GRPOTrainer:
 
     def _snapshot(self):
         self.state.stateful_callbacks = self.callbacks.export()
-        card = self._card(adapters=self.args.use_peft)
+        card = card_of(self, adapters=self.args.use_peft)
         return Snapshot(self.parts(), self.tokenizer, self.about(), self.copies, self.checkpoints.ranks, card)
-
-    def _card(self, adapters):
-        """Write the model card of what is saved now: of adapters, or of a whole model."""
-        base, rows, name = self.policy.module.name_or_path, len(self.source), self.log.dir.name
-        rewards = self.rewards.names if self.rewards else ()
-        return model_card(
-            self.args, self.state, name=name, base=base, rows=rows, rewards=rewards, adapters=adapters,
-            inputs=self.inputs,
-        )  # fmt: skip
-
-    def _finish(self):
-        """Write the files that a finished run leaves, and return its summary."""
-        state, history = self.state, self.log.history
-        seconds = round(time.perf_counter() - self.log.started, 2)
-        summary = {
-            "accuracy_before": state.accuracy_before,
-            "accuracy_after": state.accuracy_after,
-            "steps": state.global_step,
-            "wall_seconds": seconds,
-            "num_tokens": state.num_tokens,
-            "peak_memory_gib": max(self.ranks.gather(peak_gib(history), "the peak of the memory")),
-        }
-        metrics = {
-            "train_runtime": seconds,
-            "train_steps_per_second": round(state.global_step / max(seconds, 0.01), 3),
-            "train_loss": mean_loss(history),
-            "epoch": state.epoch,
-        }
-        history.append({**last_training(history), **metrics, "step": state.global_step})
-        self.callbacks.call("on_log", logs=history[-1])
-        self.callbacks.call("on_train_end")
-        if self.args.use_peft:
-            with self.policy.gather():  # which all ranks open together
-                if self.ranks.lead:
-                    whole, card = merged(self.policy.for_rollouts.module), self._card(adapters=False)
-                    save_model(self.log.folder.claim("merged"), whole, self.tokenizer, card=card)
-        if self.ranks.lead:
-            rows = conclude(self.log.folder, summary, self.checkpoints.newest, self.log.say, self.panels)
-            self.log.terminal.table(rows)
-            self.log.terminal.last(f"run folder {self.log.dir}")
-        if self.args.push_to_hub:
-            self.push_to_hub()
-        return Summary(summary, metrics)
 
     # What scripts for transformers' and TRL's trainers read and call.
 
@@ -686,9 +579,7 @@ class GRPOTrainer:
         """True on rank 0."""
         return self.ranks.lead
 
-    def is_local_process_zero(self) -> bool:
-        """True on rank 0."""
-        return self.ranks.lead
+    is_local_process_zero = is_world_process_zero
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Add a callback of transformers."""
@@ -702,62 +593,8 @@ class GRPOTrainer:
         """Remove a callback and return it."""
         return self.callbacks.handler.pop_callback(callback)
 
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the model, with adapters only these, and the tokenizer in the format of transformers.
-
-        Rank 0 writes. With parallel=fsdp2 all ranks call this together, since they gather the model.
-        """
-        self.open()
-        path = Path(output_dir or self.log.dir)
-        whole = self.policy.full_state_dict() if self.policy.lockstep else None
-        if self.ranks.lead:
-            inside = path.resolve() == self.log.dir.resolve()
-            card, states = self._card(adapters=self.args.use_peft), whole or self.policy.state_dict()
-            with self._claimed("final") if inside else nullcontext(path) as path:
-                save_model(path, self.policy.module, self.tokenizer, states, card)
-            if inside:
-                self.log.say(f"the model is saved in {path}")
-
-    def push_to_hub(self, commit_message: str = "End of training", **settings: Any) -> Any:
-        """Upload the model, its tokenizer and its card to the hub, by huggingface_hub. All ranks call this together."""
-        from huggingface_hub import HfApi
-
-        with TemporaryDirectory() as folder:
-            self.save_model(folder)
-            if not self.ranks.lead:
-                return None
-            api, name = HfApi(), self.args.hub_model_id or self.log.dir.name
-            repo = api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True).repo_id
-            return api.upload_folder(folder_path=folder, repo_id=repo, commit_message=commit_message)
-
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics as a table."""
-        self.open()
-        if self.ranks.lead:
-            width = max(map(len, metrics), default=0)
-            lines = [f"  {name:{width}} = {value}" for name, value in sorted(metrics.items())]
-            self.log.say("\n".join([f"***** {split} metrics *****", *lines]))
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write metrics to SPLIT_results.json in the folder of the run."""
-        self.open()
-        files = [f"{split}_results.json", *(["all_results.json"] if combined else [])]
-        for file in files if self.ranks.lead else ():
-            with self._claimed(file) as path:
-                before = json.loads(path.read_text()) if path.exists() and file.startswith("all") else {}
-                path.write_text(json.dumps({**before, **metrics}, indent=2, sort_keys=True) + "\n")
-
-    def save_state(self) -> None:
-        """Write trainer_state.json, with the log, to the folder of the run."""
-        self.open()
-        if self.ranks.lead:
-            state = {**self.state.state_dict(), "log_history": self.state.log_history}
-            with self._claimed("trainer_state.json") as path:
-                path.write_text(json.dumps(state, indent=2) + "\n")
-
-    @contextlib.contextmanager
-    def _claimed(self, name) -> Iterator[Path]:
-        """Hold the folder of the run, which an ended run has released, and claim a name in it."""
-        with self.log.folder.held_for():
-            self.left = True
-            yield self.log.folder.claim(name)
+    save_model = save_model
+    push_to_hub = push_to_hub
+    log_metrics = log_metrics
+    save_metrics = save_metrics
+    save_state = save_state

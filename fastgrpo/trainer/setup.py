@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import check_torch, shard
 from fastgrpo.ranks import Ranks
 from fastgrpo.rewards.call import Rewards
+from fastgrpo.run.profiling import needed_steps
 from fastgrpo.run.resume import digest_of_weights, refuse_differences
 from fastgrpo.trainer.memory import MemoryPlan, choose_parallel, plan_run
 
@@ -50,6 +52,31 @@ def refuse_given(optimizers: Any, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and value != []:
             raise ValueError(f"{name} is not in fastgrpo yet: leave it out, and {NOT_YET[name]}")
+
+
+def checked(args: Any, tokenizer: Any, kind: type[TrainingConfig]) -> TrainingConfig:
+    """Return the settings, or refuse settings and a tokenizer of another type."""
+    args = kind() if args is None else args
+    if not isinstance(args, kind):
+        remedy = f"{kind.__name__}(**args)" if isinstance(args, dict) else f"a fastgrpo.{kind.__name__}"
+        raise ValueError(f"args is of type {type(args).__name__}; pass {remedy}")
+    lacking = [name for name in ("vocab_size", "eos_token_id", "decode") if not hasattr(tokenizer, name)]
+    if tokenizer is not None and lacking:
+        remedy = "its .tokenizer" if hasattr(tokenizer, "tokenizer") else "a tokenizer of transformers"
+        raise ValueError(f"processing_class is of type {type(tokenizer).__name__}; pass {remedy}")
+    return args
+
+
+def count_steps(args: TrainingConfig, rows: int) -> int:
+    """Count the steps of a run. Raises ValueError where they are too few to be profiled."""
+    steps = args.max_steps if args.max_steps >= 0 else math.ceil(args.num_train_epochs * rows / args.rows_per_step)
+    needed = needed_steps(args.profile)
+    if args.profile and needed > steps:
+        raise ValueError(
+            f"profile={args.profile} needs a run of at least {needed} steps (warm-up, timed, traced), and this one has "
+            f"{steps}; raise max_steps or lower profile"
+        )
+    return steps
 
 
 def with_adapters(model: Any, peft_config: Any, args: TrainingConfig) -> tuple[Any, TrainingConfig, Any]:

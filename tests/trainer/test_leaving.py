@@ -12,7 +12,7 @@ from runs import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastgrpo.run.folder import RunFolder
-from fastgrpo.trainer import grpo
+from fastgrpo.trainer import results
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -54,7 +54,7 @@ def test_after_the_end_the_folder_is_held_while_something_is_written(trainer, mo
     assert not (folder.path / "late_results.json").exists()
     other.close()
     held = []
-    monkeypatch.setattr(grpo, "save_model", lambda *_: held.append(other_may_take(folder.path)))
+    monkeypatch.setattr(results, "write_model", lambda *_: held.append(other_may_take(folder.path)))
     trainer.save_model()
     assert held == [False] and other_may_take(folder.path)
 

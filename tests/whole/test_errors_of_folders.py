@@ -14,6 +14,7 @@ from resumed import write_manifest
 from fastgrpo import report, train
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.folder import LOCK, MADE, RunFolder, remove
+from fastgrpo.trainer import grpo
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -224,16 +225,8 @@ def test_a_report_does_not_overwrite_a_picture_that_no_run_made(after, capfd, th
 
 
 def test_a_run_writes_its_last_files_while_it_holds_its_folder(case, monkeypatch):
-    held = []
-    real = train.make_trainer
-
-    def make_trainer(config):
-        trainer = real(config)
-        finish = trainer._finish
-        monkeypatch.setattr(trainer, "_finish", lambda: held.append(trainer.log.folder.held) or finish())
-        return trainer
-
-    monkeypatch.setattr(train, "make_trainer", make_trainer)
+    held, finish = [], grpo.finish
+    monkeypatch.setattr(grpo, "finish", lambda trainer: held.append(trainer.log.folder.held) or finish(trainer))
     assert train.main(case.argv()) == 0 and held == [True]
 
 
