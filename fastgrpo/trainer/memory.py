@@ -333,8 +333,7 @@ class _Planner:
             none = "it is the policy with its adapters off"
         if none:
             return Part("reference", 0, f"none: {none}")
-        b = self.dtype.itemsize
-        size = self.count.base * b
+        b, size = self.dtype.itemsize, self.count.base * self.dtype.itemsize
         if config.ref_storage == "cpu":
             how = f"two layers, embedding and head; {size:,} bytes of host memory, streamed layer by layer"
             return Part("reference", b * (self.count.two_layers + self.count.rest), how, ("reference",))
