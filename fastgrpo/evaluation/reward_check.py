@@ -178,7 +178,7 @@ def _without_late(function, groups, state, timeout):
             raise
         return groups, late, deaths  # it cannot be pickled, which is found below
     with rewards:
-        if rewards.pooled is None:  # it has a limit of its own, which is set now
+        if rewards.pool is None:  # it has a limit of its own, which is set now
             return groups, late, deaths
         whole = getattr(function, "group_wise", False)
         parts = [[list(group)] if whole else [[completion] for completion in group] for group in groups]

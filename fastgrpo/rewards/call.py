@@ -59,7 +59,7 @@ class Rewards:
     raises counts as its failure, except KeyboardInterrupt, which ends the run. Its name is its `__name__`; a second one
     of the same name is name_2.
 
-    With a time limit or workers, functions run in other processes (`Pooled`), usually with one completion a call.
+    With a time limit or workers, functions run in other processes (`begin`), usually with one completion a call.
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class Rewards:
         others = {name: f for name, f in zip(self.names, self.functions, strict=True) if pooled(f)}
         if workers is None:
             workers = 0 if timeout is None else min(cores(), POOL_WORKERS)
-        self.pooled = Pooled(others, timeout, workers, seed) if workers and others else None
+        self.pooled = others if workers else {}  # the functions that run in other processes
+        self.pool = Pool(self.pooled, workers) if self.pooled else None
+        self.timeout, self.seed, self.sent_state = timeout, seed, None
 
     @property
     def models(self) -> list[Judge]:
@@ -127,8 +129,8 @@ class Rewards:
 
     def close(self) -> None:
         """End what the functions keep open: processes and connections. They open again where they are called again."""
-        if self.pooled is not None:
-            self.pooled.pool.close()
+        if self.pool is not None:
+            self.pool.close()
         for function in self.functions:
             if not pooled(function) and hasattr(function, "close"):
                 function.close()
@@ -140,8 +142,37 @@ class Rewards:
         columns: Iterable[str] = (),
         key: int = 0,
     ) -> dict[str, list[tuple[int, Future]]]:
-        """Begin to judge completions in other processes, where there are any."""
-        return {} if self.pooled is None else self.pooled.begin(key, completions, trainer_state, columns)
+        """Begin to judge completions in other processes: by function, calls with how many completions each judges.
+
+        A plain function gets one completion at a time, so that the limit is that of a completion. One with the
+        attribute `group_wise = True` gets all at once, with as many times the limit. The calls of an async one run at
+        the same time. The seed of a call depends on its place in the run, not on the process that makes it.
+        """
+        if self.pool is None:
+            return {}
+        state = step = None
+        if trainer_state is not None:  # made a plain object, which needs no module of the project to be read
+            given = vars(trainer_state)
+            state = {name: list(v) if name == "log_history" else deepcopy(v) for name, v in given.items()}
+            state, step = SimpleNamespace(**state), trainer_state.global_step
+        if self.sent_state != state:  # an evaluation changes the state between two steps, too
+            self.pool.tell(state)
+            self.sent_state = state
+        columns, calls = tuple(columns), {}
+        for name, function in self.pooled.items():
+            plain = _innermost(function)
+            together = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
+            size = len(completions) if getattr(function, "group_wise", False) else 1
+            parts = [completions[i : i + size] for i in range(0, len(completions), size)]
+            given = [Given(arguments(part, columns), LOGS, len(part)) for part in parts]
+            limit, results = None if self.timeout is None else self.timeout * size, []
+            for start in [0] if together else range(len(given)):
+                place = repr((self.seed, step, key, start, name))
+                seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8])
+                job = given if together else given[start : start + 1]
+                results += self.pool.submit(name, job, seed, limit, together)
+            calls[name] = [(one.count, result) for one, result in zip(given, results, strict=True)]
+        return calls
 
     def __call__(
         self,
@@ -160,7 +191,7 @@ class Rewards:
         for name, result in results.items():
             if not isinstance(result, Failure):
                 results[name] = attempt(partial(read_verdicts, result, count))
-        results |= {name: self.pooled.collect(calls, logs[name]) for name, calls in begun.items()}
+        results |= {name: _collect(calls, logs[name]) for name, calls in begun.items()}
         per_function, errors, timeouts = [], Counter(), Counter()
         logged, extras, owners, steps = defaultdict(list), {}, {}, {}
         for name in self.names:
@@ -315,61 +346,6 @@ def _innermost(function):
     return _innermost(function.func) if isinstance(function, partial) else function
 
 
-class Pooled:
-    """Has functions judge completions in a pool of processes.
-
-    A plain function gets one completion at a time, so that the limit is that of a completion. One with the attribute
-    `group_wise = True` gets all completions that are begun together, with as many times the limit. An async one gets
-    one completion in each call, and the calls of what is begun together run at the same time.
-    """
-
-    def __init__(self, functions: Mapping[str, Callable], timeout: float | None, workers: int, seed: int):
-        self.functions, self.timeout, self.seed = dict(functions), timeout, seed
-        self.pool = Pool(self.functions, workers)
-        self.told = None  # the state of the run that the processes have
-
-    def begin(
-        self, key: int, completions: Sequence[Sample], state: TrainerState | None, columns: Iterable[str] = ()
-    ) -> dict[str, list[tuple[int, Future]]]:
-        """Begin to judge completions. Each call comes with how many it judges."""
-        now = step = None
-        if state is not None:  # made a plain object, which needs no module of the project to be read
-            values = {name: list(v) if name == "log_history" else deepcopy(v) for name, v in vars(state).items()}
-            now, step = SimpleNamespace(**values), state.global_step
-        if self.told != now:  # an evaluation changes the state between two steps, too
-            self.pool.tell(now)
-            self.told = now
-        columns, calls = tuple(columns), {}
-        for name, function in self.functions.items():
-            plain = _innermost(function)
-            together = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(type(plain).__call__)
-            size = len(completions) if getattr(function, "group_wise", False) else 1
-            parts = [completions[i : i + size] for i in range(0, len(completions), size)]
-            given = [Given(arguments(part, columns), LOGS, len(part)) for part in parts]
-            limit = None if self.timeout is None else self.timeout * size
-            results = []
-            for start in [0] if together else range(len(given)):
-                job = given if together else given[start : start + 1]
-                results += self.pool.submit(name, job, self._seed(step, key, start, name), limit, together)
-            calls[name] = [(one.count, result) for one, result in zip(given, results, strict=True)]
-        return calls
-
-    def _seed(self, *where):
-        """Return a seed that depends on the place of a call in the run, and not on the process that makes it."""
-        return int.from_bytes(hashlib.sha256(repr((self.seed, *where)).encode()).digest()[:8])
-
-    def collect(self, calls: Sequence[tuple[int, Future]], notes: Logs) -> list[Any]:
-        """Wait for calls of one function."""
-        verdicts = []
-        for count, result in calls:
-            own, outcome = Logs(count), result.result()
-            if outcome is not TIMED_OUT and not isinstance(outcome, Failure):
-                outcome = attempt(partial(_read, outcome, own, count))
-            notes.take(own, len(verdicts))
-            verdicts += outcome if isinstance(outcome, list) else [outcome] * count
-        return verdicts
-
-
 def pooled(function: Callable) -> bool:
     """Tell whether a pool may run a function; one that brings a model or processes of its own says that it may not."""
     return getattr(function, "pooled", True)
@@ -386,11 +362,24 @@ def arguments(completions: Sequence[Sample], columns: Iterable[str]) -> dict[str
     }
 
 
+def _collect(calls, notes):
+    """Wait for the calls of one function in other processes."""
+    verdicts = []
+    for count, result in calls:
+        own, outcome = Logs(count), result.result()
+        if outcome is not TIMED_OUT and not isinstance(outcome, Failure):
+            outcome = attempt(partial(_read, outcome, own, count))
+        notes.take(own, len(verdicts))
+        verdicts += outcome if isinstance(outcome, list) else [outcome] * count
+    return verdicts
+
+
 def _read(outcome, notes, count):
     """Read what a call returned and logged. Raises ValueError where it logged what cannot be logged."""
-    for name, args, named in outcome.logged:
+    result, logged = outcome
+    for name, args, named in logged:
         getattr(notes, name)(*args, **named)
-    return read_verdicts(outcome.result, count)
+    return read_verdicts(result, count)
 
 
 class Judging:

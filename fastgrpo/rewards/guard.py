@@ -63,22 +63,14 @@ def attempt(call: Callable[[], Any]) -> Any:
     except BaseException as error:
         result = Failure(error)
     error = result.error if isinstance(result, Failure) else None
-    if os.getpid() != process:
-        _end(error)
+    if os.getpid() != process:  # it ends as Python would end it, without the cleaning up of the run
+        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        if not isinstance(error, SystemExit | None):
+            traceback.print_exception(error)
+        os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
     if isinstance(error, KeyboardInterrupt):
         raise error
     return result
-
-
-def _end(error):
-    """End a forked process as Python would end it after this exception, without the cleaning up of the run."""
-    code = 0
-    if isinstance(error, SystemExit):
-        code = error.code
-    elif error is not None:
-        traceback.print_exception(error)
-        code = 1
-    os._exit((code or 0) & 0xFF if isinstance(code, int | None) else 1)
 
 
 @contextlib.contextmanager
@@ -140,13 +132,9 @@ def awaited(results: Sequence[Any]) -> list[Any]:
     ended = attempt(lambda: _run(settle_all)) if pending else None
     if isinstance(ended, Failure):  # a task that a function started raised SystemExit, which ends the event loop
         for i in pending:
-            cut_off = done[i] is results[i] or _is_cancelled(done[i])
-            done[i] = ended if cut_off else done[i]
+            if done[i] is results[i] or isinstance(getattr(done[i], "error", None), asyncio.CancelledError):
+                done[i] = ended
     return done
-
-
-def _is_cancelled(result):
-    return isinstance(result, Failure) and isinstance(result.error, asyncio.CancelledError)
 
 
 def _run(function):

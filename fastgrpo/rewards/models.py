@@ -293,11 +293,6 @@ class ProcessRewardModel(Judge):
 
     def _prepare_tokens(self, good_token, bad_token):
         """Find the ids of the good and the bad token. Raises ValueError where there are none."""
-        if not self.tokenizer.is_fast:
-            raise ValueError(
-                f"reward_funcs: the tokenizer of {self.__name__} is a slow one of transformers, which does not say "
-                "where the step tags stand; pass its fast one as reward_processing_classes"
-            )
         self.choices = []
         for name, text in (("good_token", good_token), ("bad_token", bad_token)):
             ids = self._ids(text)
@@ -307,8 +302,6 @@ class ProcessRewardModel(Judge):
                     "model says after a step, with its space in front where it has one"
                 )
             self.choices.append(ids[-1])  # some tokenizers put a token for a space in front
-        if self.choices[0] == self.choices[1]:
-            raise ValueError(f"good_token and bad_token are one token of {self.__name__}: {good_token!r}")
         if None in self._text_with_tags("1", ["1", "1"])[1]:
             raise ValueError(
                 f"step_tag {self.step_tag!r} does not end in a token of {self.__name__}; name the text that the "
@@ -375,7 +368,10 @@ class ProcessRewardModel(Judge):
         else:
             text, first = _text(prompt), self.tokenizer.bos_token_id
             first = self.tokenizer.cls_token_id if first is None else first
-        ids = [*([] if first is None else [first]), *self._ids(text)]
+        return self._joined([*([] if first is None else [first]), *self._ids(text)], steps)
+
+    def _joined(self, ids, steps):
+        """Append to ids the steps, each with the tag behind it. Return the ids, and the places of the tags' ends."""
         tag, places = self._ids(self.step_tag), []
         for step in steps:
             ids = [*ids, *self._ids(step, plain=True), *tag]
@@ -385,26 +381,19 @@ class ProcessRewardModel(Judge):
     def _text_with_tags(self, prompt, steps):
         """Return the ids of the text that Math-Shepherd reads, and the places of the tags' last tokens."""
         text, ends = _text(prompt), []
-        for i, step in enumerate(steps):
-            text += f"{' ' if i == 0 else chr(10)}{step} {self.step_tag}"
-            ends.append(len(text) - 1)
+        steps = [f"{' ' if i == 0 else chr(10)}{step} " for i, step in enumerate(steps)]
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         spelt = any(token in step for token in special for step in steps)
         if spelt and self.step_tag in special:
-            return self._between_tags(_text(prompt), steps)
+            return self._joined(self.tokenizer(text)["input_ids"], steps)
+        for step in steps:
+            text += f"{step}{self.step_tag}"
+            ends.append(len(text) - 1)
         tokens = self.tokenizer(text, return_offsets_mapping=True, split_special_tokens=spelt)
         # A character may be of several tokens, one for each of its bytes.
         spans = tokens["offset_mapping"]
         of_ends = [[at for at, (start, after) in enumerate(spans) if start <= end < after] for end in ends]
         return tokens["input_ids"], [max(of_one, default=None) for of_one in of_ends]
-
-    def _between_tags(self, prompt, steps):
-        """Return what `_text_with_tags` does, where the tag is a special token and the steps spell special tokens."""
-        ids, places = self.tokenizer(prompt)["input_ids"], []
-        for i, step in enumerate(steps):
-            ids = [*ids, *self._ids(f"{' ' if i == 0 else chr(10)}{step} ", plain=True), *self._ids(self.step_tag)]
-            places.append(len(ids) - 1)
-        return ids, places
 
     def _read(self, inputs, places):
         """Return the reward of each step of each text of a batch."""

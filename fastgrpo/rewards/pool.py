@@ -59,13 +59,6 @@ class Given(NamedTuple):
     count: int
 
 
-class Returned(NamedTuple):
-    """What a function returned (a list for what can be iterated over), and its calls of the functions that log."""
-
-    result: Any
-    logged: list[tuple[str, tuple, dict]]
-
-
 @dataclass
 class _Job:
     """Some calls that one process makes, with a future each. Several calls are those of an async function."""
@@ -344,13 +337,13 @@ def _arguments(given, state):
 
 
 def _call(function, given, state, loop):
-    """Call a plain function, or await what it gives."""
+    """Call a plain function, or await what it gives. Return its result and its calls of the functions that log."""
     process, (arguments, logged) = os.getpid(), _arguments(given, state)
     try:
         result = function(**arguments)
         if os.getpid() == process:
             result = loop.run(_awaited(result)) if inspect.isawaitable(result) else result
-            return Returned(_listed(result, given.count), logged)
+            return _listed(result, given.count), logged
     except BaseException as error:
         if os.getpid() == process:
             return described(error)
@@ -372,7 +365,7 @@ async def _call_all(function, calls, state, limit, answer):
         try:
             async with scope:
                 result = await function(**arguments)
-            answer(i, Returned(_listed(result, calls[i].count), logged))
+            answer(i, (_listed(result, calls[i].count), logged))
         except BaseException as error:
             answer(i, None if scope.expired() and isinstance(error, TimeoutError) else described(error))
 

@@ -48,7 +48,7 @@ def json_values(values: Sequence[Any]) -> list:
     """Copy values as a line of JSON in UTF-8 gives them back."""
     text = json.dumps([plain(value) for value in values], ensure_ascii=False, default=json_number)
     text.encode()
-    return json.loads(text, parse_int=_integer, parse_constant=lambda constant: None)
+    return json.loads(text, parse_constant=lambda constant: None)
 
 
 def json_number(value: Any) -> Any:
@@ -57,13 +57,6 @@ def json_number(value: Any) -> Any:
     if read is value:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return read
-
-
-def _integer(digits):
-    """Read an integer of JSON; most readers take one beyond fp64 for infinity."""
-    if math.isinf(float(digits)):
-        raise ValueError(f"{digits[:20]}... is beyond the numbers that JSON's readers hold")
-    return int(digits)
 
 
 # The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.

@@ -161,8 +161,13 @@ def verify(path: Path, of_run: bool = False) -> None:
         expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path / MANIFEST} is missing or cannot be read: the checkpoint is not complete") from None
-    if of_run:
-        _check_complete(path, expected)
+    if of_run:  # which needs all parts, in the form of one process or of several ranks
+        sharded = any(name.startswith(f"{SHARDS}/") for name in expected)
+        for name in NEEDED_OF_RANKS if sharded else NEEDED:
+            if name not in expected:
+                raise ValueError(f"{path / MANIFEST} does not list {name}: the checkpoint is not complete")
+        if not any(name.endswith(".safetensors") for name in expected):
+            raise ValueError(f"{path / MANIFEST} lists no weights: the checkpoint is not complete")
     for name in expected:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise ValueError(f"{path / MANIFEST} names {name!r}, which lies outside the checkpoint")
@@ -173,16 +178,6 @@ def verify(path: Path, of_run: bool = False) -> None:
         for (name, (size, digest)), entry in zip(expected.items(), found, strict=True):
             if entry != {"bytes": size, "sha256": digest}:
                 raise ValueError(f"{path / name} is damaged: its size or SHA-256 differs from the one in {MANIFEST}")
-
-
-def _check_complete(path, listed):
-    """Refuse a manifest that does not list all that a run needs, in the form of one process or of several ranks."""
-    sharded = any(name.startswith(f"{SHARDS}/") for name in listed)
-    for name in NEEDED_OF_RANKS if sharded else NEEDED:
-        if name not in listed:
-            raise ValueError(f"{path / MANIFEST} does not list {name}: the checkpoint is not complete")
-    if not any(name.endswith(".safetensors") for name in listed):
-        raise ValueError(f"{path / MANIFEST} lists no weights: the checkpoint is not complete")
 
 
 def _entry(file):

@@ -73,12 +73,9 @@ def _metrics_of(line):
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return row if all(value is None or _is_number(value) for value in row.values()) else None
-
-
-def _is_number(value):
-    """Tell whether a value is a number that a curve can have: an int of any length cannot be a float."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+    # An int of any length cannot be a float.
+    ints = all(v is None or isinstance(v, float) or (isinstance(v, int) and abs(v) < 2**63) for v in row.values())
+    return row if ints else None
 
 
 def moving_average(values: list[float], window: int = WINDOW) -> list[float]:
@@ -147,18 +144,14 @@ def conclude(
     # Supervised training draws no samples, and its file of them is empty.
     files = [name for name in optional if (run_dir / name).exists() and (run_dir / name).stat().st_size]
     files = [checkpoint.name, "metrics.jsonl", *written, "config.json", *files]
-    return [*_held_out(run_dir, panels), *_taken(summary), ("files", ", ".join(files))]
-
-
-def _taken(summary):
-    """Say what the run took, as far as the summary has it."""
-    shown = {
-        "steps": ("steps", lambda value: f"{value:,}"),
-        "num_tokens": ("tokens", lambda value: f"{value:,}"),
-        "wall_seconds": ("time", duration),
-        "peak_memory_gib": ("peak memory", lambda value: f"{value:.2f} GiB"),
-    }
-    return [(name, show(summary[key])) for key, (name, show) in shown.items() if key in summary]
+    took = (
+        ("steps", "steps", "{:,}".format),
+        ("num_tokens", "tokens", "{:,}".format),
+        ("wall_seconds", "time", duration),
+        ("peak_memory_gib", "peak memory", "{:.2f} GiB".format),
+    )
+    shown = [(name, show(summary[key])) for key, name, show in took if key in summary]
+    return [*_held_out(run_dir, panels), *shown, ("files", ", ".join(files))]
 
 
 def _held_out(run_dir, panels):

@@ -5,6 +5,7 @@ Rank 0 writes. Other ranks have a `FollowedLog`, which knows the metrics and wri
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -222,35 +223,22 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
 
 
 def write_parquet(folder: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:
-    """Write completions/completions_STEP.parquet, whole or not at all."""
+    """Write completions/completions_STEP.parquet, whole or not at all. A column that parquet cannot hold is JSON."""
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.table({name: _array(pyarrow, values) for name, values in columns.items()})
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pyarrow.array(values)
+            parquet.write_table(pyarrow.table({name: arrays[name]}), io.BytesIO())  # which refuses {}, for example
+        except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
+            arrays[name] = pyarrow.array([json.dumps(value) for value in values])  # escapes what UTF-8 cannot encode
     folder.mkdir(exist_ok=True)
     path = folder / f"completions_{step:05d}.parquet"
     part = path.with_suffix(".part")
-    parquet.write_table(table, part)
+    parquet.write_table(pyarrow.table(arrays), part)
     return part.replace(path)
-
-
-def _array(pyarrow, values):
-    try:
-        array = pyarrow.array(values)
-        if not _has_empty_struct(pyarrow, array.type):
-            return array
-    except (pyarrow.ArrowException, UnicodeEncodeError, OverflowError):
-        pass
-    return pyarrow.array([json.dumps(value) for value in values])  # JSON escapes what UTF-8 cannot encode
-
-
-def _has_empty_struct(pyarrow, kind):
-    """Whether a type holds {}, which parquet cannot."""
-    if pyarrow.types.is_list(kind):
-        return _has_empty_struct(pyarrow, kind.value_type)
-    if not pyarrow.types.is_struct(kind):
-        return False
-    return not kind.num_fields or any(_has_empty_struct(pyarrow, kind.field(i).type) for i in range(kind.num_fields))
 
 
 def forget_after(folder: Path, step: int) -> None:

@@ -366,9 +366,8 @@ def _named(parts):
 
 def _division(policy, ranks):
     """Say how many ranks a run has and how they hold the policy; nothing of one process alone."""
-    if ranks.size == 1 and not policy.lockstep:
-        return {}
-    return {"ranks": ranks.size, "parallel": "fsdp2" if policy.lockstep else "ddp"}
+    parallel = "fsdp2" if policy.lockstep else "ddp"
+    return {} if ranks.size == 1 and not policy.lockstep else {"ranks": ranks.size, "parallel": parallel}
 
 
 def restore(
@@ -440,14 +439,14 @@ def _compare(state, path, about, say):
 
 def _compare_division(before, now, path, say):
     """Tell where the ranks are others than those that wrote the checkpoint, since they add up in another order."""
-    told = []
-    for state in (before, now):
-        count = state.get("ranks", 1)
-        told.append("one process" if count == 1 else f"{count} processes with {state['parallel']}")
-    if told[0] != told[1]:
+    before, now = (
+        f"{state['ranks']} processes with {state['parallel']}" if state.get("ranks", 1) > 1 else "one process"
+        for state in (before, now)
+    )
+    if before != now:
         say(
-            f"warning: {path.name} was written by {told[0]}, and goes on with {told[1]}: the run continues, but not "
-            "bit for bit as it would have without the change"
+            f"warning: {path.name} was written by {before}, and goes on with {now}: the run continues, but not bit for "
+            "bit as it would have without the change"
         )
 
 

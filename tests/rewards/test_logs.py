@@ -64,7 +64,7 @@ def test_metrics_that_are_refused(name, value, match):
         ("a", "xy", "takes a list, got 'xy'"),
         ("a", {"x": 1, "y": 2}, "takes a list, got {'x': 1, 'y': 2}"),
         ("a", ["x", "\ud800"], "takes what JSON can hold: 'utf-8' codec can't encode"),
-        ("a", [1, {"b": 10**400}], "takes what JSON can hold: 1000000.* is beyond the numbers"),
+        ("a", [1, {"b": 10**5000}], "takes what JSON can hold: Exceeds the limit"),
         ("a", [1, {2}], "takes what JSON can hold: Object of type set"),
     ],
 )

@@ -113,7 +113,7 @@ def test_workers_may_be_killed_at_any_moment():
     given = [Given({"completions": ["x"]}, (), 1)]
     results = [pool.submit("process", given, i, None)[0] for i in range(300)]
     for i in range(40):
-        pid = int(results[i * 7].result().result[0])
+        pid = int(results[i * 7].result()[0][0])
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -289,12 +289,12 @@ def test_no_process_outlives_the_trainer(tmp_path, how):
 def test_a_killed_guard_is_replaced():
     pool = Pool({"process": pool_rewards.process}, 1)
     given = [Given({"completions": ["x"]}, (), 1)]
-    first = pool.submit("process", given, 0, None)[0].result().result[0]
+    first = pool.submit("process", given, 0, None)[0].result()[0][0]
     (worker,) = pool.workers
     guard = worker.guard.pid
     os.kill(guard, signal.SIGKILL)
     os.kill(int(first), signal.SIGKILL)
-    second = pool.submit("process", given, 0, None)[0].result().result[0]
+    second = pool.submit("process", given, 0, None)[0].result()[0][0]
     assert second != first and worker.guard.pid != guard
     pool.close()
     assert is_gone(int(second)) and is_gone(guard)

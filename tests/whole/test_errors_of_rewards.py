@@ -47,7 +47,7 @@ CASES = {
     ),
     "a class": (
         spoilt(lambda c: (c.folder / "own_rewards.py").write_text("class F:\n    pass"), reward_funcs="own_rewards:F"),
-        "reward_funcs: F is a class; pass an instance",
+        "reward_funcs: .*own_rewards.F.* of type type is no function; pass a function",
     ),
 } | {
     f"a column named {name}": (
