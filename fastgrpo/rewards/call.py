@@ -311,7 +311,7 @@ def _call(function, completions, trainer_state, notes, columns):
 
 def check_function(function: Any) -> None:
     """Refuse what cannot be called as a reward function."""
-    if inspect.isclass(function) or isinstance(function, PreTrainedModel) or not callable(function):
+    if isinstance(function, type | PreTrainedModel) or not callable(function):
         raise ValueError(
             f"reward_funcs: {shown(function)} of type {type(function).__name__} is no function; pass a function "
             "f(prompts, completions, **columns), an object that can be called like it, or a list of them; "

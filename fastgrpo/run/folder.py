@@ -194,7 +194,12 @@ def claim_output_dir(
         path = Path(os.path.realpath(output_dir))
         if path.exists() and not path.is_dir():
             raise ValueError(f"output_dir {path} is a file; name a folder")
-        _refuse_inputs(path, inputs or {})
+        for what, file in (inputs or {}).items():
+            if Path(file).resolve().is_relative_to(path):
+                raise ValueError(
+                    f"{what} {file} lies inside output_dir {path}, where the run could overwrite it; choose another "
+                    "output_dir"
+                )
         if not (overwrite or resume) and path.exists() and contents(path):
             if (path / LOCK).exists():
                 RunFolder(path).close()  # this raises where a run is alive, which says more than the error below
@@ -221,16 +226,6 @@ def claim_output_dir(
 def contents(path: Path) -> list[Path]:
     """List what is in a folder besides the lock and the notes of runs."""
     return sorted(entry for entry in path.iterdir() if entry.name not in (LOCK, MADE))
-
-
-def _refuse_inputs(path, inputs):
-    """Refuse a run folder, a path without links, that holds something that the run reads."""
-    for what, file in inputs.items():
-        if Path(file).resolve().is_relative_to(path):
-            raise ValueError(
-                f"{what} {file} lies inside output_dir {path}, where the run could overwrite it; choose another "
-                "output_dir"
-            )
 
 
 def _next_numbered(name):

@@ -68,8 +68,8 @@ class RunLog:
     def __exit__(self, kind, error, trace):
         try:
             # After an error these steps would be lost. A run that a signal stopped has saved them in its checkpoint.
-            if error is not None and self._pending:
-                self._reduce()
+            if error is not None:
+                self.flush()
         finally:
             self.close()
 
@@ -84,12 +84,7 @@ class RunLog:
     def step(self, step: int, values: dict[str, float], last: bool = False) -> dict[str, Any] | None:
         """Take the metrics of one step. Every logging_steps steps their means become one line of metrics.jsonl."""
         self._pending.append((step, values))
-        return self._reduce() if self.config.logs(step) or last else None
-
-    def flush(self) -> None:
-        """Write a line for the steps that have none yet, where the run ends early."""
-        if self._pending:
-            self._reduce()
+        return self.flush() if self.config.logs(step) or last else None
 
     def discard(self) -> None:
         """Give up a run that has not begun, and delete what it made."""
@@ -98,8 +93,10 @@ class RunLog:
         if not contents(self.dir):
             remove(self.dir)
 
-    def _reduce(self):
-        """Write one line for the steps that are pending."""
+    def flush(self) -> dict[str, Any] | None:
+        """Write one line for the steps that have none yet."""
+        if not self._pending:
+            return None
         rows = [values for _, values in self._pending]
         names = dict.fromkeys(name for values in rows for name in values)
         line = {name: reduced(name, [values[name] for values in rows if name in values]) for name in names}
