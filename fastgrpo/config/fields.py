@@ -111,7 +111,9 @@ def settings_class(record: Record) -> Record:
             check_name(name, type(self), type(self).__name__, TypeError, getattr(self, "other_names", ()))
         try:
             given = {
-                name: plain(value) for name, value in stated.items() if value is not None or not _is_list(kinds[name])
+                name: _readable(name, value, kinds[name])
+                for name, value in stated.items()
+                if value is not None or not _is_list(kinds[name])
             }
             checked(self, *args, **given)
         except ValidationError as error:
@@ -119,6 +121,16 @@ def settings_class(record: Record) -> Record:
 
     record.__init__ = __init__
     return record
+
+
+def _readable(name, value, kind):
+    """Make a value plain, and refuse what pydantic would take: a truth value for a number, and NUL in a text."""
+    value = plain(value)
+    if isinstance(value, bool) and bare(kind) is float:
+        raise ValueError(f"{name} must be a number, got {value}")
+    if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, (list, tuple)) else [value])):
+        raise ValueError(f"{name} must be text without NUL characters, got {value!r:.80}")
+    return value
 
 
 def _is_list(kind):
@@ -162,7 +174,7 @@ def convert(name: str, value: Any, kind: Any, where: str = "") -> Any:
     """Convert the value of a setting to its type. `where` stands before the name in an error."""
     held = pydantic.create_model("Held", __config__=ConfigDict(allow_inf_nan=False), **{name: (kind, ...)})
     try:
-        return getattr(held.model_validate({name: plain(value)}), name)
+        return getattr(held.model_validate({name: _readable(f"{where}{name}", value, kind)}), name)
     except ValidationError as error:
         raise ValueError(told(error, {name: kind}, where)) from None
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastgrpo.config.fields import Whole, convert, keywords
+from fastgrpo.config.fields import Count, convert, keywords
 
 COUNTED = "Counts updates where one of TRL's batch arguments is given, as in TRL, and steps otherwise."
 # Settings of the same name and meaning.
@@ -193,26 +193,51 @@ IDLE_WHY = {name: text for names, text in IDLE for name in names.split()}
 INSTEAD = {name: (default, text) for names, text in REFUSED for name, default in names.items()}
 # Names that `GRPOConfig` takes and that are no settings.
 THEIRS = {*MADE, *IDLE_WHY, *INSTEAD}
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+# Counts of updates in TRL: some may be rounded up to whole steps, the others decide what is computed.
+ROUNDED, EXACT = ("logging_steps", "eval_steps", "save_steps"), ("max_steps", "ref_model_sync_steps")
+# Arguments of a model's loading on which nothing depends here -> the values for which this is so; None is any value.
+_LOADING = {"attn_implementation": None, "use_cache": None, "low_cpu_mem_usage": None, "device_map": (None,),
+            "quantization_config": (None,), "revision": (None, "main")}
+# Options of generation_kwargs, with vLLM's names of them -> settings.
+_DRAWS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+_DRAWS |= {"max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length"}
+# Options that change no draw, whatever their value; and the values, beside None, with which others change none.
+_NO_DRAW = {"use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id",
+            "renormalize_logits"}
+_NEUTRAL = {"do_sample": True, "num_beams": 1, "num_return_sequences": 1, "n": 1, "no_repeat_ngram_size": 0,
+            "encoder_repetition_penalty": 1.0, "length_penalty": 1.0, "presence_penalty": 0.0, "guidance_scale": 1.0,
+            "frequency_penalty": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "min_length": 0}
+_END = "only tokens end a completion here: write them into model.generation_config.eos_token_id"
+# The option -> what to do instead of it; the others get a line that holds for all.
+_REMEDIES = {"do_sample": "completions of a greedy group are all the same; leave it out",
+             "num_return_sequences": "use num_generations", "n": "use num_generations",
+             "max_length": "use max_completion_length, which does not count the prompt",
+             "seed": "use the setting seed", "eos_token_id": _END, "stop_token_ids": _END, "stop_strings": _END,
+             "stop": _END}
 # fmt: on
+Stated = Mapping[str, Any]
 
 
-def translated(stated: Mapping[str, Any]) -> dict[str, Any]:
+def translated(stated: Stated) -> dict[str, Any]:
     """Turn arguments of TRL and settings into settings alone."""
     stated = {name: value.value if isinstance(value, enum.Enum) else value for name, value in stated.items()}
     stated |= {name: VALUES[name](stated[name]) for name in VALUES.keys() & stated.keys()}
     for name, value in stated.items():
-        if name in INSTEAD:
-            _check_refused(name, value)
+        if name not in INSTEAD:
+            continue
+        default, instead = INSTEAD[name]
+        if not any(_same(value, other) for other in (default, *ACCEPTED.get(name, ()))):
+            raise ValueError(f"{name}={value!r} is TRL's and not for fastgrpo; {instead}")
     settings = {name: value for name, value in stated.items() if name not in THEIRS}
     for names, translate in TRANSLATIONS.items():
         given = [name for name in names if name in stated]
         for name, value in (translate(stated) if given else {}).items():
             if name not in SAME and stated.get(name, value) != value:
                 arguments = " and ".join(f"{argument}={stated[argument]!r}" for argument in given)
-                verb = "make" if len(given) > 1 else "makes"
                 raise ValueError(
-                    f"{arguments} {verb} {name}={value!r}, but {name}={stated[name]!r} is given too; leave one of them "
-                    "out"
+                    f"{arguments} make{'s' * (len(given) == 1)} {name}={value!r}, but {name}={stated[name]!r} is given "
+                    "too; leave one of them out"
                 )
             settings[name] = value
     if any(name in stated for name in BATCH):
@@ -220,39 +245,19 @@ def translated(stated: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _check_refused(name, value):
-    default, instead = INSTEAD[name]
-    same = (default, *ACCEPTED.get(name, ()))
-    if not any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in same):
-        raise ValueError(f"{name}={value!r} is TRL's and not for fastgrpo; {instead}")
-
-
-Stated = Mapping[str, Any]
-BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-# TRL counts updates in these: some may be rounded up to whole steps, the others decide what is computed.
-ROUNDED, EXACT = ("logging_steps", "eval_steps", "save_steps"), ("max_steps", "ref_model_sync_steps")
-# What a model is loaded with in TRL and nothing depends on here -> the values for which this is so; None is any value.
-_LOADING = {
-    "attn_implementation": None,
-    "use_cache": None,
-    "low_cpu_mem_usage": None,
-    "device_map": (None,),
-    "quantization_config": (None,),
-    "revision": (None, "main"),
-}
+def _same(value, other):
+    """Compare values. True does not equal 1 here."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def batch(stated: Stated) -> dict[str, Any]:
     """Translate the sizes of batches: a rollout is one generation batch of TRL, over all processes."""
     sizes = {name: stated.get(name, MADE[name][0]) for name in BATCH}
-    sizes = {name: value if value is None else convert(name, value, Whole) for name, value in sizes.items()}
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    device, accumulated, steps, whole = sizes.values()
-    group = convert("num_generations", stated.get("num_generations", 8), Whole)
-    at_once = device * world_size()
-    given = f"per_device_train_batch_size={device} x WORLD_SIZE={world_size()}"
+    sizes = (value if value is None else convert(name, value, Count) for name, value in sizes.items())
+    device, accumulated, steps, whole = sizes
+    group = convert("num_generations", stated.get("num_generations", 8), Count)
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun and accelerate set it
+    at_once, given = device * world, f"per_device_train_batch_size={device} x WORLD_SIZE={world}"
     if steps is not None and whole is not None:
         raise ValueError(
             f"steps_per_generation={steps} and generation_batch_size={whole} are both given, and each follows from the "
@@ -267,7 +272,7 @@ def batch(stated: Stated) -> dict[str, Any]:
             "rollout makes whole updates; change one of them"
         )
     completions, updates = at_once * steps, steps // accumulated
-    if group < 1 or completions % group:
+    if completions % group:
         raise ValueError(
             f"{given} x steps_per_generation={steps} is {completions} completions of a step, which must be a multiple "
             f"of num_generations={group}"
@@ -281,11 +286,6 @@ def batch(stated: Stated) -> dict[str, Any]:
     return {"prompts_per_step": completions // group, "updates_per_rollout": updates}
 
 
-def world_size() -> int:
-    """Return how many processes share the run, as torchrun and accelerate tell it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
     """Turn counts of updates into counts of steps, those that TRL's defaults give among them.
 
@@ -294,12 +294,12 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
     defaults = {"logging_steps": 10, "save_steps": 500}
     if settings.get("sync_ref_model"):
         defaults["ref_model_sync_steps"] = 512
-    stated, counts, counted = settings, defaults | settings, {}
+    counts, counted = defaults | settings, {}
     for name in (*ROUNDED, *EXACT):
         count = counts.get(name)
         if count is None or (count := convert(name, count, float)) < 1:  # -1 steps, or a share of the run
             continue
-        if name in EXACT and name in stated and count % updates:
+        if name in EXACT and name in settings and count % updates:
             raise ValueError(
                 f"{name}={count:g} counts updates, as in TRL, and a step makes {updates} of them "
                 f"(updates_per_rollout x num_iterations), so it must be a multiple of {updates}"
@@ -312,37 +312,20 @@ def in_steps(settings: dict[str, Any], updates: int) -> dict[str, Any]:
     return settings | counted
 
 
-def evaluation(stated: Stated) -> dict[str, Any]:
-    """Translate eval_strategy."""
-    strategy, steps = stated["eval_strategy"], None
-    if strategy == "steps":
+def strategies(stated: Stated) -> dict[str, Any]:
+    """Translate eval_strategy and save_strategy, and check logging_strategy."""
+    for kind, remedy in (("eval", ""), ("save", "; metric_for_best_model marks the best"), ("logging", "")):
+        name, taken = f"{kind}_strategy", ("steps",) if kind == "logging" else ("steps", "no")
+        if stated.get(name, "steps") not in taken:
+            raise ValueError(
+                f"{name}={stated[name]!r} is not for fastgrpo; use {name}='steps' with {kind}_steps{remedy}"
+            )
+    made = {"save_steps": None} if stated.get("save_strategy") == "no" else {}
+    if "eval_strategy" in stated:
         steps = stated.get("eval_steps") or stated.get("logging_steps", 10)
-    elif strategy != "no":
-        _refuse_strategy("eval_strategy", strategy, "use eval_strategy='steps' with eval_steps")
-    return {"eval_steps": steps, "eval_on_start": stated.get("eval_on_start", OTHER_DEFAULTS["eval_on_start"])}
-
-
-def saving(stated: Stated) -> dict[str, Any]:
-    """Translate save_strategy."""
-    strategy = stated["save_strategy"]
-    if strategy not in ("steps", "no"):
-        remedy = "use save_strategy='steps' with save_steps" + "; metric_for_best_model marks the best" * (
-            strategy == "best"
-        )
-        _refuse_strategy("save_strategy", strategy, remedy)
-    return {"save_steps": None} if strategy == "no" else {}
-
-
-def logging(stated: Stated) -> dict[str, Any]:
-    """Check logging_strategy."""
-    if stated["logging_strategy"] != "steps":
-        remedy = "metrics.jsonl is written in any case: use logging_strategy='steps' with logging_steps"
-        _refuse_strategy("logging_strategy", stated["logging_strategy"], remedy)
-    return {}
-
-
-def _refuse_strategy(name, value, remedy):
-    raise ValueError(f"{name}={value!r} is not for fastgrpo; {remedy}")
+        made["eval_steps"] = steps if stated["eval_strategy"] == "steps" else None
+        made["eval_on_start"] = stated.get("eval_on_start", OTHER_DEFAULTS["eval_on_start"])
+    return made
 
 
 def precision(stated: Stated) -> dict[str, Any]:
@@ -359,85 +342,31 @@ def precision(stated: Stated) -> dict[str, Any]:
                 f"model_init_kwargs has {name}={value!r}, which is not for fastgrpo; load the model yourself and pass "
                 "it, or leave it out"
             )
-    if bf16:
-        return {"dtype": "bfloat16", **made}
-    if dtype is not None:
-        return {"dtype": str(dtype).removeprefix("torch."), **made}
-    return {**made, **({} if bf16 is None else {"dtype": "float32"})}
+    if bf16 or (bf16 is False and dtype is None):
+        return {"dtype": "bfloat16" if bf16 else "float32", **made}
+    return made if dtype is None else {"dtype": str(dtype).removeprefix("torch."), **made}
 
 
-# The option -> our setting. The first group is transformers', the second vLLM's names of the same.
-_DRAWS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length",
-}
-# Options that change no draw, whatever their value.
-_NO_DRAW = {"use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id"}
-_NO_DRAW |= {"renormalize_logits"}
-# The option -> the value that changes no draw, beside None.
-_NEUTRAL = {
-    "do_sample": True,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "n": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "length_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "min_length": 0,
-    "guidance_scale": 1.0,
-}
-_END = "write it into the model's generation_config (model.generation_config.eos_token_id), which ends completions here"
-# The option -> what to do instead of it; the others get a line that holds for all.
-_REMEDIES = {
-    "do_sample": "completions of a greedy group are all the same; leave it out",
-    "num_return_sequences": "use num_generations",
-    "n": "use num_generations",
-    "max_length": "use max_completion_length, which counts the completion alone",
-    "eos_token_id": _END,
-    "stop_token_ids": _END,
-    "stop_strings": "only tokens end a completion here: " + _END,
-    "stop": "only tokens end a completion here: " + _END,
-    "seed": "use the setting seed",
-}
-
-
-def generation(stated: Mapping[str, Any]) -> dict[str, Any]:
+def generation(stated: Stated) -> dict[str, Any]:
     """Translate generation_kwargs, a dict or the JSON text of one."""
     settings = {}
     for name, value in keywords("generation_kwargs", stated["generation_kwargs"]).items():
-        if name in _DRAWS:
-            if value is not None:  # transformers' own default, which is ours
-                settings[_DRAWS[name]] = value
-        elif name not in _NO_DRAW and value is not None and not _is_neutral(name, value):
-            remedy = _REMEDIES.get(
-                name, f"completions are drawn by {', '.join(list(_DRAWS)[:5])} alone, in both rollout backends"
+        if value is None or name in _NO_DRAW or (name in _NEUTRAL and _same(value, _NEUTRAL[name])):
+            continue
+        if name not in _DRAWS:
+            drawn = "completions are drawn by temperature, top_k, top_p, min_p and repetition_penalty, in both backends"
+            raise ValueError(
+                f"generation_kwargs has {name}={value!r}, which is not for fastgrpo; {_REMEDIES.get(name, drawn)}"
             )
-            raise ValueError(f"generation_kwargs has {name}={value!r}, which is not for fastgrpo; {remedy}")
+        settings[_DRAWS[name]] = value
     return settings
-
-
-def _is_neutral(name, value):
-    """Tell whether an option has the value that changes no draw. True is no number here, nor 1 a truth value."""
-    return name in _NEUTRAL and value == _NEUTRAL[name] and isinstance(value, bool) == isinstance(_NEUTRAL[name], bool)
 
 
 # The arguments that call for a translation -> the function.
 TRANSLATIONS: dict[tuple[str, ...], Callable[[Stated], dict[str, Any]]] = {
     BATCH: batch,
-    ("eval_strategy",): evaluation,
+    ("eval_strategy", "save_strategy", "logging_strategy"): strategies,
     ("num_generations_eval",): lambda stated: {"eval_num_generations": stated["num_generations_eval"] or 0},
-    ("save_strategy",): saving,
-    ("logging_strategy",): logging,
     ("bf16", "fp16", "model_init_kwargs"): precision,
     ("generation_kwargs",): generation,
     ("use_cpu",): lambda stated: {"device": "cpu"} if stated["use_cpu"] else {},

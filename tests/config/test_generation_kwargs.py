@@ -35,7 +35,7 @@ def test_options_become_the_settings_of_the_same_meaning(form):
     ("option", "value", "remedy"),
     [("do_sample", False, "leave it out"), ("do_sample", 1, "leave it out"), ("num_beams", 4, "drawn by temperature, "),
      ("num_return_sequences", 8, "use num_generations"), ("eos_token_id", [5], "model.generation_config.eos_token_id"),
-     ("stop_strings", ["\n"], "only tokens end a completion"), ("suppress_tokens", [3], "in both rollout backends"),
+     ("stop_strings", ["\n"], "only tokens end a completion"), ("suppress_tokens", [3], "in both backends"),
      ("no_repeat_ngram_size", 2, "in both"), ("max_length", 100, "use max_completion_length"), ("seed", 1, "seed")],
 )  # fmt: skip
 def test_other_options_are_refused_by_name(option, value, remedy):

@@ -226,3 +226,14 @@ def test_the_kl_of_a_run_is_corrected_as_in_trl_but_for_the_full_one():
     assert GRPOConfig(beta=0.1).objective.use_bias_correction_kl
     assert not GRPOConfig(beta=0.1, kl="full").objective.use_bias_correction_kl
     assert not GRPOConfig(beta=0.1, use_bias_correction_kl=False).objective.use_bias_correction_kl
+
+
+def test_a_truth_value_is_no_number_and_nul_is_no_text():
+    for name in ("beta", "learning_rate", "epsilon_high"):
+        with pytest.raises(ValueError, match=f"^{name} must be a number, got True$"):
+            GRPOConfig(**{name: True})
+    for settings in ({"output_dir": "a\0b"}, {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(settings))} must be text without NUL characters"):
+            GRPOConfig(**settings)
+    with pytest.raises(ValueError, match=r"^f.yaml: beta must be a number, got True$"):
+        convert("beta", True, KINDS["beta"], "f.yaml: ")

@@ -102,7 +102,7 @@ def test_batches_are_trls(case, monkeypatch):
         ),
         (
             {"logging_strategy": "no"},
-            "logging_strategy='no' is not for fastgrpo; metrics.jsonl is written in any case: use "
+            "logging_strategy='no' is not for fastgrpo; use "
             "logging_strategy='steps' with logging_steps",
         ),
         ({"fp16": True}, "fp16=True is not for fastgrpo; use bf16=True"),
