@@ -21,16 +21,14 @@ from fastgrpo.config.settings import Settings
 from fastgrpo.data.prompts import shortened, with_text
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import complete
+from fastgrpo.evaluation.heldout import complete, load_sampler
 from fastgrpo.evaluation.reward_check import Finding, check_reward
 from fastgrpo.policy.device import choose_device
 from fastgrpo.policy.fit import prompts_of
-from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.ranks import refuse_ranks
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rollout import make_backend
-from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.terminal import print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
@@ -139,17 +137,9 @@ def _without(row):
 
 def _draw(rows, tokenizer, config):
     """Draw the group of each row from the model."""
-    policy, _ = load_policy(
-        config.model_name_or_path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
-        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
-    )  # fmt: skip
-    limit = config.max_completion_length
-    prompts = list(prompts_of(rows, tokenizer, policy, limit, config.template_kwargs))
-    sampling = SamplingParams(
-        temperature=config.temperature, max_tokens=limit, seed=config.seed,
-        stop_token_ids=stop_token_ids(policy, tokenizer),
-    )  # fmt: skip
-    drawn = complete(make_backend(policy, config), prompts, sampling, config.num_generations)
+    policy, engine, sampling = load_sampler(config.model_name_or_path, tokenizer, config)
+    prompts = list(prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs))
+    drawn = complete(engine, prompts, sampling, config.num_generations)
     return [[with_text(rollout, prompts[i], tokenizer) for rollout in drawn[i]] for i in sorted(drawn)]
 
 

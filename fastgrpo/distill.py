@@ -7,6 +7,7 @@ Where torchrun starts several processes, each loads the model and completes its 
 what one process would keep, and rank 0 alone writes it.
 """
 
+import dataclasses
 import json
 import math
 import random
@@ -19,14 +20,12 @@ from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import DistillConfig, SelectionConfig
 from fastgrpo.data.records import Sample, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
-from fastgrpo.evaluation.heldout import complete, full_mark
+from fastgrpo.evaluation.heldout import complete, full_mark, load_sampler
 from fastgrpo.policy.fit import prompts_of
-from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.ranks import join
 from fastgrpo.rewards.answers import completion_text
 from fastgrpo.rewards.call import Rewards, judge_together, reward_matrix, rewards_settings
-from fastgrpo.rollout import make_backend
-from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.tasks import find_task, needed_rewards
 
@@ -59,26 +58,19 @@ def distill(argv: list[str]) -> None:
     task = find_task(config.task).build(config, tokenizer)
     rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
     rows = chosen_rows(as_rows(task.train().rows, f"train of task {config.task}"), config)
-    policy, _ = load_policy(
-        config.model, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
-        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
-    )  # fmt: skip
+    policy, engine, sampling = load_sampler(config.model, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
     told = prompts_of(rows, tokenizer, policy, config.max_completion_length, config.template_kwargs)
     prompts = list(told)
-    engine, state = make_backend(policy, config), TrainerState(0, 0, 0.0, config.max_completion_length)
+    state = TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
     output, terminal = config.output if ranks.lead else None, Terminal(quiet=config.quiet, silent=not ranks.lead)
     with rewards, whole_file(output) as file, terminal.share("distill") as progress:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
-            sampling = SamplingParams(
-                temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed + start,
-                max_tokens=config.max_completion_length, stop_token_ids=stop_token_ids(policy, tokenizer),
-            )  # fmt: skip
             share = len(chunk) / len(prompts)
             groups = complete(
-                engine, chunk, sampling, config.num_generations,
+                engine, chunk, dataclasses.replace(sampling, seed=config.seed + start), config.num_generations,
                 lambda done, share=share: progress(done * share), ranks,
             )  # fmt: skip
             judged = judge_together(rewards, groups, chunk, tokenizer, state, ranks=ranks, allow_none=True)

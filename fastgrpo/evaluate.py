@@ -18,13 +18,11 @@ from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import Settings
 from fastgrpo.data.records import TrainerState
 from fastgrpo.data.rows import as_rows
-from fastgrpo.evaluation.heldout import comparison, evaluate
+from fastgrpo.evaluation.heldout import comparison, evaluate, load_sampler
 from fastgrpo.policy.device import choose_device
-from fastgrpo.policy.load import load_policy, load_tokenizer, stop_token_ids
+from fastgrpo.policy.load import load_tokenizer
 from fastgrpo.ranks import join
 from fastgrpo.rewards.call import Rewards, rewards_settings
-from fastgrpo.rollout import make_backend
-from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.terminal import Terminal, print_columns
 from fastgrpo.tasks import find_task, needed_rewards
 
@@ -105,16 +103,8 @@ def _evaluate_model(path, tokenizer, config, ranks):
     rewards = Rewards(needed_rewards(task, config), **rewards_settings(config))
     rewards.device(choose_device(config.device), config.reward_device)  # a mistake shows before the model is loaded
     rows = as_rows(test, f"test of task {config.task}").head(config.max_eval_samples)
-    policy, _ = load_policy(
-        path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
-        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
-    )  # fmt: skip
+    policy, engine, sampling = load_sampler(path, tokenizer, config, top_p=config.top_p, top_k=config.top_k)
     rewards.place(rewards.device(policy.device, config.reward_device), tokenizer)
-    sampling = SamplingParams(
-        temperature=config.temperature, top_p=config.top_p, top_k=config.top_k, seed=config.seed,
-        max_tokens=config.max_completion_length, stop_token_ids=stop_token_ids(policy, tokenizer),
-    )  # fmt: skip
-    engine = make_backend(policy, config)
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     with rewards, Terminal(quiet=config.quiet, silent=not ranks.lead).share(str(path)) as progress:
         return evaluate(

@@ -39,7 +39,9 @@ def report(argv: list[str]) -> None:
         raise ValueError("an argument is missing: the folder of a run, such as runs/TASK-1")
     folders = list(map(Path, config.runs))
     runs = find_runs(folders)
-    page = Path(config.output) if config.output is not None else _default(folders)
+    # The page of one folder lies in it, and a comparison where the command is given.
+    default = folders[0] / PAGE if len(folders) == 1 else PAGE
+    page = Path(default if config.output is None else config.output)
     _refuse_page(page)
     for run in runs:
         _claim(run, "curves.png")
@@ -56,13 +58,8 @@ def _page(runs: Sequence[Path]) -> str:
     from fastgrpo.page.render import render
 
     records = [read_run(run, name, lambda _: None) for run, name in zip(runs, names_of(runs), strict=True)]
-    return render(payload(records, _shown(runs)))
-
-
-def _shown(runs):
-    """Join the diagrams of all runs: each title once."""
-    panels = [panel for run in runs for panel in _panels(run, told=False)]
-    return list({panel.title: panel for panel in panels}.values())
+    panels = {panel.title: panel for run in runs for panel in _panels(run, told=False)}  # each title once
+    return render(payload(records, list(panels.values())))
 
 
 def _panels(run, told=True) -> Sequence[Panel]:
@@ -78,11 +75,6 @@ def _panels(run, told=True) -> Sequence[Panel]:
         if told:
             print(f"{run / 'config.json'} names no task of this package; the usual diagrams are drawn", file=sys.stderr)
         return PANELS
-
-
-def _default(folders):
-    """Choose the file of the page: what shows one folder lies in it, and a comparison where the command is given."""
-    return folders[0] / PAGE if len(folders) == 1 else Path(PAGE)
 
 
 def _refuse_page(page):
@@ -111,9 +103,7 @@ def _claim(folder, name):
         raise ValueError(f"{path} was not made by a run and is not overwritten; move it away")
     if path.is_dir():
         raise ValueError(f"{path} is a folder where the {'page' if name == PAGE else 'picture'} belongs; move it away")
-    if (
-        noted and name not in noted
-    ):  # not in a folder without notes, as of an older version: it makes its own first ones
+    if noted and name not in noted:
         note(folder, name)
 
 

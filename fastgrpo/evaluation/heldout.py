@@ -18,11 +18,29 @@ from transformers import PreTrainedTokenizerBase
 from fastgrpo.data.records import Prompt, Sample, TrainerState
 from fastgrpo.evaluation.estimators import MAX_DRAWS, bootstrap, maj_at_k, pass_at_k, wilson
 from fastgrpo.policy.fit import prompts_of
+from fastgrpo.policy.load import load_policy, stop_token_ids
+from fastgrpo.policy.model import Policy
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.answers import completion_text, final_answer
 from fastgrpo.rewards.call import Judged, Rewards, judge_together, reward_matrix
+from fastgrpo.rollout import make_backend
 from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams
+
+
+def load_sampler(
+    path: str, tokenizer: PreTrainedTokenizerBase, config: Any, **filters: Any
+) -> tuple[Policy, RolloutBackend, SamplingParams]:
+    """Load the model of a command, the engine that completes its prompts, and how its settings draw."""
+    policy, _ = load_policy(
+        path, dtype=config.dtype, device=config.device, tokenizer=tokenizer,
+        trust_remote_code=config.trust_remote_code, own_attention=config.rollout_backend == "hf",
+    )  # fmt: skip
+    sampling = SamplingParams(
+        temperature=config.temperature, max_tokens=config.max_completion_length, seed=config.seed,
+        stop_token_ids=stop_token_ids(policy, tokenizer), **filters,
+    )  # fmt: skip
+    return policy, make_backend(policy, config), sampling
 
 
 @dataclass(frozen=True)

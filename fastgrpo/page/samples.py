@@ -2,12 +2,11 @@
 
 samples.jsonl may hold gigabytes, and a run may be writing it. So one pass keeps the place of each group and no text; a
 group is read when the page takes it. The page leaves out, in this order: steps, evenly, to a dozen; groups, evenly, to
-one a step; decimals of the tokens' numbers, then these numbers; the ends of long texts; further steps. A note says so.
+one a step; the tokens' numbers; the ends of long texts; further steps. A note says so.
 """
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -181,7 +180,7 @@ class Plan(NamedTuple):
 
     steps: int
     groups: int  # of a step at most
-    decimals: int | None = 4  # of the tokens' numbers; None leaves these numbers out
+    numbers: bool = True  # of the tokens
     cut: int | None = None  # characters that stay of a text; None keeps all
 
     def smaller(self, fitted: int) -> "Plan | None":
@@ -192,8 +191,8 @@ class Plan(NamedTuple):
             return self._replace(steps=max(few, min(self.steps - 1, int(fitted * 0.95))))
         if self.groups > 1:
             return self._replace(groups=self.groups // 2)
-        if self.decimals is not None:
-            return self._replace(decimals=2 if self.decimals > 2 else None)
+        if self.numbers:
+            return self._replace(numbers=False)
         if cut is not None:
             return self._replace(cut=cut)
         return self._replace(steps=max(2, self.steps // 2)) if self.steps > 2 else None
@@ -292,33 +291,35 @@ def _completion(row, plan):
         "clipped": finite(row.get("clipped")),
         "extras": {_text(name, 200): _plain(value, plan.cut) for name, value in row.items() if name not in KNOWN},
     }
-    return known | (_tokens(row, plan.decimals) if single else _tokens({}, None))
+    return known | _tokens(row if single and plan.numbers else {})
 
 
-def _tokens(row, decimals):
+def _tokens(row):
     """The numbers of the tokens: lists of the same length, each None where the line has none that can be used."""
-    ends = _numbers(row.get("token_ends"), None)
+    ends = _counts(row.get("token_ends"))
     details = {"token_ends": None, "logps": None, "ratios": None, "clipped_tokens": None}
-    if decimals is None or ends is None or any(a > b for a, b in itertools.pairwise(ends)):
+    if ends is None or any(a > b for a, b in itertools.pairwise(ends)):
         return details
     details["token_ends"] = ends
     for name in ("logps", "ratios"):
-        values = _numbers(row.get(name), decimals)
+        values = _numbers(row.get(name))
         details[name] = values if values is not None and len(values) == len(ends) else None
     if details["ratios"] is not None:
-        details["clipped_tokens"] = _numbers(row.get("clipped_tokens"), None) or []
+        details["clipped_tokens"] = _counts(row.get("clipped_tokens")) or []
     return details
 
 
-def _numbers(values, decimals):
-    """A list of numbers; None where it is none. Without decimals they must be integers that are not negative."""
-    if not isinstance(values, list):
+def _counts(values):
+    """A list of integers that are not negative; None where it is none."""
+    right = isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return values if right else None
+
+
+def _numbers(values):
+    """A list of finite numbers with four decimals; None where it is none."""
+    if not isinstance(values, list) or any(finite(value) is None for value in values):
         return None
-    if decimals is None:
-        return values if all(type(value) is int and value >= 0 for value in values) else None
-    if not all(type(value) in (int, float) and math.isfinite(value) for value in values):
-        return None
-    rounded = [round(value, decimals) for value in values]
+    rounded = [round(value, 4) for value in values]
     return [int(value) if value == int(value) else value for value in rounded]  # "0" is shorter than "-0.0"
 
 
@@ -359,10 +360,8 @@ def _kept(file, plan, most, budget):
         gone.append(f"{plan.steps:,} of the {count:,} steps in samples.jsonl, evenly spread")
     if plan.groups < most:
         gone.append(f"at most {plan.groups} of the up to {most} groups of a step")
-    if plan.decimals is None:
+    if not plan.numbers:
         gone.append("no numbers of single tokens")
-    elif plan.decimals < 4:
-        gone.append(f"the numbers of tokens with {plan.decimals} decimals")
     if plan.cut is not None:
         gone.append(f"the first {plan.cut:,} characters of a text")
     if not gone:

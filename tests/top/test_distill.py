@@ -11,6 +11,7 @@ from ranks import start
 from fastgrpo import distill
 from fastgrpo.data.rows import Rows
 from fastgrpo.distill import parse
+from fastgrpo.evaluation import heldout
 
 OWN = """
 def right(completions, prompts, **columns):
@@ -28,9 +29,10 @@ def raises(prompts, **columns):
 SMALL = """
 import sys
 from fastgrpo import distill
+from fastgrpo.evaluation import heldout
 
 distill.CHUNK = 2
-distill.stop_token_ids = lambda policy, tokenizer: tuple(range(1, 100))
+heldout.stop_token_ids = lambda policy, tokenizer: tuple(range(1, 100))
 sys.exit(distill.main())
 """
 
@@ -44,7 +46,7 @@ def given(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(distill, "CHUNK", 2)  # so that three prompts need two rounds
     # A model with random weights hardly ever draws its end token.
-    monkeypatch.setattr(distill, "stop_token_ids", lambda policy, tokenizer: tuple(range(1, 100)))
+    monkeypatch.setattr(heldout, "stop_token_ids", lambda policy, tokenizer: tuple(range(1, 100)))
     return (
         f"{tmp_path / 'model'} --task dataset --dataset_name {tmp_path / 'train.jsonl'} --device cpu "
         f"--max_completion_length 6 --num_generations 6 --output {tmp_path / 'out.jsonl'} "
