@@ -231,12 +231,10 @@ def _plain(record, defaults):
 
 # What `--help` of a training shows; `--help-all` shows the rest.
 FIRST = """
-model_name_or_path use_peft gradient_checkpointing dtype device task dataset_name max_completion_length seed
-prompts_per_step num_generations temperature dynamic_sampling max_num_seqs rollout_backend reward_funcs reward_timeout
-reward_weights scale_rewards loss_type epsilon epsilon_high beta mask_truncated_completions num_iterations
-max_steps num_train_epochs learning_rate lr_scheduler_type warmup_steps max_tokens_per_microbatch
-batch_size train_file max_eval_samples eval_steps eval_num_generations parallel output_dir overwrite_output_dir
-logging_steps save_steps resume_from_checkpoint report_to quiet
+model_name_or_path use_peft dtype device task dataset_name max_completion_length seed prompts_per_step num_generations
+temperature max_num_seqs reward_funcs reward_timeout scale_rewards loss_type epsilon beta mask_truncated_completions
+max_steps num_train_epochs learning_rate warmup_steps max_tokens_per_microbatch batch_size train_file max_eval_samples
+eval_steps parallel output_dir logging_steps save_steps resume_from_checkpoint report_to quiet
 """
 
 

@@ -88,7 +88,7 @@ def test_help_fits_on_two_screens(record, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         parse(["--help"], record)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 120 and max(map(len, lines)) <= 100
+    assert len(lines) <= 100 and max(map(len, lines)) <= 100
     assert set(command.FIRST.split()) <= {f.name for r in (TrainConfig, SFTConfig) for f in dataclasses.fields(r)}
     with pytest.raises(SystemExit):
         parse(["--help-all"], record)
