@@ -10,8 +10,8 @@
 3. Reduce: S, the sum of E_v over v != t, in fixed order. Then logp = -log1p(S) and p_v = E_v / (S + 1).
 4. Guard: a row whose S reaches 2^86 (its target lies 60 nats below) gets its maximum as the anchor, in two passes that
    return at once where no row is flagged.
-5. Finish: `Rows`, and the target's entry of E becomes -S. So dz_v = v E_v for v = -g / (S + 1): the forward's product
-   has become the backward's operand.
+5. Finish: `RowStats`, and the target's entry of E becomes -S. So dz_v = v E_v for v = -g / (S + 1): the forward's
+   product has become the backward's operand.
 6. Gradients, by cuBLAS: dH = v (E W), dW = E^T (v H), dbias = E^T v. With the forward, three products.
 
 A GRPO gradient is separable by token: g is known as soon as logp is. The loss takes one of three forms:
@@ -523,7 +523,7 @@ def online_fwd(head: Head, flags: Tensor, entropy: bool = False) -> tuple[Tensor
     return top, total, ent
 
 
-class Rows(NamedTuple):
+class RowStats(NamedTuple):
     """What the forward computes for each token. Each field is one row of a [7, N] fp32 tensor.
 
     Attributes:
@@ -545,10 +545,10 @@ class Rows(NamedTuple):
     mass: torch.Tensor
     norm: torch.Tensor
 
-    def normalized(self) -> "Rows":
+    def normalized(self) -> "RowStats":
         """Return the same with the log-sum-exp as the anchor: E is then the probability, and norm is 1."""
         t = -1 / (self.slope * self.norm)
-        return Rows(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
+        return RowStats(self.logp, self.entropy, self.anchor + self.norm.log() * t, self.slope * self.norm,
                     self.patch / self.norm, self.mass / self.norm, torch.ones_like(self.norm))  # fmt: skip
 
 
@@ -569,7 +569,7 @@ def _reduce_fwd_kernel(tiles_ptr, out_ptr, n_rows, n_tiles, ROWS: tl.constexpr, 
 def _finish_fwd_kernel(out_ptr, target_y_ptr, total_ptr, entropy_ptr, split_max_ptr, split_total_ptr,
                        split_entropy_ptr, target_ptr, e_ptr, e_stride, inv_t, inv_t_ptr, cap, n_rows, n_splits,
                        WITH_ENTROPY: tl.constexpr, ROWS: tl.constexpr, BLOCK_SPLITS: tl.constexpr):  # fmt: skip
-    """Compute `Rows` from the sums of each row; the splits of the online softmax count for flagged rows only."""
+    """Compute `RowStats` from the sums of each row; the splits of the online softmax count for flagged rows only."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = rows < n_rows
     scale = row_scale(inv_t, inv_t_ptr, rows, n_rows)
@@ -664,7 +664,7 @@ def finish_fwd(
     the anchor. `splits` is what `online_fwd` returned, which counts for flagged rows.
 
     Returns:
-        [7, N] fp32, see `Rows`.
+        [7, N] fp32, see `RowStats`.
     """
     n = len(target_y)
     out = torch.empty(7, n, dtype=torch.float32, device=target_y.device)
@@ -685,12 +685,12 @@ def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: 
     Args:
         exps: [N, V] E.
         targets: [N] int64.
-        rows: [7, N] fp32, `Rows` of the forward.
+        rows: [7, N] fp32, `RowStats` of the forward.
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies.
         out: [N, V], which is written: `exps` itself or another tensor.
     """
-    stats = Rows(*rows.unbind(0))
+    stats = RowStats(*rows.unbind(0))
     patch = g * stats.patch + h * stats.mass * (stats.logp + stats.entropy)
     block = 64 if launch.INTERPRET else 4096
     _entropy_bwd_kernel[(len(exps), triton.cdiv(exps.shape[1], block))](
@@ -768,7 +768,7 @@ def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, grou
     """Compute what the loss and the backward need for each row, and fill E [N, V], where it is given.
 
     Returns:
-        [7, N] fp32, see `Rows`.
+        [7, N] fp32, see `RowStats`.
     """
     target_y = anchor_fwd(head)
     if group is not None:  # c comes from the rank that has the target; for a target that no rank has, all give NaN
@@ -781,7 +781,7 @@ def rows_fwd(head: Head, exps: Tensor | None = None, entropy: bool = False, grou
         splits = merge_ranks(splits, group)
     rows = finish_fwd(head, target_y, total, entropy_sum, splits, exps)
     if exps is not None:
-        stats = Rows(*rows.unbind(0))
+        stats = RowStats(*rows.unbind(0))
         linear_exp_fwd(head, stats.anchor, exps, patch=stats.patch, sums=False, flags=total)
     return rows
 
@@ -807,7 +807,7 @@ def merge_ranks(splits: tuple[Tensor, Tensor, Tensor | None], group: str) -> tup
     return top, total, all_reduce_(entropies.sum(0, keepdim=True), group)
 
 
-def recompute_exps(head: Head, rows: Rows, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
+def recompute_exps(head: Head, rows: RowStats, g: Tensor, h: Tensor | None, exps: Tensor) -> Tensor:
     """Fill E [N, V] from the log-sum-exp: the fourth product. Returns v [N], with which dz = v E.
 
     g [N] is the gradient of the log-probs, h [N] that of the entropies, or None. With h, E has both gradients in it.
@@ -842,7 +842,7 @@ def linear_logprob_fwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         group: Name of the process group of a sharded weight, or None.
 
     Returns:
-        `Rows` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
+        `RowStats` as [7, N] fp32; and E, [N, V] where it is kept, else [0, V].
     """
     n, vocab = len(hidden), weight.shape[0]
     with no_autocast(hidden):
@@ -877,7 +877,7 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         temperature: T of all rows, read where `temperatures` is None.
         temperatures: [N] T of each row, or None.
         softcap: Cap of the logits, or None.
-        rows: [7, N] fp32, `Rows` of the forward.
+        rows: [7, N] fp32, `RowStats` of the forward.
         g: [N] fp32, gradient of the log-probs.
         h: [N] fp32, gradient of the entropies, or None.
         dh: [N, D], or None.
@@ -894,7 +894,7 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
         for part in slices:
             exps, v = room[: part.stop - part.start], g[part]
             if len(v):
-                stats = Rows(*rows[:, part].unbind(0))
+                stats = RowStats(*rows[:, part].unbind(0))
                 v = recompute_exps(head.cut(part), stats, v, None if h is None else h[part], exps)
             head_products(exps, v, hidden[part], weight, dh, total, dbias, part.start, group)
     if total is not dw:

@@ -193,7 +193,7 @@ class Scores(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadInputs:
     """The head of a model with the states that it reads.
 
     Attributes:
@@ -254,7 +254,7 @@ def attach(model: PreTrainedModel, temperature: float, cast_lm_head_to_fp32: boo
         exact = torch.autocast(hidden.device.type, enabled=False) if cast_lm_head_to_fp32 else nullcontext()
         with exact:
             hidden = hidden.float() if cast_lm_head_to_fp32 else hidden
-            head = Head(hidden, labels, weight, bias, temperature, softcap)
+            head = HeadInputs(hidden, labels, weight, bias, temperature, softcap)
             loss, scores = (None, head.score(labels != -100, with_entropy)) if score is None else score(head)
         aux_loss = _aux_loss(found, config, kwargs) if kwargs.get("output_router_logits") else None
         return FusedCausalLMOutput(loss=loss, log_probs=scores.logps, entropy=scores.entropies, aux_loss=aux_loss)
@@ -302,7 +302,7 @@ def objective_of(trainer: GRPOTrainer) -> Objective:
     return Objective(loss_type=loss_type, **knobs)
 
 
-def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: Head) -> tuple[torch.Tensor, Scores]:
+def score(trainer: GRPOTrainer, inputs: dict[str, torch.Tensor], head: HeadInputs) -> tuple[torch.Tensor, Scores]:
     """Compute TRL's loss of a micro-batch, and the scores of all completions, of which TRL makes its metrics.
 
     Returns:

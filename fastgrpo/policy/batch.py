@@ -60,7 +60,7 @@ class Batch:
     @classmethod
     def pack(cls, samples: Sequence[Sample], device: torch.device | str, share_prompt: bool = True) -> "Batch":
         """Pack samples side by side."""
-        layout = _Layout(prompt_groups(samples, share_prompt))
+        layout = _Packing(prompt_groups(samples, share_prompt))
         counts = [len(sample.ids) for sample in samples]
 
         def tensor(values, dtype=torch.int64):
@@ -95,7 +95,7 @@ class Batch:
         )
 
 
-class _Layout:
+class _Packing:
     """The order of a batch's tokens, made from groups of samples that share a prompt.
 
     The hidden state at position p predicts the token at p + 1. The first completion token is therefore predicted by the

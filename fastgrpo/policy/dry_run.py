@@ -49,7 +49,7 @@ class DryRun(NamedTuple):
 def dry_run(model: PreTrainedModel) -> DryRun:
     """Find out on the meta device whether the engine can serve a model. No weight is read or copied."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    obstacle, watch = _obstacle_of_config(model), Watch()
+    obstacle, watch = _obstacle_of_config(model), OpTrace()
     if obstacle is None:
         try:
             _run(Policy(without_weights(model)), watch)
@@ -178,7 +178,7 @@ class Shapes:
         return query.transpose(0, 1).contiguous()
 
 
-class Watch(TorchDispatchMode):
+class OpTrace(TorchDispatchMode):
     """Watches the operators of a forward pass on the meta device; `grouped` is whether one was a grouped product."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ def padded_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 Result = TypeVar("Result")
 
 
-class Head(NamedTuple):
+class HeadWeights(NamedTuple):
     """The language-model head: logits = softcap(states @ weight.T + bias), weight [V, D], bias [V] or None.
 
     softcap(x) = cap tanh(x / cap), as in Gemma 2 and 3; None without one.
@@ -125,10 +125,10 @@ class Policy:
         return self.module.config.get_text_config()
 
     @property
-    def head(self) -> Head:
+    def head(self) -> HeadWeights:
         """The language-model head. Its tensors are the parameters themselves."""
         layer = self.module.get_output_embeddings()
-        return Head(layer.weight, layer.bias, self.softcap)
+        return HeadWeights(layer.weight, layer.bias, self.softcap)
 
     @contextmanager
     def gather(self, keep: bool = False) -> Iterator[list[torch.Tensor]]:

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.batch import Batch, micro_batches
 from fastgrpo.policy.lora import adapters_off, has_adapters
-from fastgrpo.policy.model import Head, Policy
+from fastgrpo.policy.model import HeadWeights, Policy
 from fastgrpo.policy.shard import local
 from fastgrpo.ranks import ALONE, Ranks
 
@@ -104,7 +104,7 @@ class Reference:
             return score(self.policy, samples, scoring, passes)
 
     @torch.no_grad()
-    def states(self, batch: Batch) -> tuple[torch.Tensor, Head]:
+    def states(self, batch: Batch) -> tuple[torch.Tensor, HeadWeights]:
         """Compute the hidden states that the KL of the full distributions takes, of one micro-batch.
 
         Returns:
@@ -120,7 +120,7 @@ class Reference:
     def _states(self, batch, passes_away):
         states, (weight, bias, softcap) = self.policy.completion_states(batch), self.policy.head
         held = [t if t is None else t.clone() if passes_away else t.detach() for t in (weight, bias)]
-        return states, Head(*held, softcap)
+        return states, HeadWeights(*held, softcap)
 
     @torch.no_grad()
     def idle(self) -> None:

@@ -124,7 +124,7 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How weights are sharded.
 
     Attributes:
@@ -178,7 +178,7 @@ def shard(
             f"{len(others)} weights in another one ({name} in {kept}, ...); take --dtype float32, or --parallel ddp"
         )
     mesh = init_device_mesh(policy.device.type, (ranks.size,))
-    layout = Layout(mesh, policy.device, dtype, reshard_after_forward, cpu_offload, ranks)
+    layout = ShardLayout(mesh, policy.device, dtype, reshard_after_forward, cpu_offload, ranks)
     whole = WholeCopy(policy, dtype)
     whole.source = ShardedPolicy(policy, layout, whole)
     return whole.source
@@ -205,7 +205,7 @@ class ShardedPolicy(Policy):
     lockstep = True
     _copy = staticmethod(fill)
 
-    def __init__(self, policy: Policy, layout: Layout, whole: WholeCopy | None = None) -> None:
+    def __init__(self, policy: Policy, layout: ShardLayout, whole: WholeCopy | None = None) -> None:
         super().__init__(policy.module, policy.own_attention, policy.grouped)
         self.layout, self.whole, self.inside, self.root = layout, whole, False, _Root(self.module)
         self.exported, self.pins = {}, True  # name -> host memory of a whole weight, kept; whether it can be pinned

@@ -47,7 +47,7 @@ from fastgrpo.trainer.callbacks import Arguments, Callbacks
 from fastgrpo.trainer.collect import Collected, Collector, log_samples, rates
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
-from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updated, Updater
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, UpdateResult
 
 Reward = Callable | PreTrainedModel | str
 
@@ -157,7 +157,7 @@ class GRPOTrainer:
             self.optimizer, args.lr_scheduler_type, warmup_steps=args.warmup_steps,
             total_steps=self.state.max_steps * args.updates_per_step, further=args.schedule_kwargs,
         )  # fmt: skip
-        self.updater = Updater(
+        self.learner = Learner(
             self.policy, self.optimizer, self.schedule, max_grad_norm=args.max_grad_norm,
             max_tokens=args.max_tokens_per_microbatch, timer=self.timer, ranks=ranks,
         )  # fmt: skip
@@ -231,7 +231,7 @@ class GRPOTrainer:
         self.token_text = TokenText(self.tokenizer)
         self.entropy = AdaptiveEntropy(args) if args.use_adaptive_entropy else None
         self.updates = GRPOUpdate(
-            self.policy, self.reference, self.updater, args.objective, temperature=args.temperature,
+            self.policy, self.reference, self.learner, args.objective, temperature=args.temperature,
             updates_per_rollout=args.updates_per_rollout, num_iterations=args.num_iterations,
             top_entropy_quantile=args.top_entropy_quantile, off_policy_mask_threshold=args.off_policy_mask_threshold,
             entropy=self.entropy, backward_tolerance=args.head_backward_tolerance,
@@ -419,7 +419,7 @@ class GRPOTrainer:
         """Draw and judge the samples of a step, and compute their advantages."""
         return self.collector(self.state)
 
-    def update(self, collected: Collected) -> Updated:
+    def update(self, collected: Collected) -> UpdateResult:
         """Train on collected samples: the policy, and the reference where it follows the policy."""
         groups = [[collected.samples[i] for i in group] for group in collected.trained]
         updated = self.updates(groups, with_entropy=self._logged)
@@ -427,7 +427,7 @@ class GRPOTrainer:
             self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
         return updated
 
-    def report(self, collected: Collected, updated: Updated) -> dict[str, float]:
+    def report(self, collected: Collected, updated: UpdateResult) -> dict[str, float]:
         """Count the step, log samples and warnings, and return the metrics of the step by name."""
         state, step = self.state, self.state.global_step + 1
         values = updated.metrics | collected.metrics

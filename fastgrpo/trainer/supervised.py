@@ -31,7 +31,7 @@ from fastgrpo.run.log import RunLog
 from fastgrpo.trainer.collect import Collected
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import Updated, Updater
+from fastgrpo.trainer.update import Learner, UpdateResult
 
 
 class SFTTrainer(GRPOTrainer):
@@ -118,16 +118,16 @@ class SFTTrainer(GRPOTrainer):
         samples = [sample for row in rows for sample in to_examples(row, *how)]
         return Collected(samples, [list(range(len(samples)))], len(rows), sum(map(len, samples)), {})
 
-    def update(self, collected: Collected) -> Updated:
+    def update(self, collected: Collected) -> UpdateResult:
         """Learn the collected samples."""
-        learning_rate = self.updater.learning_rate
-        loss, norm = learn(self.policy, self.updater, collected.samples)
+        learning_rate = self.learner.learning_rate
+        loss, norm = learn(self.policy, self.learner, collected.samples)
         norm = norm.item()
         skipped = norm != norm
         values = {"learning_rate": learning_rate, "skipped_updates": float(skipped)}
         if not skipped:
             values |= {"loss": loss, "grad_norm": norm}
-        return Updated(collected.samples, [norm], values)
+        return UpdateResult(collected.samples, [norm], values)
 
     def _log_samples(self, step, collected, updated):
         """Write no samples: what is learned is in the training data."""
@@ -136,7 +136,7 @@ class SFTTrainer(GRPOTrainer):
         """Measure the loss of held-out completions and the accuracy on held-out prompts, as far as there are any."""
         values, examples = {}, self.examples[id(rows)] if id(rows) in self.examples else self._examples(rows)
         if examples:
-            values[f"{prefix}/loss"] = loss = mean_loss(self.policy, examples, self.updater.dealer)
+            values[f"{prefix}/loss"] = loss = mean_loss(self.policy, examples, self.learner.dealer)
             self.log.say(f"step {self.state.global_step}: held-out loss {loss:.4f}")
         if self.rewards is not None:
             return super()._measure(rows, prefix, values)
@@ -148,7 +148,7 @@ class SFTTrainer(GRPOTrainer):
 MAX_TOKENS = 16384  # largest number of tokens of a micro-batch of a warm start
 
 
-def learn(policy: Policy, updater: Updater, samples: Sequence[Sample]) -> tuple[float, torch.Tensor]:
+def learn(policy: Policy, learner: Learner, samples: Sequence[Sample]) -> tuple[float, torch.Tensor]:
     """Make one update on some samples.
 
     Returns:
@@ -158,12 +158,12 @@ def learn(policy: Policy, updater: Updater, samples: Sequence[Sample]) -> tuple[
     tokens = sum(len(sample.ids) for sample in samples)
 
     def loss_fn(_, batch):
-        with updater.timer.stage("forward"):
+        with learner.timer.stage("forward"):
             states = policy.completion_states(batch)
-        with updater.timer.stage("loss"):
+        with learner.timer.stage("loss"):
             return -policy.logps_of(states, batch.targets).sum() / tokens
 
-    norm, loss = updater.step(samples, loss_fn)
+    norm, loss = learner.step(samples, loss_fn)
     return loss.item(), norm
 
 
@@ -195,13 +195,13 @@ def sft(
         raise ValueError("sft needs at least one example")
     optimizer = MasterAdamW(policy.module, learning_rate=learning_rate)
     schedule = make_schedule(optimizer, "linear", warmup_steps=0.05, total_steps=steps)
-    updater = Updater(policy, optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=MAX_TOKENS)
     rng, queue, norms = random.Random(seed), [], []
     for step in range(1, steps + 1):
         while len(queue) < batch_size:
             queue += rng.sample(range(len(examples)), len(examples))
         chosen, queue = queue[:batch_size], queue[batch_size:]
-        loss, norm = learn(policy, updater, [examples[i] for i in chosen])
+        loss, norm = learn(policy, learner, [examples[i] for i in chosen])
         norms = [*norms, norm][-MAX_SKIPPED:]
         if step % MAX_SKIPPED == 0 and torch.stack(norms).isnan().all():
             raise ValueError(f"{MAX_SKIPPED} updates in a row were not finite, and were skipped; lower learning_rate")

@@ -36,7 +36,7 @@ LARGEST = ("rollout/logp_gap_max", "head/dropped_mass")  # metrics of which the 
 SUMMED = ("policy_loss", "active_tokens")
 
 
-class Updater:
+class Learner:
     """Feeds samples to a loss in micro-batches of a token budget, and steps the optimizer.
 
     The loss of a micro-batch must be a sum of terms weighted over the whole update (`Sample.weights`); then loss and
@@ -205,14 +205,14 @@ class Selection:
     def __init__(
         self,
         policy: Policy,
-        updater: Updater,
+        learner: Learner,
         scoring: Scoring,
         *,
         top_entropy_quantile: float = 1.0,
         off_policy_mask_threshold: float | None = None,
     ):
-        self.policy, self.updater, self.scoring = policy, updater, scoring
-        self.dealer, self.ranks = updater.dealer, updater.ranks
+        self.policy, self.learner, self.scoring = policy, learner, scoring
+        self.dealer, self.ranks = learner.dealer, learner.ranks
         self.quantile, self.threshold = top_entropy_quantile, off_policy_mask_threshold
         self.by_entropy = top_entropy_quantile < 1  # whether tokens of low entropy are left out
 
@@ -234,7 +234,7 @@ class Selection:
         mine, passes = shares[self.ranks.rank], self.dealer.agreed(samples, shares)
         compute = Policy.logps_and_entropy if self.by_entropy else Policy.logps
         bare = [Sample(samples[i].prompt_ids, samples[i].ids) for i in mine]
-        with self.updater.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
+        with self.learner.timer.stage("forward"), self.ranks.waiting("the selection of tokens"):
             self.dealer.meet("the passes")
             scored = score(self.policy, bare, self.scoring, passes, compute)
         values = dict(zip(mine, scored, strict=True))
@@ -282,7 +282,7 @@ def quantile(values: torch.Tensor, share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Updated:
+class UpdateResult:
     """What the updates of one rollout did.
 
     Attributes:
@@ -305,7 +305,7 @@ class GRPOUpdate:
         self,
         policy: Policy,
         reference: Reference | None,
-        updater: Updater,
+        learner: Learner,
         objective: Objective,
         *,
         temperature: float,
@@ -317,18 +317,18 @@ class GRPOUpdate:
         backward_tolerance: float = 0.0,
         corrects_sampler: bool = True,
     ):
-        self.policy, self.reference, self.updater, self.objective = policy, reference, updater, objective
-        self.dealer, self.ranks = updater.dealer, updater.ranks
+        self.policy, self.reference, self.learner, self.objective = policy, reference, learner, objective
+        self.dealer, self.ranks = learner.dealer, learner.ranks
         self.scoring = Scoring(temperature, self.dealer.max_tokens, self.dealer.share_prompt)
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
         self.selection = Selection(
-            policy, updater, self.scoring, top_entropy_quantile=top_entropy_quantile,
+            policy, learner, self.scoring, top_entropy_quantile=top_entropy_quantile,
             off_policy_mask_threshold=off_policy_mask_threshold,
         )  # fmt: skip
         self.entropy, self.backward_tolerance, self.corrects_sampler = entropy, backward_tolerance, corrects_sampler
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
-    def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> Updated:
+    def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> UpdateResult:
         """Make all updates of one rollout."""
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
@@ -361,8 +361,8 @@ class GRPOUpdate:
                     logps.update(zip(indices, out.logps.split(batch.cu_seqlens.diff().tolist()), strict=True))
                     return out.loss
 
-                learning_rate = self.updater.learning_rate
-                norms.append(self.updater.step([samples[i] for i in minibatch], loss, self.idle_loss)[0])
+                learning_rate = self.learner.learning_rate
+                norms.append(self.learner.step([samples[i] for i in minibatch], loss, self.idle_loss)[0])
                 if self.entropy is not None:
                     if entropy is None:
                         entropy = meter.mean("entropy", len(norms) - 1, self.ranks)
@@ -375,7 +375,7 @@ class GRPOUpdate:
             metrics["entropy_coef"] = self.entropy.coef
         if self.objective.beta == 0:
             metrics.pop("kl", None)  # there is no reference to measure it against
-        return Updated(samples, norms, metrics)
+        return UpdateResult(samples, norms, metrics)
 
     def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
         """Compute the objective's weight of each token over one update.
@@ -410,7 +410,7 @@ class GRPOUpdate:
         if self.reference is not None:
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts)) for parts in by_rank])
             teaching = [samples[i] for i in mine]
-            with self.updater.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
+            with self.learner.timer.stage("reference"), self.ranks.waiting("the log-probs of the reference"):
                 metrics = self.reference.measure(teaching, self.scoring, self.ranks)
                 if not self.objective.full_kl:
                     self.dealer.meet("the passes")
@@ -418,7 +418,7 @@ class GRPOUpdate:
                         samples[i] = dataclasses.replace(samples[i], ref_logps=logps)
         if any(kept[1:]):
             mine, passes = self._of_rank(samples, [list(chain.from_iterable(parts[1:])) for parts in by_rank])
-            with self.updater.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
+            with self.learner.timer.stage("forward"), self.ranks.waiting("the log-probs of the old policy"):
                 self.dealer.meet("the passes")
                 scored = score(self.policy, [samples[i] for i in mine], self.scoring, passes)
             for i, logps in zip(mine, scored, strict=True):
@@ -431,7 +431,7 @@ class GRPOUpdate:
 
     def loss(self, batch: Batch, step_tokens: float, with_entropy: bool) -> GRPOLossOutput:
         """Compute the loss of a micro-batch, a sum over its tokens."""
-        timer = self.updater.timer
+        timer = self.learner.timer
         reference = self._reference_states(batch)
         per_token, per_row = self.flops
         timer.flops += per_token * len(batch.input_ids) + per_row * len(batch.targets)
@@ -475,7 +475,7 @@ class GRPOUpdate:
         """
         if not self.objective.full_kl:
             return {}
-        with self.updater.timer.stage("reference"):
+        with self.learner.timer.stage("reference"):
             states, (weight, bias, _) = self.reference.states(batch)
         return {"ref_hidden": states, "ref_weight": weight, "ref_bias": bias}
 

@@ -161,7 +161,7 @@ def test_gpt2_does_not_look_for_its_padding():
     """Its check for padding without a mask would wait for the device in every step."""
     model = architectures.tiny_model("gpt2")
     assert dry_run(model).obstacle is None and model.config.pad_token_id == 0
-    with torch.no_grad(), pytest.raises(ValueError, match="waits for the device"), module.Watch():
+    with torch.no_grad(), pytest.raises(ValueError, match="waits for the device"), module.OpTrace():
         without_weights(model).base_model(torch.zeros(1, 3, dtype=torch.int64, device="meta"))
 
 

@@ -17,7 +17,7 @@ from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
 
@@ -53,9 +53,9 @@ def with_adapters(name="qwen2", seed=1, **changes):
 def make_update(model, beta=0.0, max_tokens=10_000):
     optimizer = MasterAdamW(model, learning_rate=3e-2)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
+    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
     return GRPOUpdate(
-        Policy.of(model), make_reference(Policy.of(model), beta), updater, Objective(beta=beta), temperature=1.0
+        Policy.of(model), make_reference(Policy.of(model), beta), learner, Objective(beta=beta), temperature=1.0
     )
 
 
@@ -218,7 +218,7 @@ def test_the_heads_gradient_is_not_computed():
 def test_bf16_adapters_have_masters_and_learn_with_the_reference_switching_them_off():
     model = add_lora(tiny.model().bfloat16(), r=4, target_modules=ALL)
     update = make_update(model, beta=0.1)
-    optimizer = update.updater.optimizer
+    optimizer = update.learner.optimizer
     assert {p.dtype for p in optimizer.masters} == {torch.float32}
     assert len(optimizer.pairs) == sum(p.requires_grad for p in model.parameters())
     before = [master.clone() for master in optimizer.masters]

@@ -16,7 +16,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.policy.varlen import PaddedAttention
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
@@ -100,10 +100,10 @@ def make_update(share_prompt, max_tokens=10_000, checkpointing=False, **settings
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
     optimizer = MasterAdamW(model, learning_rate=1e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=9)
-    updater = Updater(
+    learner = Learner(
         Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens, share_prompt=share_prompt
     )
-    return GRPOUpdate(Policy.of(model), reference, updater, objective, temperature=0.9, **settings)
+    return GRPOUpdate(Policy.of(model), reference, learner, objective, temperature=0.9, **settings)
 
 
 @pytest.mark.parametrize("max_tokens, checkpointing", [(10_000, False), (10_000, True), (30, False), (12, False)])

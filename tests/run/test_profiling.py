@@ -116,7 +116,7 @@ def test_stages_hold_what_they_name(tmp_path):
         return [float(i) for i in range(len(completions))]
 
     trainer = make_trainer(tmp_path, slow)
-    optimizer = trainer.updates.updater.optimizer
+    optimizer = trainer.updates.learner.optimizer
     step = optimizer.step
     optimizer.step = lambda *arguments: time.sleep(pause["optimizer"]) or step(*arguments)
     trainer.step()  # what is imported or compiled once would count as other

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.policy.shard import local
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.trainer.update import Updater
+from fastgrpo.trainer.update import Learner
 
 SETTINGS = {
     "max_steps": 2, "prompts_per_step": 4, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,
@@ -88,7 +88,7 @@ def _is_group(value):
 
 
 def main(out, model, cases):
-    counts, places = {}, ((RolloutEngine, "step", "decode"), (Updater, "step", "update"))
+    counts, places = {}, ((RolloutEngine, "step", "decode"), (Learner, "step", "update"))
     methods = {place: getattr(owner, method) for owner, method, place in places}
     for name, settings in cases.items():
         counted = Counted()

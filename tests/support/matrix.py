@@ -24,7 +24,7 @@ from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.policy.shard import shard
 from fastgrpo.ranks import ALONE, join
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Updater
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner
 
 LOSS_TYPES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEARNING_RATE = 3e-4
@@ -151,7 +151,7 @@ def trajectory(case, ranks=ALONE):
     move(policy.module)
     optimizer = MasterAdamW(policy.module, learning_rate=LEARNING_RATE, eps=1e-4)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=STEPS)
-    updater = Updater(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=case.budget, ranks=ranks)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=case.budget, ranks=ranks)
     knobs = {"importance_sampling_level": "sequence"} if case.loss_type == "luspo" else {}
     objective = Objective(case.loss_type, beta=case.beta, max_completion_length=200, **knobs, **dict(case.knobs))
     gradients, weights, step = [], [], optimizer.step
@@ -166,7 +166,7 @@ def trajectory(case, ranks=ALONE):
     optimizer.step = noted
     passes = {"updates_per_rollout": case.minibatches, "num_iterations": STEPS, **dict(case.selection)}
     entropy = AdaptiveEntropy(ADAPTIVE) if case.adaptive else None
-    update = GRPOUpdate(policy, reference, updater, objective, temperature=0.9, entropy=entropy, **passes)
+    update = GRPOUpdate(policy, reference, learner, objective, temperature=0.9, entropy=entropy, **passes)
     metrics = update(SAMPLES[case.samples]()).metrics
     return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
 

@@ -9,7 +9,7 @@ import torch
 from fastgrpo import GRPOConfig
 from fastgrpo.data.records import TrainerState
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.shard import Layout, ShardedPolicy, fill, local
+from fastgrpo.policy.shard import ShardedPolicy, ShardLayout, fill, local
 from fastgrpo.ranks import ALONE
 from fastgrpo.run.snapshot import GlobalRNG
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
@@ -56,7 +56,7 @@ def make_parts(dtype, mesh=None, ranks=ALONE, seed=0, trained=True):
     model = tiny.model(seed=seed, tie_word_embeddings=dtype == torch.float32).to(dtype)
     policy = Policy(model)
     if mesh is not None:
-        layout = Layout(mesh, policy.device, dtype, reshard_after_forward=True, cpu_offload=False, ranks=ranks)
+        layout = ShardLayout(mesh, policy.device, dtype, reshard_after_forward=True, cpu_offload=False, ranks=ranks)
         policy = ShardedPolicy(policy, layout)
     optimizer = MasterAdamW(policy.module, learning_rate=1e-2, weight_decay=0.1)
     schedule = make_schedule(optimizer, "cosine", warmup_steps=2, total_steps=10)

@@ -17,7 +17,7 @@ from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updated, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner, UpdateResult
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -46,9 +46,9 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(9)) * 0.02)
     optimizer = MasterAdamW(model, learning_rate=0.0)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
+    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
     objective = Objective(loss_type, level, beta=beta, max_completion_length=9)
-    update = GRPOUpdate(Policy.of(model), reference, updater, objective, temperature=0.9)
+    update = GRPOUpdate(Policy.of(model), reference, learner, objective, temperature=0.9)
     if drop:
         update.teaches = lambda sample: True
     gradients = {}
@@ -86,11 +86,11 @@ def make_update(objective, **settings):
     model = tiny.model("llama")
     optimizer = MasterAdamW(model, learning_rate=3e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000)
+    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=1.0, max_tokens=10_000)
     return GRPOUpdate(
         Policy.of(model),
         make_reference(Policy.of(model), objective.beta),
-        updater,
+        learner,
         objective,
         temperature=1.0,
         **settings,
@@ -244,8 +244,8 @@ def test_a_model_object_is_trained_in_place(tmp_path):
 
 def test_minibatches_are_balanced_and_as_many_as_asked_for():
     update = make_update(Objective(), updates_per_rollout=4)
-    sizes, step = [], update.updater.step
-    update.updater.step = lambda samples, *losses: sizes.append(len(samples)) or step(samples, *losses)
+    sizes, step = [], update.learner.step
+    update.learner.step = lambda samples, *losses: sizes.append(len(samples)) or step(samples, *losses)
     update.teaches = lambda sample: True
     update([[sample] for sample in samples_of(5)])
     assert sizes == [1, 1, 1, 2]
@@ -273,7 +273,7 @@ def advantages_of(trainer):
 
     def update(groups, with_entropy):
         seen.extend(groups)
-        return Updated([sample for group in groups for sample in group], [], {})
+        return UpdateResult([sample for group in groups for sample in group], [], {})
 
     trainer.updates = update
     trainer.step()

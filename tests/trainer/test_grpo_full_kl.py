@@ -16,7 +16,7 @@ from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -54,13 +54,13 @@ POLICIES = {
 
 def make_update(policy, device=None, max_tokens=10_000, share_prompt=True, objective=None, **settings):
     optimizer = MasterAdamW(policy.module, learning_rate=1e-3)
-    updater = Updater(
+    learner = Learner(
         policy, optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=1.0,
         max_tokens=max_tokens, share_prompt=share_prompt,
     )  # fmt: skip
     objective = objective or Objective(**FULL)
     reference = make_reference(policy, objective.beta, device=device)
-    return GRPOUpdate(policy, reference, updater, objective, temperature=TEMPERATURE, **settings)
+    return GRPOUpdate(policy, reference, learner, objective, temperature=TEMPERATURE, **settings)
 
 
 def weighted_groups():

@@ -15,7 +15,7 @@ from fastgrpo.loss.objective import Objective
 from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -50,7 +50,7 @@ def updates_of(samples, objective, **settings):
     optimizer = MasterAdamW(model, learning_rate=3e-2)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     policy = Policy.of(model)
-    updater = Updater(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=12)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=12)
     kept, step = [], optimizer.step
 
     def keep(*arguments):
@@ -59,7 +59,7 @@ def updates_of(samples, objective, **settings):
         return step(*arguments)
 
     optimizer.step = keep
-    update = GRPOUpdate(policy, None, updater, objective, temperature=1.0, **settings)
+    update = GRPOUpdate(policy, None, learner, objective, temperature=1.0, **settings)
     return kept, update([samples[:3], samples[3:]])
 
 
@@ -100,8 +100,8 @@ def test_one_rewarded_step_moves_its_own_tokens_and_those_before_alone():
     model = tiny.model("llama").double()
     optimizer = MasterAdamW(model, learning_rate=0.0)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=100)
-    update, states = GRPOUpdate(Policy.of(model), None, updater, Objective(), temperature=1.0), []
+    learner = Learner(Policy.of(model), optimizer, schedule, max_grad_norm=0.0, max_tokens=100)
+    update, states = GRPOUpdate(Policy.of(model), None, learner, Objective(), temperature=1.0), []
     compute = update.policy.completion_states
 
     def kept(batch):

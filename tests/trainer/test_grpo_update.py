@@ -15,7 +15,7 @@ from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 aten = torch.ops.aten
 # Products with a weight are of two dimensions; those of three are attention's and the rotary embedding's.
@@ -47,8 +47,8 @@ def make_update(model, beta=0.0, max_tokens=10_000, **settings):
     optimizer = MasterAdamW(model, learning_rate=1e-3)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
     policy = Policy(model)
-    updater = Updater(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
-    return GRPOUpdate(policy, make_reference(policy, beta), updater, Objective(beta=beta), temperature=1.0, **settings)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=1.0, max_tokens=max_tokens)
+    return GRPOUpdate(policy, make_reference(policy, beta), learner, Objective(beta=beta), temperature=1.0, **settings)
 
 
 def counted(model, groups, with_entropy=True, **settings):

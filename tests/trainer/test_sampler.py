@@ -14,7 +14,7 @@ from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -33,11 +33,11 @@ def drawn(policy, filters):
 def gradient(policy, completions, objective, corrected):
     """The gradient of the loss, the expectation over the draws taken exactly: each token by its probability q."""
     optimizer = MasterAdamW(policy.module, learning_rate=0.0)
-    updater = Updater(
+    learner = Learner(
         policy, optimizer, make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1), max_grad_norm=0.0,
         max_tokens=10_000,
     )  # fmt: skip
-    update = GRPOUpdate(policy, None, updater, objective, temperature=1.0)
+    update = GRPOUpdate(policy, None, learner, objective, temperature=1.0)
     samples = [
         dataclasses.replace(c, weights=c.sampler_logps.exp(), sampler_logps=c.sampler_logps if corrected else None)
         for c in completions

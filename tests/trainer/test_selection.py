@@ -14,7 +14,7 @@ from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Updater, quantile
+from fastgrpo.trainer.update import GRPOUpdate, Learner, quantile
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -24,9 +24,9 @@ T = 11  # more than the longest completion
 def update_of(model, objective=None, max_tokens=30, **settings):
     policy, optimizer = Policy(model), MasterAdamW(model, learning_rate=1e-2)
     schedule = make_schedule(optimizer, "constant", warmup_steps=0, total_steps=1)
-    updater = Updater(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
+    learner = Learner(policy, optimizer, schedule, max_grad_norm=0.0, max_tokens=max_tokens)
     objective = objective or Objective("grpo")
-    return GRPOUpdate(policy, make_reference(policy, objective.beta), updater, objective, temperature=0.9, **settings)
+    return GRPOUpdate(policy, make_reference(policy, objective.beta), learner, objective, temperature=0.9, **settings)
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def test_an_update_is_the_plain_computation(coef, beta):
     """In micro-batches of a sample or two; the quantile is that of the whole update."""
     samples, objective = samples_of(), Objective("grpo", entropy_coef=coef, beta=beta)
     update, truth = update_of(tiny.model("llama"), objective, top_entropy_quantile=0.4), tiny.model("llama")
-    optimizer, seen = update.updater.optimizer, []
+    optimizer, seen = update.learner.optimizer, []
     step = optimizer.step
     optimizer.step = lambda *arguments: seen.extend(m.grad.clone() for m in optimizer.masters) or step(*arguments)
     metrics = update([samples]).metrics

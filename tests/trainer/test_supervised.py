@@ -19,7 +19,7 @@ from fastgrpo.policy.batch import Batch, Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.trainer.supervised import learn, mean_loss
-from fastgrpo.trainer.update import Updater
+from fastgrpo.trainer.update import Learner
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": f"{a + b}"} for a in range(4) for b in range(4)]
 HELD_OUT = [{"prompt": "2+7=", "completion": "9"}, {"prompt": "8+8=", "completion": "16"}]
@@ -79,8 +79,8 @@ def test_the_update_is_the_policy_gradient_with_unit_weights(max_tokens):
     examples = [example for row in ROWS[:5] for example in to_examples(row, tiny.tokenizer())]
     taken = Gradient(policy.module)
     schedule = SimpleNamespace(step=lambda: None)
-    updater = Updater(policy, taken, schedule, max_grad_norm=0, max_tokens=max_tokens)
-    loss, _ = learn(policy, updater, examples)
+    learner = Learner(policy, taken, schedule, max_grad_norm=0, max_tokens=max_tokens)
+    loss, _ = learn(policy, learner, examples)
     batch = Batch.pack([Sample(e.prompt_ids, e.ids, 1.0) for e in examples], policy.device)
     lengths = [len(example.ids) for example in examples]
     out = linear_grpo_loss(

@@ -7,15 +7,15 @@ from runs import samples_of
 
 from fastgrpo.policy.model import Policy
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import Updater
+from fastgrpo.trainer.update import Learner
 
 
 def updater_of(max_tokens=1000, max_grad_norm=0.5):
-    """A tiny policy, and an updater over it that warms up for four updates."""
+    """A tiny policy, and an learner over it that warms up for four updates."""
     model = tiny.model()
     optimizer = MasterAdamW(model, learning_rate=1e-2)
     schedule = make_schedule(optimizer, "constant_with_warmup", warmup_steps=4, total_steps=10)
-    return model, Updater(Policy.of(model), optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens)
+    return model, Learner(Policy.of(model), optimizer, schedule, max_grad_norm=max_grad_norm, max_tokens=max_tokens)
 
 
 def weights_of(model):
@@ -37,9 +37,9 @@ def sum_over_completions(model, sizes=None):
 def test_gradients_add_up_over_micro_batches():
     norms, ends = [], []
     for max_tokens, count in ((1000, 1), (12, 4)):
-        model, updater = updater_of(max_tokens)
+        model, learner = updater_of(max_tokens)
         sizes = []
-        norms.append(updater.step(samples_of(), sum_over_completions(model, sizes))[0])
+        norms.append(learner.step(samples_of(), sum_over_completions(model, sizes))[0])
         ends.append(weights_of(model))
         assert sum(sizes) == len(samples_of()) and len(sizes) >= count
     torch.testing.assert_close(*norms)
@@ -47,26 +47,26 @@ def test_gradients_add_up_over_micro_batches():
 
 
 def test_the_norm_is_that_before_clipping():
-    norms = [updater.step(samples_of(), sum_over_completions(model))[0] for model, updater in
+    norms = [learner.step(samples_of(), sum_over_completions(model))[0] for model, learner in
              (updater_of(max_grad_norm=bound) for bound in (1e-3, 1e3))]  # fmt: skip
     torch.testing.assert_close(*norms)
     assert norms[0] > 1e-2
 
 
 def test_without_samples_nothing_moves():
-    model, updater = updater_of()
+    model, learner = updater_of()
     before = weights_of(model)
-    assert updater.step([], sum_over_completions(model)) == (0, None)
+    assert learner.step([], sum_over_completions(model)) == (0, None)
     assert torch.equal(weights_of(model), before)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_moves_nothing_and_the_schedule_goes_on(bad):
-    model, updater = updater_of()
-    updater.step(samples_of(), sum_over_completions(model))
-    before, rate = weights_of(model), updater.schedule.get_last_lr()[0]
+    model, learner = updater_of()
+    learner.step(samples_of(), sum_over_completions(model))
+    before, rate = weights_of(model), learner.schedule.get_last_lr()[0]
     loss = sum_over_completions(model)
-    assert updater.step(samples_of(), lambda part, batch: bad * loss(part, batch))[0].isnan()
+    assert learner.step(samples_of(), lambda part, batch: bad * loss(part, batch))[0].isnan()
     assert torch.equal(weights_of(model), before)
-    assert updater.schedule.get_last_lr()[0] > rate
-    assert updater.step(samples_of(), loss)[0].isfinite() and not torch.equal(weights_of(model), before)
+    assert learner.schedule.get_last_lr()[0] > rate
+    assert learner.step(samples_of(), loss)[0].isfinite() and not torch.equal(weights_of(model), before)
