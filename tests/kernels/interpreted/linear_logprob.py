@@ -142,7 +142,7 @@ def test_row_offsets_pass_2_to_the_31():
     rows, _ = head_kernels.linear_logprob_fwd(
         head.hidden, head.weight, None, head.targets, 1.0, None, None, False, False, 64, None
     )
-    stats = head_kernels.Rows(*rows).normalized()
+    stats = head_kernels.RowStats(*rows).normalized()
     plain_head = head_kernels.Head(head.hidden, head.weight, None, head.targets, 1.0, None, None).checked()
     head_kernels.linear_exp_fwd(plain_head, stats.anchor, exps, patch=stats.patch, sums=False)
     p = (head.hidden.float() @ head.weight.float().T).softmax(-1)
