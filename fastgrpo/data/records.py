@@ -159,11 +159,7 @@ class TrainerState:
         return {name: getattr(self, name) for name in _PROGRESS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, except `max_steps`, which the settings of the resumed run decide.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore what `state_dict` returned, except `max_steps`, which the settings of the resumed run decide."""
         for name in _PROGRESS:
             if name != "max_steps":
                 setattr(self, name, state[name])

@@ -52,28 +52,11 @@ class Rows(Sequence):
             yield result
 
     def map(self, function: Callable[[dict], dict]) -> Self:
-        """Make new rows of these.
-
-        Args:
-            function: A function that returns a new row for a row, and raises ValueError where it cannot.
-
-        Returns:
-            The new rows, whose places are those of the old ones.
-
-        Raises:
-            ValueError: The function raised it; the place of the row is put before what it said.
-        """
+        """Make new rows of these, with the same places. Errors of `function` are told as in `each`."""
         return type(self)(list(self.each(function)), self.where)
 
     def head(self, count: int | None) -> Self:
-        """Return the first rows.
-
-        Args:
-            count: How many; None for all.
-
-        Returns:
-            The rows themselves, or as many of them as were asked for.
-        """
+        """Return the first `count` rows; None for all."""
         if count is None or count >= len(self):
             return self
         return type(self)([self.rows[index] for index in range(count)], self.where)

@@ -26,14 +26,7 @@ class Source(Stateful, Protocol):
         """Return the number of rows of one epoch."""
 
     def take(self, count: int) -> list[dict]:
-        """Draw the next rows.
-
-        Args:
-            count: How many.
-
-        Returns:
-            The rows.
-        """
+        """Draw the next `count` rows."""
 
     def observe(self, accuracy: float) -> str | None:
         """Take note of the accuracy of a step.
@@ -85,14 +78,7 @@ class ShuffledRows:
         return len(self.rows)
 
     def take(self, count: int) -> list[dict]:
-        """Draw the next rows.
-
-        Args:
-            count: How many.
-
-        Returns:
-            The rows.
-        """
+        """Draw the next `count` rows."""
         start, self.drawn = self.drawn, self.drawn + count
         return [self.rows[self._order(n // len(self.rows))[n % len(self.rows)]] for n in range(start, self.drawn)]
 
@@ -106,11 +92,7 @@ class ShuffledRows:
         return self._cached[1]
 
     def observe(self, accuracy: float) -> None:
-        """Ignore the accuracy, which does not change the order of the rows.
-
-        Args:
-            accuracy: The share of the step's completions that were right.
-        """
+        """Ignore the accuracy, which does not change the order of the rows."""
 
     def metrics(self) -> dict[str, float]:
         """Return no metrics."""
@@ -121,11 +103,7 @@ class ShuffledRows:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where the source stood.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore what `state_dict` returned."""
         self.drawn = state["drawn"]
 
 
@@ -174,25 +152,11 @@ class Curriculum:
         return len(self.levels[-1].source)
 
     def take(self, count: int) -> list[dict]:
-        """Draw the next rows of the current level.
-
-        Args:
-            count: How many.
-
-        Returns:
-            The rows.
-        """
+        """Draw the next `count` rows of the current level."""
         return self.levels[self.level].source.take(count)
 
     def observe(self, accuracy: float) -> str | None:
-        """Count a step on the current level, and move on where the level is done.
-
-        Args:
-            accuracy: The share of the step's completions that were right.
-
-        Returns:
-            A sentence that names the next level where the curriculum moved, else None.
-        """
+        """Count a step on the current level; where the level is done, move on and return a message."""
         level = self.levels[self.level]
         self.steps += 1
         self.recent = [*self.recent, accuracy][-self.WINDOW :]
@@ -220,11 +184,7 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where the curriculum stood.
-
-        Args:
-            state: The dictionary that `state_dict` returned.
-        """
+        """Restore what `state_dict` returned."""
         self.level, self.recent, self.steps = state["level"], state["recent"], state["steps"]
         for level, source in zip(self.levels, state["sources"], strict=True):
             level.source.load_state_dict(source)
