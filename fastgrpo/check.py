@@ -18,8 +18,8 @@ from fastgrpo.config import sections
 from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Positive, Whole, settings_class
 from fastgrpo.config.settings import Settings
-from fastgrpo.data.prompts import shortened, with_text
-from fastgrpo.data.records import Sample, TrainerState
+from fastgrpo.data.prompts import shortened
+from fastgrpo.data.records import Sample, TrainerState, with_text
 from fastgrpo.data.rows import as_rows
 from fastgrpo.evaluation.heldout import complete, load_sampler
 from fastgrpo.evaluation.reward_check import Finding, check_reward

@@ -6,7 +6,6 @@ learned, each after all that came before it. A completion is tokenized alone, as
 ends with a stop token.
 """
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -133,13 +132,6 @@ def shortened(text: str | list, limit: int = 60) -> str:
         text = text[-1].get("content", text[-1]) if isinstance(text[-1], dict) else text[-1]
     shown = repr(str(text))
     return shown if len(shown) <= limit else shown[:limit] + "...'"
-
-
-def with_text(sample: Sample, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Add the text of a drawn sample, and what reward functions see of its prompt."""
-    text = tokenizer.decode(sample.ids, skip_special_tokens=True)
-    content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
-    return dataclasses.replace(sample, prompt=prompt.prompt, columns=prompt.columns, content=content)
 
 
 def is_example(row: dict) -> bool:

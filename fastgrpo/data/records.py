@@ -104,6 +104,13 @@ class Sample:
         return self.advantage != 0 if self.token_advantages is None else bool((self.token_advantages != 0).any())
 
 
+def with_text(sample: Sample, prompt: Prompt, tokenizer: Any) -> Sample:
+    """Add the text of a drawn sample, and what reward functions see of its prompt."""
+    text = tokenizer.decode(sample.ids, skip_special_tokens=True)
+    content = text if isinstance(prompt.prompt, str) else [{"role": "assistant", "content": text}]
+    return dataclasses.replace(sample, prompt=prompt.prompt, columns=prompt.columns, content=content)
+
+
 @dataclass
 class TrainerState:
     """How far a run has come. Reward functions get it as `trainer_state`.

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastgrpo.config.sections import POOL_WORKERS, REWARD_ERRORS
-from fastgrpo.data.prompts import copied, shortened, with_text
-from fastgrpo.data.records import Prompt, Sample, TrainerState
+from fastgrpo.data.prompts import copied, shortened
+from fastgrpo.data.records import Prompt, Sample, TrainerState, with_text
 from fastgrpo.policy.device import choose_device
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.guard import Failure, attempt, awaited, cores, shown

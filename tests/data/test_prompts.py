@@ -6,8 +6,8 @@ import threading
 import pytest
 import tiny
 
-from fastgrpo.data.prompts import RESERVED, copied, to_prompt, with_text
-from fastgrpo.data.records import Prompt, Sample
+from fastgrpo.data.prompts import RESERVED, copied, to_prompt
+from fastgrpo.data.records import Prompt, Sample, with_text
 
 
 def test_prompts():
