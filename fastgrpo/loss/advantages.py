@@ -50,10 +50,9 @@ def group_advantages(
             f"rewards must be [S] with S a multiple of group_size={group_size}, got shape {tuple(rewards.shape)}"
         )
     NOT_NEGATIVE.check("eps", eps)
-    if scale not in SCALES:
-        raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
-    if baseline not in BASELINES:
-        raise ValueError(f"baseline must be one of {', '.join(BASELINES)}, got {baseline!r}")
+    for name, value, choices in (("scale", scale, SCALES), ("baseline", baseline, BASELINES)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     groups = rewards.double().reshape(-1, group_size)
     large = groups[groups.abs() > LARGEST]
     if len(large):

@@ -163,12 +163,9 @@ def _compacted(rows):
 
 
 def trusted(
-    kernel: str,
-    device: torch.device,
-    variant: dict[str, Any],
-    compare: Callable[[], str | None],
+    kernel: str, device: torch.device, variant: dict[str, Any], compare: Callable[[], str | None],
     remedy: str | None = None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Tell whether to use a kernel. `compare` checks a new variant, and returns what is wrong with it, or None.
 
     With a `remedy`, a failure is an error that names it. While a CUDA graph is recorded or torch.compile traces, the

@@ -175,10 +175,9 @@ def check_temperature(temperature: float | torch.Tensor, tokens: torch.Tensor) -
 
 def _check_tokens(inputs):
     """Check each input by itself. `check_kept` looks at the values of the tokens that are used."""
-    for name in (
-        "advantages", "mask", "old_logps", "ref_logps", "sampler_logps", "token_weights", "entropy_weights"
-    ):  # fmt: skip
-        if getattr(inputs, name) is not None or name == "advantages":
+    check_constant(inputs.advantages, "advantages", inputs.targets)
+    for name in ("mask", "old_logps", "ref_logps", "sampler_logps", "token_weights", "entropy_weights"):
+        if getattr(inputs, name) is not None:
             check_constant(getattr(inputs, name), name, inputs.targets)
     if inputs.mask is not None and inputs.mask.dtype != torch.bool:
         check_values(inputs.mask, "mask", "be 0, or positive where a token counts", lambda mask: mask >= 0)
@@ -188,9 +187,7 @@ def _check_tokens(inputs):
     if isinstance(count, torch.Tensor):
         if count.numel() != 1:
             raise ValueError(f"num_items_in_batch must be one number, got shape {tuple(count.shape)}")
-        check_values(
-            count, "num_items_in_batch", "be finite and at least 0", lambda n: n.isfinite() & (n >= 0)
-        )  # fmt: skip
+        check_values(count, "num_items_in_batch", "be finite and at least 0", lambda n: n.isfinite() & (n >= 0))
     elif count is not None:
         NOT_NEGATIVE.check("num_items_in_batch", count)
 

@@ -332,21 +332,18 @@ def _output(
     `outputs` are [M] values by name, as the autograd functions of kernels/ return them. `like` has the shape of the
     tokens.
     """
-    logps, index = outputs.pop("logps"), kept.index
-    count, active = len(logps), torch.ones(like.shape, dtype=torch.bool, device=like.device)
-    if kept.active is not None:  # metrics cover only active rows
-        outputs = {name: torch.where(kept.active, values, 0) for name, values in outputs.items()}
-        logps = torch.where(kept.active, logps, 0)
-        count = kept.active.sum()
-    entropies = outputs.get("entropy")
-    if index is not None:
-        active = torch.zeros(like.numel(), dtype=torch.bool, device=like.device)
-        active = (
-            active.index_fill_(0, index, True) if kept.active is None else active.index_copy_(0, index, kept.active)
-        )
-        logps = logps.new_zeros(like.numel()).index_copy_(0, index, logps)
-        if entropies is not None:
-            entropies = entropies.new_zeros(like.numel()).index_copy_(0, index, entropies)
+
+    def spread(values):
+        whole = values if kept.index is None else values.new_zeros(like.numel()).index_copy_(0, kept.index, values)
+        return whole.view(like.shape)
+
+    logps, active = outputs.pop("logps"), kept.active
+    count = len(logps)
+    if active is None:
+        active = torch.ones(count, dtype=torch.bool, device=like.device)
+    else:  # metrics cover only active rows
+        outputs = {name: torch.where(active, values, 0) for name, values in outputs.items()}
+        logps, count = torch.where(active, logps, 0), active.sum()
     divisor = max(count, 1) if isinstance(count, int) else count.clamp(min=1)
     mean = {name: values.to(logps.dtype).sum() / divisor for name, values in outputs.items()}
     metrics = {
@@ -366,8 +363,8 @@ def _output(
         metrics["head/dropped_mass"] = dropped.amax() if len(dropped) else mean["dropped_mass"]
     if "importance" in outputs:
         metrics |= _sampler_metrics(outputs["importance"], outputs["sampler_gap"], kept.active, divisor)
-    entropies = None if entropies is None else entropies.view(like.shape)
-    return GRPOLossOutput(loss, logps.view(like.shape), active.view(like.shape), metrics, entropies)
+    entropies = spread(outputs["entropy"]) if "entropy" in outputs else None
+    return GRPOLossOutput(loss, spread(logps), spread(active), metrics, entropies)
 
 
 def _sampler_metrics(importance, gap, active, count):
