@@ -113,21 +113,10 @@ def run(
 ) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None], PolicyRows]:  # fmt: skip
     """Compute an operation by its kernel if the self-check trusts it, else in plain PyTorch.
 
-    Args:
-        name: Name of the operation, for messages.
-        backend: "triton" or "chunked".
-        kernel: (states, rows, *head) -> the loss and values of the kept rows.
-        plain: The same in plain PyTorch.
-        states: [N, D] hidden states, [N, V] logits or [N] log-probs.
-        rows: The kept rows.
-        head: The weight and bias, or nothing.
-        objective: The objective of a loss.
-        by_name: Whether the caller asked for backend="triton". A kernel that fails its check is then an error.
-        check: Whether to check. Ranks that share a vocabulary do not, because they would have to fail together.
-        options: What else the kernel is compiled for.
-
-    Returns:
-        What the kernel or its twin returned, and the rows that they are about.
+    `kernel` and `plain` map (states, rows, *head) to the loss and the values of the kept rows. The states are hidden
+    states [N, D], logits [N, V] or log-probs [N]. With `by_name` the caller asked for "triton", so that a failed check
+    is an error. Ranks that share a vocabulary do not `check`, because they would have to fail together. `options` name
+    what else the kernel is compiled for. Returns what was computed, and the rows that it is about.
     """
     if backend == "triton" and check and len(rows.targets) and not torch.compiler.is_compiling():
         gradient = any(needed(states, *head))

@@ -16,7 +16,7 @@ from paths import ROOT
 from selenium import webdriver
 from selenium.webdriver.support.wait import WebDriverWait
 
-PUBLIC = ("fastgrpo", *(f"fastgrpo.{wing}" for wing in ("config", "data", "loss", "rewards", "trainer")))
+PUBLIC = ("fastgrpo", *(f"fastgrpo.{wing}" for wing in ("config", "data", "rewards", "trainer")))
 LOADING = {  # tag -> the attribute whose address a browser loads by itself
     "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "embed": "src",
     "object": "data", "link": "href",
