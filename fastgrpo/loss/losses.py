@@ -327,11 +327,7 @@ def _refuse_full_kl(objective, given):
 def _output(
     loss: torch.Tensor, outputs: dict[str, torch.Tensor], kept: PolicyRows, like: torch.Tensor
 ) -> GRPOLossOutput:
-    """Spread the results of the kept rows over all tokens, and reduce them to metrics.
-
-    `outputs` are [M] values by name, as the autograd functions of kernels/ return them. `like` has the shape of the
-    tokens.
-    """
+    """Spread the results [M] of the kept rows over all tokens, in the shape of `like`, and reduce them to metrics."""
 
     def spread(values):
         whole = values if kept.index is None else values.new_zeros(like.numel()).index_copy_(0, kept.index, values)
