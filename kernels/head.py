@@ -232,6 +232,12 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
     # One multiply-add an element. The product of anchor and scale is rounded, which moves x2 of a row by half a unit in
     # the last place of the anchor: as much as rounding the logit to fp32 does.
     x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
+    first = block_n * BLOCK_N
+    target = tl.load(target_ptr + rows, mask=row_ok, other=-1).to(tl.int32)
+    # Columns past V are zeros that the load filled in; they must not count as logits of 0.
+    if bias_ptr is not None or ENTROPY:  # one way to the sums: two would need more registers than there are
+        cols = first + tl.arange(0, BLOCK_N)
+        x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
     e = tl.exp2(x2)
     stored = e
     if mix_ptr is not None:
@@ -242,15 +248,19 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
         stored *= 1.0 - bent * bent  # the cap's slope: dy/dx = 1 - tanh^2
     total = tl.zeros_like(anchor)
     entropy = tl.zeros_like(anchor)
-    if SUM or patch_ptr is not None:
-        target = tl.load(target_ptr + rows, mask=row_ok, other=-1).to(tl.int32)
-        # Few tiles hold a target or end past V, and the others need no masks. With a bias or an entropy, two ways to
-        # the sums would need more registers than there are.
-        plain = False
-        if bias_ptr is None and not ENTROPY:
-            ends = first + BLOCK_N
-            plain = (tl.max(((target >= first) & (target < ends)).to(tl.int32)) == 0) & (ends <= vocab)
-        if plain:
+    if bias_ptr is not None or ENTROPY:
+        if patch_ptr is not None:
+            cols = first + tl.arange(0, BLOCK_N)
+            patch = tl.load(patch_ptr + rows, mask=row_ok, other=0.0)
+            stored = tl.where(cols[None, :] == target[:, None], patch[:, None], stored)
+        if SUM:
+            total = tl.sum(e, axis=1)
+        if ENTROPY:
+            entropy = tl.sum(e * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
+    else:
+        # Few tiles hold a target or end past V, and the others need no masks.
+        ends = first + BLOCK_N
+        if (tl.max(((target >= first) & (target < ends)).to(tl.int32)) == 0) & (ends <= vocab):
             total = tl.sum(e, axis=1)
         else:
             cols = first + tl.arange(0, BLOCK_N)
@@ -258,11 +268,7 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
             if patch_ptr is not None:
                 stored = tl.where(is_target, tl.load(patch_ptr + rows, mask=row_ok, other=0.0)[:, None], stored)
             if SUM:
-                # Columns past V are zeros that the load filled in; they must not count as logits of 0.
-                others = tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0)
-                total = tl.sum(others, axis=1)
-                if ENTROPY:
-                    entropy = tl.sum(others * tl.maximum(x2, -1e30), axis=1)  # finite, since 0 * -inf would be NaN
+                total = tl.sum(tl.where((cols < vocab)[None, :] & (is_target == 0), e, 0.0), axis=1)
     return stored, total, entropy
 
 
@@ -384,12 +390,13 @@ def anchor_fwd(head: Head) -> torch.Tensor:
     return out
 
 
-def flattens(has_bias: bool) -> bool:
+def flattens(major: int, has_softcap: bool, has_bias: bool) -> bool:
     """Return whether the persistent kernel makes one loop of its tiles and of their depth.
 
-    The loads of the next tile are then under way during the epilogue of this one. With a bias that would spill.
+    The loads of the next tile are then under way during the epilogue of this one. With a bias that would spill on
+    sm_90, and with a soft-cap on sm_100.
     """
-    return not has_bias
+    return not (has_softcap if major == 10 else has_bias)
 
 
 def linear_exp_fwd(
@@ -443,7 +450,7 @@ def linear_exp_fwd(
             TensorDescriptor.from_tensor(head.weight, [blocks.cols, blocks.depth]),
             None if exps is None else TensorDescriptor.from_tensor(exps, [blocks.rows, blocks.cols]),
         )
-        flatten = flattens(head.bias is not None)
+        flatten = flattens(major, head.softcap is not None, head.bias is not None)
         _linear_exp_fwd_kernel[(count,)](*descriptors, *common, PROGRAMS=count, FLATTEN=flatten, **options)
     else:
         splits = tiles if flags is None else launch.GUARD_SPLITS

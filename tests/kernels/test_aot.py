@@ -122,7 +122,7 @@ def descriptor(capability, variant, form):
         return None
     kernel, options = head_kernels._linear_exp_fwd_kernel, VARIANTS[variant]
     blocks = launch.exp_blocks(capability // 10, "softcap" in options, "bias" in options)
-    flatten = head_kernels.flattens("bias" in options)
+    flatten = head_kernels.flattens(capability // 10, "softcap" in options, "bias" in options)
     constants = sizes(blocks, PROGRAMS=132, GROUP_M=head_kernels.GROUP_M, FLATTEN=flatten)
     left_out = {"stored": ("patch_ptr",), "forward-only": ("patch_ptr", "e_desc"), "recomputing": ("total_ptr",)}[form]
     constants |= absent(kernel, options, "mix_ptr", *left_out)
