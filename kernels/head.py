@@ -232,10 +232,10 @@ def _exp_epilogue(acc, rows, block_n, n_rows, vocab, anchor_ptr, target_ptr, pat
     # One multiply-add an element. The product of anchor and scale is rounded, which moves x2 of a row by half a unit in
     # the last place of the anchor: as much as rounding the logit to fp32 does.
     x2 = tl.fma(y, tl.broadcast_to(scale[:, None], y.shape), tl.broadcast_to((-anchor * scale)[:, None], y.shape))
-    first = block_n * BLOCK_N
     target = tl.load(target_ptr + rows, mask=row_ok, other=-1).to(tl.int32)
     # Columns past V are zeros that the load filled in; they must not count as logits of 0.
-    if bias_ptr is not None or ENTROPY:  # one way to the sums: two would need more registers than there are
+    # One way to the sums then, since two would need more registers than there are. With a mix there are no sums.
+    if (bias_ptr is not None or ENTROPY) and mix_ptr is None:
         cols = first + tl.arange(0, BLOCK_N)
         x2 = tl.where((cols < vocab)[None, :] & (cols[None, :] != target[:, None]), x2, float("-inf"))
     e = tl.exp2(x2)
@@ -876,22 +876,8 @@ def linear_logprob_bwd(hidden: Tensor, weight: Tensor, bias: Tensor | None, targ
                        group: str | None) -> None:  # fmt: skip
     """Recompute E by chunks and write the gradients that follow from it.
 
-    Args:
-        hidden: [N, D] bf16.
-        weight: [V, D] in the dtype of hidden.
-        bias: [V] or None.
-        targets: [N] int64.
-        temperature: T of all rows, read where `temperatures` is None.
-        temperatures: [N] T of each row, or None.
-        softcap: Cap of the logits, or None.
-        rows: [7, N] fp32, `RowStats` of the forward.
-        g: [N] fp32, gradient of the log-probs.
-        h: [N] fp32, gradient of the entropies, or None.
-        dh: [N, D], or None.
-        dw: [V, D], or None.
-        dbias: [V] fp32, or None.
-        chunk_rows: The most rows of a chunk.
-        group: Name of the process group of a sharded weight, or None.
+    The arguments up to `softcap` are those of `linear_logprob_fwd`, which returned `rows`. g [N] and h [N] or None are
+    the gradients of log-probs and entropies, fp32. `empty_gradients` makes dh, dw and dbias.
     """
     slices = chunk_slices(len(hidden), chunk_rows)
     total = dw if dw is None or len(slices) == 1 else torch.empty_like(dw, dtype=torch.float32)

@@ -203,8 +203,8 @@ def decode_blocks(rows: int, depth: int, dtype: torch.dtype) -> Blocks:
     if INTERPRET:
         return Blocks(min(rows, 32), 16, depth, 4, 1)
     if dtype == torch.float32:
-        # Other warps or stages would spill some bytes; more stages of the largest depth exceed 99 KiB.
-        return Blocks(min(rows, 32), 16, depth, 4 if rows == 16 and depth > 128 else 8, 3 if depth <= 128 else 2)
+        # Other sizes would spill some bytes on one capability or another.
+        return Blocks(16 if depth == 128 else min(rows, 32), 16, depth, 4 if rows == 16 and depth > 128 else 8, 2)
     if depth > 128:
         # Larger blocks want more than the 99 KiB of shared memory of sm_86, sm_89 and sm_120, and spill elsewhere.
         return Blocks(min(rows, 64), 32, depth, 8, 2)

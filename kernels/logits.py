@@ -341,27 +341,8 @@ def logits_grpo_(logits: Tensor, places: Tensor | None, targets: Tensor, tempera
                  tau_neg: float) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Read the logits once, compute the loss, and write its gradient over the logits.
 
-    Args:
-        logits: [N, V] with contiguous rows.
-        places: [N] int64, the place of each row among the kept tokens, or -1; None where all are kept.
-        targets: [M] int64.
-        temperature: T of all tokens, read where `temperatures` is None.
-        temperatures: [M] T of each token, or None.
-        old: [M] log-probs under the policy that drew the tokens, or None for a ratio of 1.
-        ref: [M] log-probs under the reference, or None for no KL.
-        advantages: [M].
-        weights: [M], which carry the mask and the whole aggregation.
-        importance: [M] importance weights against the sampler, or None for 1.
-        bonus: [M] weights of the entropy, which the loss subtracts, or None.
-        surrogate: Name of the surrogate: clip, cispo or sapo.
-        kl: Name of the KL estimator: k1, k2, k3 or abs.
-        correct_kl: Whether the KL is multiplied by the ratio.
-        low: Lower bound of the clipped ratio.
-        high: Upper bound of the clipped ratio.
-        delta: Upper bound of the unclipped ratio, or None.
-        beta: Factor of the KL.
-        tau_pos: SAPO's temperature for tokens with a positive advantage.
-        tau_neg: SAPO's temperature for the other tokens.
+    The first five arguments are those of `logits_stats`, and `bonus` [M] is the weights of the entropy, which the loss
+    subtracts, or None. The others are those of `policy_loss_rows`.
 
     Returns:
         [4, M] as `logits_stats` returns it, and [6, M] as `policy_loss_rows` returns it.

@@ -161,32 +161,15 @@ def policy_parts(
 
 
 def sequence_sum(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Give each token the sum over its sequence. segment_reduce sums in a fixed order.
-
-    Args:
-        values: [M] floats.
-        lengths: [S] int64 tokens of each sequence.
-
-    Returns:
-        [M].
-    """
+    """Give each token [M] the sum over its sequence of `lengths` [S] int64 tokens, in a fixed order."""
     # unsafe=True: the safe form looks at the lengths, which makes the host wait for the device
     total = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
     return total.repeat_interleave(lengths, output_size=len(values))
 
 
 def sequence_mean(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Give each token the mean over its sequence.
-
-    Args:
-        values: [M] floats.
-        lengths: [S] int64 tokens of each sequence.
-
-    Returns:
-        [M].
-    """
-    mean = torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True) / lengths.clamp(min=1)
-    return mean.repeat_interleave(lengths, output_size=len(values))
+    """Give each token [M] the mean over its sequence of `lengths` [S] int64 tokens."""
+    return sequence_sum(values, lengths) / lengths.repeat_interleave(lengths, output_size=len(values))
 
 
 LOG_RATIO_MAX = 20.0  # vespo holds log-ratios to [-20, 20] and sequence weights to [1e-8, e^20], as TRL does
