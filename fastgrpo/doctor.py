@@ -179,7 +179,7 @@ def judges_to_come(config: TrainConfig, device: torch.device) -> int:
     from fastgrpo.rewards.models import auto_class, same_device
 
     stated, total = config.reward_device, 0
-    if stated != "auto" and not same_device(choose_device(stated, "reward_device"), device):
+    if stated != "auto" and not same_device(choose_device(stated, "device of reward_model_kwargs"), device):
         return 0
     code = config.trust_remote_code
     for name in config.reward_funcs:

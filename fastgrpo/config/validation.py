@@ -59,9 +59,21 @@ use_liger_kernel gradient_checkpointing max_steps num_train_epochs max_tokens_pe
 RESUME_MAY_CHANGE, RESUME_INEXACT = frozenset(RESUME_MAY_CHANGE.split()), frozenset(RESUME_INEXACT.split())
 
 
-def on_resume(name: str) -> str:
-    """Say what a resumed run may do with a setting: "free", "inexact" or "same"."""
+def on_resume(name: str, before: Any = None, now: Any = None) -> str:
+    """Say whether a resumed run may change a setting, and between these values: "free", "inexact" or "same"."""
+    if name == "ref_storage" and {"int8", "nf4"} & {before, now}:  # a quantized reference is another one
+        return "same"
+    if name == "reward_model_kwargs" and _but_device(before) != _but_device(now):
+        return "same"
+    if name == "rollout_backend" and {before, now} == {"fast", "eager"}:
+        return "inexact"
+    if name == "parallel" and "fsdp2_offload" in (before, now):  # another device computes the updates
+        return "inexact"
     return "free" if name in RESUME_MAY_CHANGE else "inexact" if name in RESUME_INEXACT else "same"
+
+
+def _but_device(kwargs):
+    return {name: value for name, value in keywords("reward_model_kwargs", kwargs).items() if name != "device"}
 
 
 def validate(record: Any) -> None:
@@ -182,9 +194,11 @@ def _tokens_can_have_advantages(
 
 def _reward_models_take_these(reward_model_kwargs):
     known = ("device", "separator", "aggregation", "step_tag", "good_token", "bad_token")
-    for name in keywords("reward_model_kwargs", reward_model_kwargs):
+    for name, value in keywords("reward_model_kwargs", reward_model_kwargs).items():
         if name not in known:
             raise ValueError(f"reward_model_kwargs has an unknown argument {name!r}; it takes {', '.join(known)}")
+        if not isinstance(value, str):
+            raise ValueError(f"{name} of reward_model_kwargs must be text, got {value!r}; change it or leave it out")
 
 
 def _the_entropy_bonus_has_room(entropy_coef_min, entropy_coef_max):

@@ -116,13 +116,11 @@ class Level:
         source: The rows that are drawn during the level.
         until_accuracy: The level ends when the mean accuracy of `Curriculum.WINDOW` steps reaches this value. None
             sets no such end.
-        until_steps: The level ends after this many steps. None sets no such end.
     """
 
     name: str
     source: ShuffledRows
     until_accuracy: float | None = None
-    until_steps: int | None = None
 
 
 class Curriculum:
@@ -141,7 +139,7 @@ class Curriculum:
         if not levels:
             raise ValueError("a curriculum needs at least one level")
         self.levels = levels
-        self.level, self.recent, self.steps = 0, [], 0
+        self.level, self.recent = 0, []
 
     @property
     def rows(self) -> Rows:
@@ -158,16 +156,15 @@ class Curriculum:
     def observe(self, accuracy: float) -> str | None:
         """Count a step on the current level; where the level is done, move on and return a message."""
         level = self.levels[self.level]
-        self.steps += 1
         self.recent = [*self.recent, accuracy][-self.WINDOW :]
         able = (
             level.until_accuracy is not None
             and len(self.recent) == self.WINDOW
             and sum(self.recent) / self.WINDOW >= level.until_accuracy
         )
-        if self.level + 1 == len(self.levels) or not (able or self.steps == level.until_steps):
+        if not able or self.level + 1 == len(self.levels):
             return None
-        self.level, self.recent, self.steps = self.level + 1, [], 0
+        self.level, self.recent = self.level + 1, []
         return f"the curriculum moves on to {self.levels[self.level].name}"
 
     def metrics(self) -> dict[str, float]:
@@ -179,12 +176,11 @@ class Curriculum:
         return {
             "level": self.level,
             "recent": self.recent,
-            "steps": self.steps,
             "sources": [level.source.state_dict() for level in self.levels],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.level, self.recent, self.steps = state["level"], state["recent"], state["steps"]
+        self.level, self.recent = state["level"], state["recent"]
         for level, source in zip(self.levels, state["sources"], strict=True):
             level.source.load_state_dict(source)

@@ -22,7 +22,7 @@ def choose_device(name: str = "auto", setting: str = "device") -> torch.device:
     except RuntimeError:
         raise ValueError(f"{setting} must be cuda, cuda:N, cpu or auto, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{setting}={name!r} was asked for, but torch sees no CUDA device; use --{setting} cpu")
+        raise ValueError(f"{setting}={name!r} was asked for, but torch sees no CUDA device; use cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{setting}={name!r} was asked for, but torch sees {torch.cuda.device_count()} CUDA device(s)")
     return device

@@ -145,7 +145,7 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
     for field in fields(config):
         # Both go through JSON, as the old one did: tuples are lists there.
         old, new = (json.loads(json.dumps(v)) for v in (before.get(field.name, field.default), now[field.name]))
-        rule, (_, holds) = on_resume(field.name), CONDITIONS.get(field.name, (None, None))
+        rule, (_, holds) = on_resume(field.name, old, new), CONDITIONS.get(field.name, (None, None))
         if old == new or rule == "free" or (field.name in CHOSEN and "auto" in (old, new)):
             continue
         if holds is not None and not (holds(earlier) or holds(config)):
@@ -153,8 +153,8 @@ def check_settings(checkpoint: Path, config: TrainingConfig, say: Callable[[str]
         if rule == "same":
             anew = f", or start a new run from its weights: --model_name_or_path {checkpoint}"
             raise ValueError(
-                f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}; leave {field.name} as it was"
-                + ("" if config.use_peft else anew)
+                f"{checkpoint} was trained with {field.name}={old!r}, now it is {new!r}, which changes what is "
+                f"learned; leave {field.name} as it was" + ("" if config.use_peft else anew)
             )
         say(
             f"warning: {field.name} was {old!r} and is {new!r} now: the run continues, but not bit for bit as it would "

@@ -8,7 +8,9 @@ Shapes: h hidden size, H query heads, K key heads, d head width, f width of the 
 
 import copy
 import dataclasses
+import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer as Layer
 
+from fastgrpo.config.fields import keywords
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
 from fastgrpo.kernels.head_torch import chunk_rows
 from fastgrpo.loss.dispatch import HAS_TRITON
@@ -437,18 +440,20 @@ def _changes(config, ranks):
     """List the flags that may save memory, each with the settings that it changes."""
     without_reference = {"ref_storage": None, "sync_ref_model": False}
     tokens, length = config.max_tokens_per_microbatch // 2, config.max_completion_length // 2
+    judges = json.dumps(keywords("reward_model_kwargs", config.reward_model_kwargs) | {"device": "cpu"})
     changes = {
         "--use_peft True": {"use_peft": True} | (without_reference if isinstance(config, GRPOConfig) else {}),
         "--beta 0": {"beta": 0.0} | without_reference,
         "--ref_storage cpu": {"ref_storage": "cpu"},
         "--ref_storage nf4": {"ref_storage": "nf4"},
-        '--reward_model_kwargs \'{"device": "cpu"}\'': {"reward_model_kwargs": {"device": "cpu"}},
+        f"--reward_model_kwargs {shlex.quote(judges)}": {"reward_model_kwargs": judges},
         "--gradient_checkpointing True": {"gradient_checkpointing": True},
         f"--max_tokens_per_microbatch {tokens}": {"max_tokens_per_microbatch": tokens},
         f"--max_completion_length {length}": {"max_completion_length": length},
         "--rollout_memory_utilization 1": {"rollout_memory_utilization": 1.0},
-        "--rollout_backend eager": {"rollout_backend": "eager"},
     }
+    if config.rollout_backend == "fast":
+        changes["--rollout_backend eager"] = {"rollout_backend": "eager"}
     shards = {f"--parallel {way}": {"parallel": way} for way in ("fsdp2", "fsdp2_offload")}
     return changes | (shards if ranks > 1 else {})
 

@@ -30,7 +30,7 @@ def test_auto_is_the_gpu_where_there_is_one(gpus, count, name, device):
 @pytest.mark.parametrize(
     "count, name, match",
     [
-        (0, "cuda", "torch sees no CUDA device; use --device cpu"),
+        (0, "cuda", "torch sees no CUDA device; use cpu"),
         (2, "cuda:2", r"torch sees 2 CUDA device\(s\)"),
         (2, "gpu", "device must be cuda, cuda:N, cpu or auto, got 'gpu'"),
     ],

@@ -10,6 +10,7 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.rewards import find_reward, find_rewards, names_model
 from fastgrpo.rewards.call import Rewards
 from fastgrpo.rewards.models import RewardModel
@@ -103,6 +104,11 @@ def test_a_device_for_reward_models_that_are_not_there_is_refused():
         rewards.device(torch.device("cpu"), "cpu")
     with pytest.raises(ValueError, match=r"^device of reward_model_kwargs must be cuda, .*, got 'tpu7'"):
         Rewards(RewardModel(classifier(), tiny.tokenizer())).device(torch.device("cpu"), "tpu7")
+
+
+def test_arguments_of_reward_models_are_texts():
+    with pytest.raises(ValueError, match="device of reward_model_kwargs must be text, got 1; change it or leave it"):
+        GRPOConfig(reward_model_kwargs={"device": 1})
 
 
 def test_texts_that_are_too_long_get_no_reward(caplog):

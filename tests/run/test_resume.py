@@ -20,7 +20,7 @@ def checkpoint(folder, changes=(), without=()):
     return folder
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS.keys() - {*CHOSEN}))
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() - {*CHOSEN, "reward_model_kwargs"}))
 def test_a_changed_setting_is_refused_or_warned_of_or_free(tmp_path, name):
     folder, said = checkpoint(tmp_path, {name: "before"}), []
     rule, (_, holds) = on_resume(name), CONDITIONS.get(name, (None, None))
@@ -70,6 +70,31 @@ def test_what_is_computed_must_stay_and_what_is_recorded_may_change():
         assert rules[name] == "inexact", name
     for name in ("output_dir", "save_steps", "report_to", "eval_steps", "resume_from_checkpoint"):
         assert rules[name] == "free", name
+
+
+@pytest.mark.parametrize(
+    "name, before, now, rule",
+    [
+        ("ref_storage", None, "cpu", "inexact"),
+        ("ref_storage", None, "int8", "same"),
+        ("ref_storage", "nf4", "cpu", "same"),
+        ("reward_model_kwargs", None, '{"device": "cpu"}', "inexact"),
+        ("reward_model_kwargs", '{"separator": ";"}', '{"device": "cpu", "separator": ";"}', "inexact"),
+        ("reward_model_kwargs", '{"separator": ";"}', None, "same"),
+        ("rollout_backend", "fast", "eager", "inexact"),
+        ("rollout_backend", "fast", "hf", "same"),
+        ("parallel", "ddp", "fsdp2", "free"),
+        ("parallel", "fsdp2", "fsdp2_offload", "inexact"),
+    ],
+)
+def test_some_changes_of_a_setting_are_allowed_and_others_not(tmp_path, name, before, now, rule):
+    folder, said = checkpoint(tmp_path, {"beta": 0.1, name: before}), []
+    if rule == "same":
+        with pytest.raises(ValueError, match=f"trained with {name}=.*, which changes what is learned; leave {name}"):
+            check_settings(folder, GRPOConfig(beta=0.1, **{name: now}), said.append)
+    else:
+        check_settings(folder, GRPOConfig(beta=0.1, **{name: now}), said.append)
+    assert [line.startswith(f"warning: {name} was ") for line in said] == [True] * (rule == "inexact")
 
 
 def test_the_same_settings_go_on_in_silence(tmp_path):

@@ -1,6 +1,9 @@
 """The planned memory against tensors that exist."""
 
+import dataclasses
+import json
 import math
+import shlex
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +22,7 @@ from fastgrpo.rewards.models import RewardModel
 from fastgrpo.rollout import attention
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
-from fastgrpo.trainer.memory import activation_bytes, plan, plan_run
+from fastgrpo.trainer.memory import _changes, activation_bytes, plan, plan_run
 from fastgrpo.trainer.optim import MasterAdamW
 
 CPU = torch.device("cpu")
@@ -151,6 +154,16 @@ def test_a_full_fine_tune_of_7b_is_refused_and_lora_is_named(tmp_path):
     assert "--use_peft True saves" in remedies and "which is enough" in remedies.split(";")[0]
     assert "--ref_storage cpu saves 14.19 GiB" in remedies and "--ref_storage nf4" in remedies
     assert "--beta 0 saves 14.19 GiB" in remedies and remedies.count("enough") == 1
+
+
+def test_remedies_keep_what_was_stated_and_the_backend_of_transformers():
+    config = GRPOConfig(reward_model_kwargs={"separator": "it's", "aggregation": "mean"}, rollout_backend="hf")
+    changes = _changes(config, ranks=1)
+    (flag,) = (flag for flag in changes if flag.startswith("--reward_model_kwargs"))
+    _, text = shlex.split(flag)
+    assert json.loads(text) == {"separator": "it's", "aggregation": "mean", "device": "cpu"}
+    assert dataclasses.replace(config, **changes[flag]).reward_device == "cpu"
+    assert "--rollout_backend eager" not in changes and "--rollout_backend eager" in _changes(GRPOConfig(), 1)
 
 
 def test_only_flags_that_apply_are_named(tmp_path):

@@ -173,7 +173,7 @@ CASES = {
     "schedule of a metric": (flags(lr_scheduler_type="reduce_lr_on_plateau"), "choose another schedule, such as"),
     "GPU that is not there": (
         spoilt(lambda c: c.patch("torch.cuda.is_available", lambda: False), device="cuda"),
-        "device='cuda' was asked for, but torch sees no CUDA device; use --device cpu",
+        "device='cuda' was asked for, but torch sees no CUDA device; use cpu",
     ),
     "GPU beyond those there": (
         spoilt(one_gpu, device="cuda:7"),
