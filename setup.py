@@ -37,7 +37,7 @@ setup(
             "tyro>=1.0,<2",
             "pyyaml>=6,<7",
             "tqdm>=4.66,<5",
-            "filelock>=3.16,<5",
+            "filelock>=3.30,<5",  # before, a forked process kept the lock of a killed run
             "math-verify[antlr4_13_2]>=0.8,<1",
             "matplotlib>=3.9,<4",
             "plotly>=6,<8",

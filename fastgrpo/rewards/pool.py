@@ -75,6 +75,10 @@ class _Job:
         pairs = [(c, r) for c, r in zip(self.calls, self.results, strict=True) if not r.done()]
         return [replace(self, calls=[call], results=[result]) for call, result in pairs]
 
+    def cancel(self):
+        for result in self.results:
+            result.cancel()
+
     def settle(self, value):
         for result in self.results:
             if not result.done():
@@ -121,6 +125,9 @@ class Pool:
         with self.lock:
             workers, self.workers = self.workers, []
             if workers:
+                with contextlib.suppress(queue.Empty):  # a process that is busy reads no job, so to send it would hang
+                    while True:
+                        self.jobs.get_nowait().cancel()
                 os.close(self.bell)  # wakes those that wait
                 [self.jobs.put(None) for _ in workers]
                 [worker.join() for worker in workers]
@@ -141,8 +148,7 @@ class _Worker(threading.Thread):
                     raise self.pool.broken
                 self.make(job, TRIES)
             except CancelledError:
-                for result in job.results:
-                    result.cancel()
+                job.cancel()
             except Exception as error:  # such as that no process can be started
                 if self.pool.broken is None:
                     text = f"the processes that judge completions failed: {type(error).__name__}: {error}"

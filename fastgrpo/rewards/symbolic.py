@@ -58,10 +58,17 @@ def same_values(answer: str, expected: str) -> bool | None:
     answer, expected = _distinct_cases(_plain(answer)), _distinct_cases(_plain(expected))
     with _lock:
         try:
-            return _checker().ask(answer, expected)
-        except (EOFError, OSError):  # the process was killed from outside
-            _close()
-            return _checker().ask(answer, expected)
+            return _ask(answer, expected)
+        except (EOFError, ConnectionError):  # the process was killed from outside
+            return _ask(answer, expected)
+
+
+def _ask(answer, expected):
+    try:
+        return _checker().ask(answer, expected)
+    except BaseException:  # such as a KeyboardInterrupt: its reply would be read as that to the next request
+        _close()
+        raise
 
 
 def _plain(text):

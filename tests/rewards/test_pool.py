@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -140,6 +141,18 @@ def test_an_async_call_that_blocks_or_kills_its_process_costs_no_other_one():
     judged = judge([pool_rewards.blocks], ["a", "kill", "b"], on_error="skip")
     assert str(rewards_of(judged, "blocks")) == "[1.0, nan, 1.0]"
     assert judged.errors == {"blocks": 1}
+
+
+def test_a_pool_whose_jobs_wait_for_a_function_that_hangs_can_be_closed(tmp_path):
+    pool = Pool({"endless": pool_rewards.endless}, 1)
+    # More than a pipe holds: a process that is busy reads nothing.
+    given = [Given({"completions": [f"hang {tmp_path / 'pid'}"], "column": ["x" * 1_000_000]}, (), 1)]
+    results = [pool.submit("endless", given, 0, None)[0] for _ in range(3)]
+    awaited((tmp_path / "pid").exists)
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive() and all(result.cancelled() for result in results)
 
 
 def test_what_a_function_starts_in_another_session_ends_with_it(tmp_path):

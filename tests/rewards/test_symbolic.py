@@ -116,6 +116,19 @@ def test_a_killed_process_is_replaced():
     assert same_values("2 + x", "x + 2") is True and symbolic._started.process.pid != process.pid
 
 
+def test_an_interrupted_comparison_leaves_the_next_ones_their_own_verdicts(monkeypatch):
+    assert same_values("30 + x", "x + 30") is True
+
+    def interrupted(connection):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(symbolic.Connection, "recv_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        same_values("31 + x", "x + 31")
+    assert [same_values(f"{i} + x", "x + 32") for i in range(32, 35)] == [True, False, False]
+
+
 def test_every_thread_and_every_forked_process_comes_to_the_same_verdict():
     assert same_values("3 + x", "x + 3") is True
     with ThreadPoolExecutor(4) as threads:

@@ -1,6 +1,7 @@
 """The lock of a run folder: one holder, in this process and in all others, and no file of somebody else is written."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -102,3 +103,15 @@ def test_a_killed_process_leaves_no_stale_lock(tmp_path):
     child.kill()
     child.wait(60)
     RunFolder(tmp_path).close()
+
+
+def test_a_process_that_a_killed_run_forked_does_not_keep_its_lock(tmp_path):
+    fork = "    pid = os.fork()\n    print(pid, flush=True) if pid else time.sleep(600)\n    os.kill(os.getpid(), 9)\n"
+    code = ("import os, time" + ASK).replace("except", fork + "except")
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as killed:
+        forked = int(killed.stdout.readline())
+        killed.wait(60)
+        try:
+            RunFolder(tmp_path).close()
+        finally:
+            os.kill(forked, signal.SIGKILL)
