@@ -23,7 +23,8 @@ overrides the default below. These are the settings of `python -m fastgrpo.train
 command takes.
 
 A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
-checkpoint may change the setting:
+checkpoint may change the setting. Besides, `ref_storage` must stay if it was or becomes int8 or nf4, and so must all of
+`reward_model_kwargs` but its device. `rollout_backend` may change between fast and eager, with a warning.
 """
 RESUME = {
     "same": "must stay the same",
@@ -45,12 +46,12 @@ print(args.prompts_per_step, args.dtype)  # 2 bfloat16
 ```
 
 `GRPOConfig(...)` takes every argument of `trl.GRPOConfig`, with those of transformers' TrainingArguments, and turns it
-into the settings of [settings.md](settings.md). An argument is a setting of the same name, a translation, nothing at
-all because results do not depend on it, or it is refused with a line that says what to do instead. A value that equals
-TRL's default is never refused. An argument and a setting that contradict each other are an error with the numbers of
-both, and a setting that has no effect is refused here as elsewhere: `num_train_epochs` beside `max_steps`, for example.
-The command line and YAML files take settings alone. `HfArgumentParser` and `TrlParser` read `GRPOConfig` as they read
-TRL's: `TrlParser((ScriptArguments, GRPOConfig))`.
+into the settings of [settings.md](settings.md). An argument is a setting of the same name, is translated, does nothing
+because results do not depend on it, or is refused with a line that says what to do instead. A value that turns
+something off, or equals TRL's default, is never refused. An argument and a setting that contradict each other are an
+error with the numbers of both. A setting that has no effect is refused here too: `num_train_epochs` beside `max_steps`,
+for example. The command line and YAML files take only settings. `HfArgumentParser` and `TrlParser` read `GRPOConfig` as
+they read TRL's: `TrlParser((ScriptArguments, GRPOConfig))`.
 
 What is not stated has the default of settings.md, which is TRL's but for the ones below; an evaluation looks at
 `max_eval_samples` rows and takes place after the last step in any case. Where one of the four arguments of batches is
@@ -85,7 +86,8 @@ Any value is taken, because results do not depend on it.
 """
 REFUSED_INTRODUCTION = """## Refused
 
-TRL's default is taken, and so is what stands behind a name in brackets. Any other value is refused by this line.
+A value that turns the argument off (None, False, 0 or empty) is taken, and so are the values in brackets behind a name.
+Any other value is refused with this line.
 
 | argument | what to do instead |
 |----------|--------------------|
@@ -140,20 +142,18 @@ def from_trl() -> str:
         if name not in plain
     ]
     groups = [
-        (introduction, "\n".join(f"| {_names(names)} | {text} |" for names, text in group))
-        for introduction, group in (
-            (TRANSLATED_INTRODUCTION, TRANSLATED),
-            (IDLE_INTRODUCTION, [(names.split(), text) for names, text in IDLE]),
-            (REFUSED_INTRODUCTION, REFUSED),
+        (introduction, "\n".join(f"| {_names(row[0].split())} | {row[-1]} |" for row in rows))
+        for introduction, rows in (
+            (TRANSLATED_INTRODUCTION, TRANSLATED), (IDLE_INTRODUCTION, IDLE), (REFUSED_INTRODUCTION, REFUSED),
         )
-    ]
+    ]  # fmt: skip
     older = f"Earlier versions of TRL and transformers had {_listed(sorted(OLDER))}, which are taken, too."
     parts = [FROM_TRL, SAME_INTRODUCTION.format(_wrapped(_listed(plain))) + "\n".join(same) + "\n"]
     return "\n".join([*parts, *(f"{introduction}{rows}\n" for introduction, rows in groups), _wrapped(older) + "\n"])
 
 
 def _names(names: Iterable[str]) -> str:
-    """List arguments, each with the values that are taken beside its default."""
+    """List arguments, each with the values that are taken."""
     shown = []
     for name in names:
         values = ", ".join(f"`{value!r}`" for value in ACCEPTED.get(name, ()))

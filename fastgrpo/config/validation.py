@@ -229,7 +229,7 @@ def _every_update_has_a_group(updates_per_rollout, prompts_per_step):
     if updates_per_rollout > prompts_per_step:
         raise ValueError(
             f"updates_per_rollout={updates_per_rollout} needs as many groups, but prompts_per_step={prompts_per_step} "
-            "gives fewer; raise prompts_per_step"
+            "gives fewer; raise prompts_per_step (or gradient_accumulation_steps, if TRL's batch arguments are given)"
         )
 
 

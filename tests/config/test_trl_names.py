@@ -7,7 +7,7 @@ import pytest
 
 from fastgrpo.config import trl
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.config.trl import ACCEPTED, IDLE_WHY, INSTEAD, MADE, OLDER, OTHER_DEFAULTS, SAME, THEIRS
+from fastgrpo.config.trl import ACCEPTED, BATCH, IDLE_WHY, INSTEAD, MADE, OLDER, OTHER_DEFAULTS, SAME, THEIRS
 
 OURS = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
 
@@ -21,14 +21,16 @@ def defaults():
 
 def test_every_field_of_trl_is_listed_once(defaults):
     assert {*SAME, *THEIRS} - OLDER == {*defaults}
-    rows = (*trl.TRANSLATED, *((names.split(), text) for names, text in trl.IDLE), *trl.REFUSED)
-    listed = [*SAME, *(name for names, _ in rows for name in names)]
+    rows = (*trl.TRANSLATED, *trl.IDLE, *trl.REFUSED)
+    listed = [*SAME, *(name for row in rows for name in row[0].split())]
     assert len(listed) == len({*listed})
 
 
 def test_each_default_is_trls(defaults):
-    for name in defaults.keys() & {*MADE, *INSTEAD}:
-        assert (MADE | INSTEAD)[name][0] == defaults[name], name
+    for name in BATCH:
+        assert BATCH[name] == defaults[name], name
+    for name in defaults.keys() & INSTEAD.keys():
+        assert not defaults[name] or defaults[name] == ACCEPTED[name][0], name
     for name in SAME:
         assert OTHER_DEFAULTS.get(name, OURS[name]) == defaults[name], name
 
@@ -55,7 +57,7 @@ def test_settings_are_settings_and_the_rest_is_none():
 
 
 def test_texts_are_sentences_and_remedies():
-    for text in (*SAME.values(), *IDLE_WHY.values(), *(text for _, text in MADE.values())):
+    for text in (*SAME.values(), *IDLE_WHY.values(), *MADE.values()):
         assert not text or text.endswith("."), text
-    for _, text in INSTEAD.values():
+    for text in INSTEAD.values():
         assert re.match("[a-z]", text) and not text.endswith("."), text

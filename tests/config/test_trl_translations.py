@@ -69,14 +69,12 @@ def test_batches_are_trls(case, monkeypatch):
         ),
         (
             {"steps_per_generation": 2, "generation_batch_size": 16},
-            "steps_per_generation=2 and generation_batch_size=16 are both given, and each follows from the other; "
-            "leave one of them out",
+            "steps_per_generation=2 and generation_batch_size=16 follow from each other; leave one out",
         ),
         (
             {"per_device_train_batch_size": 2, "steps_per_generation": 4},
-            "steps_per_generation=4 with gradient_accumulation_steps=1 makes 4 updates of a step, but its 8 "
-            "completions are 1 groups of num_generations=8, and each update needs one; raise "
-            "gradient_accumulation_steps",
+            "updates_per_rollout=4 needs as many groups, but prompts_per_step=1 gives fewer; raise prompts_per_step "
+            "(or gradient_accumulation_steps, if TRL's batch arguments are given)",
         ),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps must be a whole number, got 1.5"),
