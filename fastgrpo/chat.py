@@ -11,11 +11,10 @@ import sys
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from fastgrpo.config.command import parse_flags, quiet_libraries, run_command
+from fastgrpo.config.command import escape_controls, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.fields import Count, NotNegative, Seed, settings_class
 from fastgrpo.config.sections import LoadingConfig, TokenFilterConfig
 from fastgrpo.config.settings import Settings
-from fastgrpo.config.streams import escape_controls
 from fastgrpo.data.prompts import shortened, to_prompt
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import check_vocabulary, load_model, load_tokenizer, stop_token_ids

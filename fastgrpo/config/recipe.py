@@ -22,10 +22,38 @@ for each combination. --sweep_seeds SEED,SEED makes each of them with each seed.
 Config = TypeVar("Config", bound=TrainingConfig)
 
 
-def read_settings(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file with a line `name: value` for each of some names. What the names mean is not looked at."""
-    from fastgrpo.config.plain_yaml import read_yaml
+def read_yaml(text: str) -> Any:
+    """Read a YAML text; refuse duplicate keys and aliases of lists and dictionaries."""
+    import yaml  # not before a file is read
 
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent, index):
+            alias = self.check_event(yaml.AliasEvent)
+            line = self.peek_event().start_mark.line + 1
+            node = super().compose_node(parent, index)
+            if alias and not isinstance(node, yaml.ScalarNode):
+                raise ValueError(f"line {line} has an alias (*name) of a list or dictionary; repeat the value")
+            return node
+
+        def construct_mapping(self, node, deep=False):
+            mapping, lines = super().construct_mapping(node, deep), {}
+            for key, _ in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines:
+                    raise ValueError(f"{name} is given twice, in lines {lines[name]} and {line}; delete one of them")
+                lines[name] = line
+            return mapping
+
+    try:
+        return yaml.load(text, Loader)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except Exception as error:  # its constructors also raise KeyError, AttributeError and others for a value
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file with a line `name: value` for each of some names. The names are not checked."""
     try:
         settings = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

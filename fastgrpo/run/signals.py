@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import NoReturn, Self
 
-from fastgrpo.config.streams import Guarded
+from fastgrpo.config.command import Guarded
 from fastgrpo.ranks import ALONE, RankLost, Ranks, outlive_sigterm
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
-from fastgrpo.config.streams import escape_controls
+from fastgrpo.config.command import escape_controls
 from fastgrpo.run.curves import duration, markdown_table, table
 
 URGENT = re.compile(r"(?:step \d+: )?(warning|error)\b")  # how a text begins that --quiet does not keep back

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastgrpo.config.plain_yaml import read_yaml
+from fastgrpo.config.recipe import read_yaml
 
 BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
 

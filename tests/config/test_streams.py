@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastgrpo.config.command import run_command
-from fastgrpo.config.streams import LEFT, Guarded, escape_controls, prepare_streams, reader_left
+from fastgrpo.config.command import LEFT, Guarded, escape_controls, prepare_streams, reader_left, run_command
 
 
 @pytest.fixture

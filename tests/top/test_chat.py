@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from fastgrpo.chat import Conversation, main
-from fastgrpo.config.streams import escape_controls
+from fastgrpo.config.command import escape_controls
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 

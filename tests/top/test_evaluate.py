@@ -300,7 +300,7 @@ def test_the_settings_are_those_of_training():
     # A person waits for the evaluations of a run, and asks this command for all rows.
     assert config.max_eval_samples is None and TrainConfig().max_eval_samples == 500
     assert not {"learning_rate", "num_generations", "dataset_train_split"} & {*dir(config)}
-    with pytest.raises(ValueError, match="max_num_seqs=4 must hold the eval_num_generations=8"):
+    with pytest.raises(ValueError, match="max_num_seqs=4 must be at least eval_num_generations=8"):
         EvaluateConfig(models="m", max_num_seqs=4, eval_num_generations=8)
 
 

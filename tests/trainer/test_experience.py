@@ -355,7 +355,7 @@ def test_all_of_it_at_once(folder, tmp_path):
         ({"oversampling_factor": float("nan")}, "oversampling_factor must be finite"),
         ({"oversampling_factor": 2, "rollout_backend": "hf"}, "use rollout_backend=fast, or oversampling_factor=1"),
         ({"soft_punish_cache": -1}, "soft_punish_cache must be at least 0"),
-        ({"soft_punish_cache": 513}, "soft_punish_cache=513 is a part of max_completion_length=512"),
+        ({"soft_punish_cache": 513}, "soft_punish_cache=513 must be at most max_completion_length=512"),
     ],
 )
 def test_what_contradicts_itself_is_refused(settings, match):
