@@ -428,11 +428,11 @@ def plan(
     chosen, instead = dataclasses.replace(config, gradient_checkpointing=made.checkpointing), {}
     for flag, settings in _changes(config, ranks).items():
         try:
-            changed = dataclasses.replace(chosen, **settings)
-        except (TypeError, ValueError):  # these settings have no such field, or it cannot go with the others
+            changed, without = dataclasses.replace(chosen, **settings), "reward_model_kwargs" in settings
+            other = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges)
+        except (TypeError, ValueError):  # no such field, a conflict with other settings, or no adapters for this model
             continue
-        without = "reward_model_kwargs" in settings
-        instead[flag] = of(changed, sharing(settings.get("parallel", parallel)), 0 if without else judges).least
+        instead[flag] = other.least
     return dataclasses.replace(made, instead=instead)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shlex
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +177,13 @@ def test_only_flags_that_apply_are_named(tmp_path):
     assert "--gradient_checkpointing" not in str(error.value)  # auto has turned it on
     with pytest.raises(ValueError, match="--gradient_checkpointing True saves"):
         of_shape(tmp_path, "0.5B", 20 * GIB, gradient_checkpointing=False).check()
+
+
+def test_a_refusal_without_peft_names_the_other_remedies(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="the run needs at least") as error:
+        of_shape(tmp_path, "7B", 80 * GIB, beta=0.04).check()
+    assert "--beta 0 saves" in str(error.value) and "--use_peft" not in str(error.value)
 
 
 def test_one_group_of_long_completions_that_does_not_fit_is_told_so(tmp_path):
