@@ -2,8 +2,8 @@
 
 Packing puts the samples of a micro-batch into one sequence of tokens without padding. Micro-batches are filled to their
 token budget as bins with items, the largest group first, each where it leaves the least room (best fit decreasing).
-All ranks know the lengths of all samples, and micro-batches depend on nothing else. So every rank knows those of every
-other one, and they agree on the number of passes without asking each other.
+Each rank computes the micro-batches of all ranks from the lengths of all samples. So the number of passes needs no
+communication.
 
 Shapes: S samples of a micro-batch, N packed tokens (of prompts and completions), M completion tokens.
 """

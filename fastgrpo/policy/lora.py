@@ -153,9 +153,9 @@ def merged(model: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
-# What `add_lora` has, and what says nothing of the computation.
-MEANT = ("r", "lora_alpha", "target_modules", "task_type")
-ASIDE = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "peft_type")
+# The fields of a `LoraConfig` that become settings, and those that do not change the computation.
+USED = ("r", "lora_alpha", "target_modules", "task_type")
+IGNORED = ("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "peft_type")
 
 
 def is_wrapper(model: Any) -> bool:
@@ -172,9 +172,9 @@ def lora_settings(config: Any, name: str = "peft_config") -> dict[str, Any]:
     plain = LoraConfig()
     for field in dataclasses.fields(LoraConfig):
         value = getattr(config, field.name)
-        if field.name not in (*MEANT, *ASIDE) and value and value != getattr(plain, field.name):
+        if field.name not in (*USED, *IGNORED) and value and value != getattr(plain, field.name):
             raise ValueError(f"{name}: {field.name}={value!r} is not in fastgrpo; leave {field.name} out")
-        if field.name not in (*MEANT, *ASIDE) and not value and getattr(plain, field.name):
+        if field.name not in (*USED, *IGNORED) and not value and getattr(plain, field.name):
             raise ValueError(f"{name}: {field.name}={value!r} is not in fastgrpo; leave {field.name} out")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise ValueError(f"{name}: task_type={config.task_type!r} is not that of a causal LM; use CAUSAL_LM")

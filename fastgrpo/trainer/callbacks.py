@@ -106,7 +106,7 @@ class Callbacks:
         self.decide = self.ranks.any(bool(self.handler.callbacks), "whether there are callbacks")
         self.call("on_train_begin")
 
-    def any_hears(self, event: str) -> bool:
+    def any_handles(self, event: str) -> bool:
         """Tell whether any callback of any rank has something to do at an event. All ranks ask this together."""
         mine = getattr(TrainerCallback, event)
         hears = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)

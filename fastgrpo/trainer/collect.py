@@ -110,7 +110,8 @@ class Collector:
         samples = [dataclasses.replace(s, extras=columns | s.extras) for s in samples]
         # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
         chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
-        trained = [list(self._groups(range(len(samples)))[group]) for group in chosen]
+        by_group = self._groups(range(len(samples)))
+        trained = [list(by_group[group]) for group in chosen]
         indices = list(chain.from_iterable(trained))
         final = with_advantages([samples[i] for i in indices], self.rewards, args)  # among all that are trained on
         for i, sample in zip(indices, final, strict=True):

@@ -538,7 +538,7 @@ class GRPOTrainer:
         """Save a checkpoint, and wait for it where a callback has an on_save."""
         self.checkpoints.save(step, self._snapshot)
         self.callbacks.note_saved()
-        if self.callbacks.any_hears("on_save"):
+        if self.callbacks.any_handles("on_save"):
             self.checkpoints.wait()
         self.callbacks.call("on_save")
 

@@ -25,9 +25,8 @@ from fastgrpo.policy.load import stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rewards.call import Rewards, rewards_settings
-from fastgrpo.run.curves import SUPERVISED_PANELS, Panel
+from fastgrpo.run.curves import SUPERVISED_PANELS
 from fastgrpo.run.health import MAX_SKIPPED
-from fastgrpo.run.log import RunLog
 from fastgrpo.trainer.collect import Collected
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
@@ -46,8 +45,6 @@ class SFTTrainer(GRPOTrainer):
             messages, and their prompts are completed and judged where there are reward functions.
         processing_class: The tokenizer; None loads the model's.
         reward_funcs: Reward functions for the evaluation, as `GRPOTrainer` takes them; none by default.
-        log: A `RunLog` that has claimed its folder already. None makes one from args.
-        panels: What the picture of the run shows.
 
     Raises:
         ValueError: An argument or a setting cannot be used; the message names it and the remedy.
@@ -65,11 +62,9 @@ class SFTTrainer(GRPOTrainer):
         eval_dataset: Iterable[dict] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_funcs: Callable | Sequence[Callable] | None = None,
-        log: RunLog | None = None,
-        panels: Sequence[Panel] = SUPERVISED_PANELS,
     ):
         super().__init__(
-            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, log=log, panels=panels
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, panels=SUPERVISED_PANELS
         )
 
     def _most_rows(self):
@@ -103,7 +98,7 @@ class SFTTrainer(GRPOTrainer):
         return examples_of(rows, *how)
 
     def _prepare(self):
-        """Nothing is needed beyond what every training has."""
+        """Make nothing: there is neither a reference nor a collector."""
 
     def _advice(self):
         return []
