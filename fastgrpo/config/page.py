@@ -15,12 +15,11 @@ INTRODUCTION = """# Settings
 This page is made from the code by `make pages`; a test compares the two.
 
 A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and in a YAML file
-(`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out
-(`--gradient_checkpointing False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag overrides the
-file of `--config FILE`, the file overrides the recipe that the task ships in `fastgrpo/recipes/`, and the recipe
-overrides the default below. These are the settings of `python -m fastgrpo.train`; the last tables have what
-`python -m fastgrpo.sft` and `python -m fastgrpo.distill` have beside them. `--help` shows which of these settings a
-command takes.
+(`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out (`--gradient_checkpointing
+False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag overrides the file of `--config FILE`, the
+file overrides the recipe that the task ships in `fastgrpo/recipes/`, and the recipe overrides the default below. These
+are the settings of `python -m fastgrpo.train`; the last tables list what `python -m fastgrpo.sft` and `python -m
+fastgrpo.distill` have in addition. `--help` shows which of these settings a command takes.
 
 A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
 checkpoint may change the setting. Besides, `ref_storage` must stay if it was or becomes int8 or nf4, and so must all of
@@ -67,15 +66,15 @@ SAME_INTRODUCTION = """## The same
 These are settings of the same name and meaning, with TRL's default:
 {}.
 
-These are settings of the same name, too, and there is more to say of them:
+These are settings of the same name too, with a difference:
 
 | argument | default in TRL | default here | |
 |----------|----------------|--------------|-|
 """
 TRANSLATED_INTRODUCTION = """## Translated
 
-| argument | what becomes of it |
-|----------|--------------------|
+| argument | translation |
+|----------|-------------|
 """
 IDLE_INTRODUCTION = """## Without effect here
 

@@ -46,7 +46,7 @@ class LoadingConfig:
     float32 on a CPU. On a CPU with avx512_bf16 or AMX (see lscpu), bfloat16 is faster for models of 100M parameters and
     more; on others it is slower."""
     device: str = "auto"
-    """Device that the model runs on: cuda, cuda:1, cpu, or auto, which is the GPU where there is one."""
+    """Device that the model runs on: cuda, cuda:1, cpu, or auto, which is the GPU if there is one."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. When False, a model that needs its own code is refused."""
 
@@ -125,7 +125,7 @@ class JudgingConfig:
 
     reward_funcs: Several[str] = ()
     """Rewards: names of the task's own functions; module:function for any other; the folder or hub id of a reward
-    model, or prm: and that of a process reward model; http://HOST:PORT/PATH for a server; sandbox:python or
+    model, with prm: before it for a process reward model; http://HOST:PORT/PATH for a server; sandbox:python or
     sandbox:python-all, which run the program of a completion against the column tests. The first one decides the
     accuracy. If none is named, all of the task's own functions are used."""
     reward_model_kwargs: Keywords | None = None
@@ -133,9 +133,9 @@ class JudgingConfig:
     policy's if not given), and for process reward models separator, aggregation, step_tag, good_token and bad_token.
     Weights are bfloat16 on a GPU and float32 on a CPU."""
     reward_timeout: Positive | None = None
-    """Seconds that a reward function may take for one completion. The functions then run in processes of their own;
-    what takes longer is killed, and its reward counts as not given. For a server it is the limit of one try of a
-    request, and for the sandbox that of all tests of a completion. None sets no limit."""
+    """Seconds that a reward function may take for one completion. The functions then run in separate processes; a call
+    that takes longer is killed, and its reward becomes None. For a server it limits one try of a request, and for the
+    sandbox all tests of a completion. None sets no limit."""
 
     @property
     def prm(self) -> dict[str, Any]:
@@ -157,11 +157,11 @@ class RewardConfig(JudgingConfig):
     """What happens where a completion cannot be judged, and how many are judged at the same time."""
 
     reward_errors: Literal["raise", "skip"] = "raise"
-    """What happens when a reward function fails: raise ends the run; skip treats the reward as not given and counts the
+    """What happens when a reward function fails: raise ends the run; skip sets the reward to None and counts the
     failure in the metrics."""
     reward_workers: Size | None = None
     """Number of processes that judge completions on each rank, also while others are still drawn; 0 judges in the
-    trainer's own process. None is 0 where reward_timeout is None, and else the number of cores, at most 8."""
+    trainer's own process. None is 0 without reward_timeout, and otherwise the number of cores, at most 8."""
 
 
 @settings_class
@@ -189,7 +189,7 @@ class ModelConfig:
     """Which policy is trained, and which of its weights."""
 
     model_name_or_path: str | None = None
-    """Folder, hub id or GGUF file of the causal LM to train. None is the task's own small model, where it has one."""
+    """Folder, hub id or GGUF file of the causal LM to train. None is the task's own small model, if it has one."""
     use_liger_kernel: bool | None = None
     """Use liger-kernel's fused norms, rotary embedding and SwiGLU in the policy and the reference. None uses them on a
     GPU where the package is installed."""
@@ -255,9 +255,9 @@ class UpdatesConfig:
     num_iterations: Count = 1
     """Number of passes over the completions of a rollout (mu in GRPO)."""
     head_backward_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Largest share of a token's gradient by its logits that the head's backward pass may leave out, by leaving out
-    entries of the vocabulary that hold at most this share of the probability beside the token drawn. 0 is exact; with
-    0.01 a model of 49,152 tokens kept about a quarter of them (docs/measurements.md)."""
+    """Skip entries of the vocabulary in the head's backward pass that hold at most this share of the probability
+    besides the drawn token. At most this share of the gradient by the token's logits is lost. 0 is exact; with 0.01 a
+    model of 49,152 tokens kept about a quarter of them (docs/measurements.md)."""
 
 
 @settings_class
@@ -282,7 +282,7 @@ class OptimizerConfig:
     max_grad_norm: NotNegative = 1.0
     """Largest norm of the gradient; a longer gradient is scaled down to it. 0 turns it off."""
     weight_decay: NotNegative = 0.0
-    """Weight decay of AdamW, which acts on matrices alone."""
+    """Weight decay of AdamW, which only acts on matrices."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay rate of AdamW's first moment, the mean of the gradient."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -326,8 +326,8 @@ class RunConfig:
     disable_tqdm: bool = False
     """Show no progress bars."""
     eval_steps: Count | None = None
-    """Number of steps between two evaluations on held-out prompts. The start of a run is evaluated unless eval_on_start
-    is False, the end in any case, and None evaluates only there."""
+    """Number of steps between two evaluations on held-out prompts. The end of a run is always evaluated, and the start
+    unless eval_on_start is False; None evaluates only there."""
     eval_on_start: bool = True
     """Evaluate on held-out prompts before the first step."""
     save_steps: Count | None = 500
@@ -351,7 +351,7 @@ class RunConfig:
     run_name: str | None = None
     """Name of the run in W&B and trackio, which gets a number behind it. None is the name of the run's folder."""
     project: str = "huggingface"
-    """Project of the run in trackio, and in W&B where WANDB_PROJECT is not set."""
+    """Project of the run in trackio, and in W&B if WANDB_PROJECT is not set."""
     push_to_hub: bool = False
     """Upload the trained model to the Hugging Face hub."""
     hub_model_id: str | None = None
@@ -379,8 +379,8 @@ class AdvantageConfig:
     of them within its group before they are summed (GDPO)."""
     process_rewards: Literal["outcome", "token"] = "outcome"
     """What the step rewards that functions log become: token turns them into advantages of tokens (DeepSeekMath, arXiv
-    2402.03300, section 4.1.3), which are added to the advantages by the other functions; outcome does not read them,
-    and the reward that the function returns counts."""
+    2402.03300, section 4.1.3), which are added to the advantages by the other functions; outcome ignores them
+    and uses the reward that the function returns."""
     soft_punish_cache: Size = 0
     """Number of tokens before max_completion_length over which an additional reward falls from 0 to -1 (DAPO's soft
     overlong punishment); 0 turns it off."""
@@ -426,8 +426,8 @@ class ObjectiveConfig:
     entropy_coef_delta: NotNegative = 0.005
     """Number by which an update moves the coefficient of an adaptive entropy bonus."""
     entropy_target: NotNegative = 0.2
-    """Mean entropy of a token, in nats, that an adaptive entropy bonus holds: of the tokens that top_entropy_quantile
-    keeps."""
+    """Mean entropy of a token, in nats, that an adaptive entropy bonus aims at, over the tokens that
+    top_entropy_quantile keeps."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the tokens of an update whose surrogate and entropy bonus count: those of the highest entropy (arXiv
     2506.01939). 1 keeps all; less takes another forward pass in each update."""
@@ -462,8 +462,8 @@ class ReferenceConfig:
     """KL divergence from the reference: k1, k2, k3 and abs estimate it from the tokens that were drawn, full sums over
     the whole vocabulary."""
     use_bias_correction_kl: bool = True
-    """Multiply the KL divergence by the ratio of policy to old policy, so that its gradient is unbiased. kl=full, which
-    is no estimate from drawn tokens, needs no correction and has none."""
+    """Multiply the KL divergence by the ratio of policy to old policy, so that its gradient is unbiased. It
+    has no effect with kl=full, which is exact."""
     ref_storage: Literal["cpu", "int8", "nf4"] | None = None
     """How the reference is stored to take less memory: cpu keeps it in host memory and copies its layers to the GPU one
     by one; int8 and nf4 quantize its linear layers to a half and a quarter of bfloat16. None keeps a plain copy on the
@@ -483,7 +483,7 @@ class ParallelConfig:
 
     parallel: Literal["auto", "ddp", "fsdp2", "fsdp2_keep", "fsdp2_offload"] = "auto"
     """How several processes hold the policy: ddp keeps a whole copy in each, fsdp2 shards weights, gradients and
-    optimizer over them. auto takes ddp where these fit one device, else fsdp2. fsdp2_keep holds the gathered layers
+    optimizer over them. auto takes ddp if these fit one device, and else fsdp2. fsdp2_keep holds the gathered layers
     from the forward to the backward pass, which takes more memory and sends a third less; fsdp2_offload keeps the
     shards in host memory and updates them there."""
     ddp_timeout: Count = 1800
