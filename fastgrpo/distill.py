@@ -4,7 +4,7 @@ This is the rejection sampling of DeepSeek-R1 (arXiv 2501.12948, section 2.3.3),
 a policy trained by reinforcement wrote: correct, readable, and not repetitive.
 
 Where torchrun starts several processes, each loads the model and completes its share of the prompts. What is kept is
-what one process would keep, and rank 0 alone writes it.
+what one process would keep, and only rank 0 writes it.
 """
 
 import dataclasses

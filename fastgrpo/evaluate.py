@@ -4,7 +4,7 @@ One greedy completion of each prompt gives the accuracy. With --eval_num_generat
 prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
 
 Where torchrun starts several processes, each loads the models and completes its share of the prompts. The results are
-those of one process, and rank 0 alone writes them.
+those of one process, and only rank 0 writes them.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """python -m fastgrpo.sft: command line -> SFTConfig -> SFTTrainer.
 
-Rows have a prompt and a completion, or messages; the loss is on completions alone. Modules that need transformers are
+Rows have a prompt and a completion, or messages; the loss is only on completions. Modules that need transformers are
 imported inside the functions that use them, so that --help is quick and a missing package is reported as a mistake.
 """
 
@@ -53,7 +53,7 @@ def train(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved."""
+    """Run the command line. SIGINT, SIGTERM and a closed output pipe end the run after everything is saved."""
     return run_command(train, argv)
 
 

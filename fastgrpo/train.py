@@ -107,7 +107,7 @@ def train(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. After SIGINT or SIGTERM, or where nobody reads the output any more, everything is saved."""
+    """Run the command line. SIGINT, SIGTERM and a closed output pipe end the run after everything is saved."""
     return run_command(train, argv)
 
 

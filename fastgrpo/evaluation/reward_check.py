@@ -23,7 +23,7 @@ from fastgrpo.rewards.guard import Failure, attempt, listed, plain
 from fastgrpo.rewards.pool import DIED
 
 LENGTH_CORRELATION = 0.7  # Spearman's, from which on longer completions count as better
-LENGTHS = 8  # rewards without which no correlation is told of
+LENGTHS = 8  # fewest rewards for which a correlation is reported
 ALONE = 64  # completions that are judged alone, at most
 SLOW = 1.0  # milliseconds a completion
 

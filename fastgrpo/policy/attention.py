@@ -82,7 +82,7 @@ class PackedAttention:
 
     Some of the sequences may be prompts that several completions share. The packed tokens then stand in this order:
     first the shared prompts; then their branches (the completions of the first prompt, those of the second, and so on),
-    each of which attends to its prompt and to itself; then all other sequences. A branch costs its own tokens alone.
+    each of which attends to its prompt and to itself; then all other sequences. A branch costs only its own tokens.
     Its result is what prompt and branch in one sequence would give, up to rounding, because it is one softmax over the
     keys of both.
     """

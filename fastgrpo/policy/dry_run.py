@@ -1,6 +1,6 @@
-"""A dry run of the engine's passes on the meta device, which tells at load what the engine cannot serve.
+"""A dry run of the engine's passes on the meta device, by which loading refuses models that the engine cannot serve.
 
-A copy of the model without weights computes shapes alone: the prefill of two prompts and one decode step, through
+A copy of the model without weights computes only shapes: the prefill of two prompts and one decode step, through
 `Policy.states` as the engine calls it. There a model shows whether it has what the engine needs: every layer attends
 once, through transformers' attention interface, and hands our context on; keys and values have the shapes of the slots
 in rollout/slots.py; and nothing waits for the device, as a CUDA graph that records the decode step must not. Triton's
@@ -119,7 +119,7 @@ def no_launches() -> Iterator[None]:
 
 
 def _cut(policy):
-    """Leave of a copy the first layers alone, as far as the first one of each kind. Returns how many are left."""
+    """Keep only the first layers of a copy, up to the first one of the last new kind. Returns how many are kept."""
     count = policy.shape.num_hidden_layers
     modules = policy.module.base_model.modules()
     stacks = [module for module in modules if isinstance(module, torch.nn.ModuleList) and len(module) == count]

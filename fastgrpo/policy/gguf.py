@@ -1,7 +1,7 @@
 """GGUF files: a model and its tokenizer in one file, with quantized weights, as llama.cpp reads them.
 
 transformers reads such a file and unpacks the weights into the precision of the run, so that they can be trained.
-Checkpoints are ordinary folders of transformers. A GGUF file is given by its path, or by a folder that holds it alone.
+Checkpoints are ordinary folders of transformers. A GGUF file is given by its path, or by a folder that holds only it.
 """
 
 import os
@@ -41,13 +41,13 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 def source_of(path: str | Path) -> tuple[str | Path, dict[str, str]]:
-    """Say how transformers is told of a model."""
+    """Return the path and the keyword arguments by which transformers loads a model."""
     file = find_gguf(path)
     return (path, {}) if file is None else (file.parent, {"gguf_file": file.name})
 
 
 def unpacked(gguf: dict[str, str]) -> dict[str, Any]:
-    """Say how transformers makes an ordinary model of a GGUF file, with all of its weights unpacked."""
+    """Return the keyword arguments by which transformers unpacks all weights of a GGUF file."""
     if not gguf:
         return {}
     from transformers import GgufConfig  # older releases, which read all other models, do not have it

@@ -2,7 +2,7 @@
 
 A linear layer with weight W computes with W + alpha / r B A, and only A and B are trained. The policy is still the same
 transformers model, so hidden states, rollouts and gradient checkpointing need no code for the adapters. The
-base is frozen: neither its gradients nor the head's are computed, and the optimizer holds the adapters alone. The
+base is frozen: neither its gradients nor the head's are computed, and the optimizer holds only the adapters. The
 policy with its adapters switched off is the reference, which therefore needs no copy in memory.
 """
 

@@ -1,6 +1,6 @@
 """The policy: it turns token ids into hidden states, and has the head that the loss computes with.
 
-The engine reaches a model through `Policy` alone, which wraps a transformers module. Whatever changes how that module
+The engine reaches a model only through `Policy`, which wraps a transformers module. Whatever changes how that module
 is held in memory (adapters, quantization, sharding) attaches here. `Policy.logits` is for the few states that tokens
 are drawn from; the loss never makes the logits of a whole batch.
 """

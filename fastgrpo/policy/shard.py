@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 class Gathered:
     """Holds the weights of a whole copy while it is open.
 
-    It is no generator, which Python would close whenever it finds that nobody needs it any more, as when an engine is
-    dropped with requests in flight. Ranks find that at different moments. They would disagree then on whether the next
-    phase must gather the weights.
+    It is not a generator, because Python closes an unreferenced generator at a moment that differs between ranks, as
+    when an engine is dropped with requests in flight. The ranks would then disagree on whether to gather again.
     """
 
     def __init__(self, whole: "WholeCopy") -> None:
@@ -198,7 +197,7 @@ class _Root(torch.nn.Module):
 class ShardedPolicy(Policy):
     """A policy whose weights are sharded over the ranks. `shard` makes it.
 
-    Head, states and what is computed with them work inside of `within` alone. Outside of it, the parameters of the
+    Head, states and what is computed with them work only inside of `within`. Outside of it, the parameters of the
     module are the parts, as DTensors.
     """
 

@@ -261,7 +261,7 @@ class RolloutEngine(RolloutBackend):
 
     @torch.inference_mode()
     def _step(self, n):
-        """Compute one decode step, which a graph may record: it reads and writes tensors of lanes and slots alone."""
+        """Compute one decode step, which a graph may record: it reads and writes only tensors of lanes and slots."""
         lanes = self.lanes
         token_index = lanes.position[:n] if self.geometry.flat else lanes.length[:n] - 1
         context = DecodeAttention(self.slots, self.provider, token_index)

@@ -109,8 +109,8 @@ class Callbacks:
     def any_handles(self, event: str) -> bool:
         """Tell whether any callback of any rank has something to do at an event. All ranks ask this together."""
         mine = getattr(TrainerCallback, event)
-        hears = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
-        return self.ranks.any(hears, f"whether a callback has an {event}") if self.decide else hears
+        handles = any(getattr(type(callback), event) is not mine for callback in self.handler.callbacks)
+        return self.ranks.any(handles, f"whether a callback has an {event}") if self.decide else handles
 
     def call(self, event: str, **values: Any) -> None:
         """Call an event of all callbacks."""

@@ -322,7 +322,7 @@ class GRPOTrainer:
             ValueError: A checkpoint could not be read or written, or the run has ended already.
             KeyboardInterrupt: The run was stopped by SIGINT, after everything was saved.
             SystemExit: The run was stopped after everything was saved: by SIGTERM, with the exit code 143, or because
-                nobody reads the output any more, with 141.
+                the output pipe was closed, with 141.
         """
         self._resume_from(resume_from_checkpoint)
         with StopSignals(self.ranks) as stop, self.log, self.rewards or nullcontext():

@@ -49,7 +49,7 @@ class MasterAdamW:
             {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
         ]
         self.names, self.masters = list(named), masters
-        # Either all of them are sharded, or none: adapters, which are not, are trained alone.
+        # Either all of them are sharded, or none: where adapters, which are whole, are trained, nothing else is.
         self.sharded = isinstance(masters[0], DTensor)
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
