@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fastgrpo.page.reading import finite
+from fastgrpo.run.metrics import SAMPLE_COLUMNS
 
 FEW_STEPS = 12  # further steps go before groups do; these stay until nothing else is left to leave out
 CUTS = (20_000, 5_000, 2_000, 500, 200)  # characters that stay of a text
 BINS = 24  # of the histogram
 COLUMNS = 200  # at most; more logged steps are joined, so many to a column
-KNOWN = (
-    "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
-    "token_ends", "logps", "ratios", "clipped_tokens",
-)  # fmt: skip
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -289,7 +286,9 @@ def _completion(row, plan):
         "finish_reason": _text(row.get("finish_reason"), 200),
         "tokens": finite(row.get("tokens")),
         "clipped": finite(row.get("clipped")),
-        "extras": {_text(name, 200): _plain(value, plan.cut) for name, value in row.items() if name not in KNOWN},
+        "extras": {
+            _text(name, 200): _plain(value, plan.cut) for name, value in row.items() if name not in SAMPLE_COLUMNS
+        },
     }
     return known | _tokens(row if single and plan.numbers else {})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgrpo.config.sections import LARGEST_REWARD
 from fastgrpo.rewards.guard import listed, plain, shown
-from fastgrpo.run.metrics import is_known
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, is_known
 
 NUMBER = f"a finite number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"  # what `number` accepts, in words
 
@@ -58,12 +58,6 @@ def json_number(value: Any) -> Any:
         raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
     return read
 
-
-# The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.
-SAMPLE_COLUMNS = (
-    "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
-    "token_ends", "logps", "ratios", "clipped_tokens",
-)  # fmt: skip
 
 # The functions that a reward function gets to log by.
 LOGS = ("log_metric", "log_extra", "log_steps")

@@ -18,7 +18,7 @@ from typing import Any, Self
 from fastgrpo.config.settings import TrainingConfig
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.run.folder import RunFolder, contents, made_in, remove
-from fastgrpo.run.metrics import check_metric, entry, read_history, reduced
+from fastgrpo.run.metrics import SAMPLE_COLUMNS, check_metric, entry, read_history, reduced
 from fastgrpo.run.resume import open_run
 from fastgrpo.run.terminal import Terminal
 from fastgrpo.run.trackers import TRACKERS, named
@@ -197,16 +197,13 @@ def _finite(value):
 _LINES = ("metrics", "samples", "warnings")  # the names of the .jsonl files
 FOLDER = "completions"
 _NAME = re.compile(r"completions_(\d+)\.(parquet|part)")
-_TOKENS = {"token_ends", "logps", "ratios", "clipped_tokens"}  # numbers of tokens, which a table of texts leaves out
-_FIRST = ("step", "prompt", "completion")
-_OTHERS = {"group", "finish_reason", "tokens", "clipped", "rewards", "advantage"}
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list]:
     """Turn lines of samples.jsonl into columns."""
     functions = dict.fromkeys(name for row in rows for name in row["rewards"])
-    extras = dict.fromkeys(name for row in rows for name in row if name not in {*_FIRST, *_OTHERS, *_TOKENS})
-    columns = {name: [row[name] for row in rows] for name in (*_FIRST, "advantage")}
+    extras = dict.fromkeys(name for row in rows for name in row if name not in SAMPLE_COLUMNS)
+    columns = {name: [row[name] for row in rows] for name in ("step", "prompt", "completion", "advantage")}
     for kind, names, values in (
         ("reward", functions, [row["rewards"] for row in rows]),
         ("logged", extras, rows),

@@ -131,7 +131,11 @@ METRICS = {
     "eval/time": "seconds of the evaluation",
 }
 
-
+# The columns of samples.jsonl that a run writes itself, in their order; the last two where tokens have ratios.
+SAMPLE_COLUMNS = (
+    "step", "group", "prompt", "completion", "rewards", "advantage", "finish_reason", "tokens", "clipped",
+    "token_ends", "logps", "ratios", "clipped_tokens",
+)  # fmt: skip
 _PATTERNS = [re.compile(re.sub(r"\\{\w+\\}", ".+", re.escape(known))) for known in ("step", *METRICS)]
 
 

@@ -33,10 +33,10 @@ from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, pro
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
-from fastgrpo.rewards.values import SAMPLE_COLUMNS
 from fastgrpo.rollout.backend import RolloutBackend, first_finished
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.log import RunLog
+from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.run.profiling import StageTimer
 from fastgrpo.run.resume import digest_of_rows
 

@@ -10,7 +10,8 @@ from samples import answer
 
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.rewards.values import SAMPLE_COLUMNS, Logs
+from fastgrpo.rewards.values import Logs
+from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.trainer.collect import sample_rows
 
 
