@@ -37,10 +37,11 @@ from typing import Any, NamedTuple
 
 from fastgrpo.rewards.guard import Failure, described, listed, plain
 
-_RUN_WORKER = """import json, sys
+_RUN_WORKER = """import contextlib, json, sys
 sys.path[:] = json.loads(sys.argv.pop())
 from fastgrpo.rewards import pool
-pool._serve(int(sys.argv.pop()))"""
+with contextlib.suppress(EOFError, ConnectionError):
+    pool._serve(int(sys.argv.pop()))"""
 _RUN_GUARD = 'read _; kill -s KILL -- "-$1"'
 START_LIMIT = 600.0  # seconds that a worker may take to import the functions
 GRACE = 5.0  # seconds in which the event loop of a worker may cancel what is over its limit, before it is killed
@@ -231,17 +232,18 @@ class _Worker(threading.Thread):
     def spawn(self):
         here, there = socket.socketpair()
         with there:
-            self.process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", _RUN_WORKER, str(there.fileno()), json.dumps(sys.path)],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # a group of its own, which is killed with all that a function starts
                 env=os.environ | {"OMP_NUM_THREADS": "1"},  # the workers share the cores
             )
-        self.connection, self.state = Connection(here.detach()), None
-        self.end = os.pidfd_open(self.process.pid)
-        guard = ["sh", "-c", _RUN_GUARD, "sh", str(self.process.pid)]
+        self.end = os.pidfd_open(process.pid)
+        guard = ["sh", "-c", _RUN_GUARD, "sh", str(process.pid)]
         self.guard = subprocess.Popen(guard, stdin=subprocess.PIPE, start_new_session=True)
+        # Last: where one of these fails, `here` closes, so the process ends by itself, and there is nothing to kill.
+        self.connection, self.state, self.process = Connection(here.detach()), None, process
 
     def kill(self):
         """End the process and all that it started, also in a session of its own. Return how it ended."""
@@ -290,7 +292,7 @@ _starting = False  # whether this process is a worker that imports its functions
 
 
 def _serve(descriptor):
-    """Make jobs until the trainer's process closes the pipe. A message back is (kind, call, value)."""
+    """Make jobs until the trainer's process closes the pipe, which raises. A message back is (kind, call, value)."""
     connection = Connection(descriptor)
     try:
         functions = _load(*connection.recv())
@@ -307,7 +309,7 @@ def _serve(descriptor):
             sent = pickle.dumps(Failure(None, f"{type(error).__name__}: its result cannot leave its process: {error}"))
         connection.send(("done", call, sent))
 
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as loop, contextlib.suppress(EOFError, ConnectionError):
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as loop:
         while True:
             new, which, together, calls, seed, limit = connection.recv()
             state = state if new is None else new[0]

@@ -161,9 +161,11 @@ def test_what_a_function_starts_in_another_session_ends_with_it(tmp_path):
     awaited(lambda: is_gone(int((tmp_path / "child").read_text())))
 
 
-def test_a_pool_that_cannot_start_a_process_says_so(monkeypatch):
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(("owner", "name"), [(_Worker, "spawn"), (os, "pidfd_open")])  # nothing, or half, is started
+def test_a_pool_that_cannot_start_a_process_says_so(owner, name, monkeypatch):
     with Rewards(pool_rewards.process, workers=1) as rewards:
-        monkeypatch.setattr(_Worker, "spawn", lambda self: os.open("/nowhere", os.O_RDONLY))
+        monkeypatch.setattr(owner, name, lambda _: os.open("/nowhere", os.O_RDONLY))
         with pytest.raises(RuntimeError, match="the processes that judge completions failed: FileNotFoundError"):
             rewards(completions("a"))
 
