@@ -27,6 +27,7 @@ from pathlib import Path
 run = Path(sys.argv[len(sys.argv) - sys.argv[::-1].index("--output_dir")])  # the last one counts
 wanted = json.loads((run.parent.parent / "wanted").read_text()).get(run.name, "end")
 print("a line", file=sys.stderr)
+assert sys.argv[-2:] == ["--quiet", "False"]  # a log has all lines, however quiet the sweep itself is
 if wanted == "fail":
     sys.exit("error: the reason")
 run.mkdir(exist_ok=True)
