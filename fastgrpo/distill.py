@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from fastgrpo.config.command import parse_flags, quiet_libraries, run_command, whole_file
+from fastgrpo.config.command import new_file, parse_flags, quiet_libraries, run_command
 from fastgrpo.config.recipe import take_flag, task_defaults
 from fastgrpo.config.settings import DistillConfig, SelectionConfig
 from fastgrpo.data.records import Sample, TrainerState
@@ -65,7 +65,7 @@ def distill(argv: list[str]) -> None:
     state = TrainerState(0, 0, 0.0, config.max_completion_length)
     drawn, kept, dropped = len(prompts) * config.num_generations, 0, Counter()
     output, terminal = config.output if ranks.lead else None, Terminal(quiet=config.quiet, silent=not ranks.lead)
-    with rewards, whole_file(output) as file, terminal.share("distill") as progress:
+    with rewards, new_file(output, whole=True) as file, terminal.share("distill") as progress:
         for start in range(0, len(prompts), CHUNK):
             chunk = prompts[start : start + CHUNK]
             share = len(chunk) / len(prompts)

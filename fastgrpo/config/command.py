@@ -322,39 +322,26 @@ def _is_rule(line):
 
 
 @contextlib.contextmanager
-def new_file(path: str | None) -> Iterator[TextIO]:
-    """Open a new file. It is deleted if it stays empty, so that the command can be given again after an error."""
-    file = _open_new(path)
+def new_file(path: str | None, *, whole: bool = False) -> Iterator[TextIO]:
+    """Open a new file, or the null device if path is None.
+
+    A file that stays empty is deleted, and with `whole` also one whose writing an exception ends: the command can be
+    given again.
+    """
     try:
-        with file:
-            yield file
-    finally:
-        if path is not None and not os.path.getsize(path):
-            os.remove(path)
-
-
-@contextlib.contextmanager
-def whole_file(path: str | None) -> Iterator[TextIO]:
-    """Open a new file, which is deleted if an exception ends the writing."""
-    with new_file(path) as file:
-        try:
-            yield file
-        except BaseException:
-            if path is not None:
-                file.truncate(0)  # `new_file` deletes what is empty
-            raise
-
-
-def _open_new(path):
-    """Open a new file, or the null device where path is None. Raises ValueError where the file exists."""
-    if path is None:
-        return open(os.devnull, "w")
-    try:
-        return open(path, "x", encoding="utf-8")
+        file = open(os.devnull, "w") if path is None else open(path, "x", encoding="utf-8")  # noqa: SIM115
     except FileExistsError:
         raise ValueError(f"{path} exists already; choose another --output") from None
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{path} cannot be written: it is a folder, or its folder does not exist") from None
+    done = False
+    try:
+        with file:
+            yield file
+        done = True
+    finally:
+        if path is not None and (not os.path.getsize(path) or (whole and not done)):
+            os.remove(path)
 
 
 def prepare_streams() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fastgrpo.loss.objective import TEMPERATURE, Interval
 
 BOUNDS = {
-    "temperature": TEMPERATURE._replace(why="or 0, which is greedy"),
+    "temperature": TEMPERATURE._replace(why="logits are divided by it, and 0 is greedy"),
     "top_p": Interval(above=0, at_most=1),
     "top_k": Interval(at_least=0),
     "min_p": Interval(at_least=0, at_most=1),

@@ -46,7 +46,7 @@ def judged(completions, log_metric, log_extra, **_):
 def rows():
     texts = ("ab", "c", "hello ", "1+1=", "?")
     levels = [
-        Level("short", ShuffledRows([{"prompt": text} for text in texts[:2]], seed=1), until_accuracy=0.0),
+        Level("short", ShuffledRows([{"prompt": text} for text in texts[:2]], seed=1), until_accuracy=float("-inf")),
         Level("all", ShuffledRows([{"prompt": text} for text in texts], seed=1)),
     ]
     source = Curriculum(levels)

@@ -23,7 +23,7 @@ def noisy(completions, log_metric, **columns):
 
 def curriculum():
     rows = [{"prompt": text} for text in ("ab", "c", "hello ", "1+1=", "?")]
-    short = Level("short", ShuffledRows(rows[:2], seed=1), until_accuracy=0.0)  # for 3 steps
+    short = Level("short", ShuffledRows(rows[:2], seed=1), until_accuracy=float("-inf"))  # for 3 steps
     return Curriculum([short, Level("all", ShuffledRows(rows, seed=1))])
 
 

@@ -38,7 +38,7 @@ CASES = {
     "not a boolean": (words("--gradient_checkpointing maybe"), "gradient_checkpointing.*True.*False"),
     "out of range": (words("--num_generations 1"), "num_generations must be at least 2, got 1"),
     "no such choice": (words("--loss_type ppo"), "invalid choice 'ppo' for argument '--loss_type'. Expected one of"),
-    "group beyond max_num_seqs": (words("--max_num_seqs 4"), "max_num_seqs=4 is too small for a group"),
+    "group beyond max_num_seqs": (words("--max_num_seqs 4"), "max_num_seqs=4 must be at least num_generations=8"),
     "more updates than groups": (words("--task gsm8k --updates_per_rollout 9"), "updates_per_rollout=9.*raise prompts"),
     "task that makes its data": (words("--dataset_name x.jsonl"), "arithmetic makes its own data"),
     "config without value": (words("--config"), "--config needs a value"),

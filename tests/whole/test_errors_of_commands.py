@@ -26,7 +26,7 @@ CASES = {
     "chat: out of range": (lambda c: [str(c.model), "--top_p", "2"], r"top_p must be in \(0, 1\], got 2"),
     "chat: a temperature that logits overflow at": (
         lambda c: [str(c.model), "--prompt", "hi", "--temperature", "1e-40"],
-        "temperature must be 0 or at least 1e-30, got 1e-40: logits are divided by it",
+        "temperature must be at least 1e-30, got 1e-40: logits are divided by it, and 0 is greedy",
     ),
     "chat: a seed that torch does not take": (
         lambda c: [str(c.model), "--seed", str(2**64)],
