@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-quantization real real-gsm8k real-bounded docs pages pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test test-quantization real real-gsm8k real-bounded docs pages settings pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -87,9 +87,11 @@ soak: $(VENV)/.installed
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
-# The page of all settings, and the page of architectures, which tries them; tests compare both with the code.
-pages: $(VENV)/.installed
+# The pages of all settings, and the page of architectures, which tries them; tests compare them with the code.
+pages: settings
 	$(BIN)/python tests/support/architectures.py > docs/architectures.md
+
+settings: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.config.page from-trl > docs/from-trl.md
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
 

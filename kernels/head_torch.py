@@ -8,9 +8,9 @@ Shapes: N rows (one a token), M <= N kept rows, V vocabulary, D hidden, S sequen
 A GRPO gradient is separable by row: g is known as soon as logp is, so dz is formed in place of the logits, in the
 forward. Where one chunk holds all rows, the forward keeps dz and the backward runs the last two products, so that
 nothing is wasted inside a checkpointed region. With several chunks the forward runs them chunk by chunk and keeps dH
-and dW. The KL of the full distributions (full_kl.py) takes one product more, of the reference's states with its head,
-and adds its own part to dz. With a tolerance, the last two products run over fewer columns (bounded.py). A weight whose
-rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values (softmax.py) and of dH; dW and
+and dW. The KL of the full distributions (`full_kl`) takes one product more, of the reference's states with its head,
+and adds its own part to dz. With a tolerance, the last two products run over fewer columns (`Bounded`). A weight whose
+rows are sharded over processes (vocabulary-parallel) adds all-reduces of per-row values (`softmax_`) and of dH; dW and
 dbias stay with their shard.
 """
 
@@ -659,7 +659,7 @@ class LinearGRPO(torch.autograd.Function):
     Only the loss is differentiable. `needs` says which of hidden, weight and bias need a gradient, because
     ctx.needs_input_grad stays True under no_grad. `reference` is there where the objective has the KL of the full
     distributions. Where `tolerance` is not 0, the [M] values have `kept_columns`, the share of its chunk, and
-    `dropped_mass`, see bounded.py.
+    `dropped_mass` (see `Bounded`).
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""docs/settings.md and docs/from-trl.md, made from the fields and from the table of TRL's arguments by `make pages`."""
+"""docs/settings.md and docs/from-trl.md, which `make settings` writes from the fields and from the table of TRL's arguments."""
 
 import dataclasses
 import sys
@@ -12,14 +12,14 @@ from fastgrpo.config.validation import CONDITIONS, on_resume
 
 INTRODUCTION = """# Settings
 
-This page is made from the code by `make pages`; a test compares the two.
+This page is made from the code by `make settings`; a test compares the two.
 
 A setting has the same name in Python (`GRPOConfig(beta=0.04)`), on the command line (`--beta 0.04`) and in a YAML file
 (`beta: 0.04`, read by `--config FILE`). On the command line, True and False are written out (`--gradient_checkpointing
 False`), and a list is written with spaces (`--reward_weights 1 0.5`). A flag overrides the file of `--config FILE`, the
 file overrides the recipe that the task ships in `fastgrpo/recipes/`, and the recipe overrides the default below. These
 are the settings of `python -m fastgrpo.train`; the last tables list what `python -m fastgrpo.sft` and `python -m
-fastgrpo.distill` have in addition. `--help` shows which of these settings a command takes.
+fastgrpo.distill` have in addition. `--help-all` shows which of these settings a command takes.
 
 A setting that is changed where it has no effect is refused. "On resume" says whether a run that continues from a
 checkpoint may change the setting. Besides, `ref_storage` must stay if it was or becomes int8 or nf4, and so must all of
@@ -32,7 +32,7 @@ RESUME = {
 }
 FROM_TRL = """# Coming from TRL
 
-This page is made from the code by `make pages`; tests compare it with the code, and the list with the fields of
+This page is made from the code by `make settings`; tests compare it with the code, and the list with the fields of
 `trl.GRPOConfig` 1.16.
 
 A script written to TRL changes its import:

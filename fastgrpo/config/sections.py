@@ -30,8 +30,6 @@ REWARD_ERRORS = ("raise", "skip")
 POOL_WORKERS = 8  # processes of a pool for rewards where their number is not stated, at most
 PRM_AGGREGATIONS = ("min", "mean", "last", "product")
 HUB_DATA = {"gsm8k": "openai/gsm8k"}  # a task -> the data set on the hub that it reads where dataset_name is None
-# The providers of decode attention, in the order in which auto tries them on a GPU.
-ROLLOUT_ATTENTION = ("triton", "flash_attn", "sdpa", "products")
 _ENGINE = "fastgrpo.rollout.engine.RolloutEngine"
 # The name of each rollout backend, and the class that it stands for: `fastgrpo.rollout.make_backend` imports it.
 ROLLOUT_BACKENDS = {"fast": _ENGINE, "eager": _ENGINE, "hf": "fastgrpo.rollout.hf.HFBackend"}

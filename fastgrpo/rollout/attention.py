@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.loss.inputs import to_device
 from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.device import package_obstacle
@@ -25,6 +24,7 @@ from fastgrpo.rollout.slots import Cache, Slots
 
 logger = logging.getLogger(__name__)
 
+PROVIDERS = ("triton", "flash_attn", "sdpa", "products")  # in the order in which auto tries them on a GPU
 TOKENS_BEFORE_HEADS = (0, 2, 1)  # the memory order of slots that FlashAttention's functions take
 MANY = 128  # lanes times key heads, from which matrix products are faster than SDPA on a CPU
 # ATen's bmm leaves matrices of 400 multiplications or more to the matrix library, and takes longer for smaller ones. A
@@ -359,12 +359,12 @@ class Flat(Provider):
 
 def choose_provider(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, copied: int) -> str:
     """Choose a provider that works for a model."""
-    if name not in ("auto", *ROLLOUT_ATTENTION):
-        raise ValueError(f"attention must be one of auto, {', '.join(ROLLOUT_ATTENTION)}, got {name!r}")
+    if name not in ("auto", *PROVIDERS):
+        raise ValueError(f"attention must be one of auto, {', '.join(PROVIDERS)}, got {name!r}")
     if name == "auto" and device.type == "cpu":
         name = "sdpa" if copied <= FEW_COPIES else "products"
     elif name == "auto":
-        name = next(name for name in ROLLOUT_ATTENTION if _obstacle(name, device, dtype, head_dim) is None)
+        name = next(name for name in PROVIDERS if _obstacle(name, device, dtype, head_dim) is None)
     obstacle = _obstacle(name, device, dtype, head_dim)
     if obstacle is not None:
         raise ValueError(f"attention={name!r} {obstacle}; use attention='auto'")

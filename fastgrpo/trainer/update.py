@@ -319,6 +319,7 @@ class GRPOUpdate:
     ):
         self.policy, self.reference, self.learner, self.objective = policy, reference, learner, objective
         self.dealer, self.ranks = learner.dealer, learner.ranks
+        self.temperature = temperature
         self.scoring = Scoring(temperature, self.dealer.max_tokens, self.dealer.share_prompt)
         self.updates_per_rollout, self.num_iterations = updates_per_rollout, num_iterations
         self.selection = Selection(
@@ -452,7 +453,7 @@ class GRPOUpdate:
                 token_weights=batch.weights,
                 entropy_weights=batch.entropy_weights if self.objective.entropy_coef != 0 else None,
                 num_items_in_batch=step_tokens,
-                temperature=self.scoring.temperature,
+                temperature=self.temperature,
                 bias=bias,
                 logit_softcap=softcap,
                 return_entropy=with_entropy,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastgrpo import Objective
+from fastgrpo.kernels.objectives import LOSS_TYPES
 from fastgrpo.loss.objective import Interval
 
 # Four sequences of 3, 2, 0 and 4 tokens; the second is all masked out, the third has no token at all.
@@ -88,7 +89,7 @@ def test_epsilon_high_follows_epsilon_unless_given():
     [
         (
             {"loss_type": "ppo"},
-            "loss_type must be one of grpo, bnpo, dapo, dr_grpo, luspo, cispo, sapo, vespo, got 'ppo'",
+            f"loss_type must be one of {', '.join(LOSS_TYPES)}, got 'ppo'",
         ),
         ({"importance_sampling_level": "word"}, "importance_sampling_level must be one of token, sequence, got 'word'"),
         ({"kl": "k4"}, "kl must be one of k1, k2, k3, abs, full, got 'k4'"),

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "settings.md").read_text()
 
 
 def test_the_page_is_made_from_the_code():
-    assert page() == PAGE, "run `make pages`"
+    assert page() == PAGE, "run `make settings`"
 
 
 def test_every_setting_has_one_row():
@@ -30,7 +30,7 @@ def test_every_setting_has_one_row():
 
 def test_the_page_of_trl_is_made_from_the_code():
     told = (ROOT / "docs" / "from-trl.md").read_text()
-    assert from_trl() == told, "run `make pages`"
+    assert from_trl() == told, "run `make settings`"
     for name in (*SAME, *THEIRS):
         assert f"`{name}`" in told, name
 

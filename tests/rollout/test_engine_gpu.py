@@ -6,12 +6,11 @@ import pytest
 import tiny
 import torch
 
-from fastgrpo.config.sections import ROLLOUT_ATTENTION
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
-from fastgrpo.rollout.attention import _obstacle
+from fastgrpo.rollout.attention import PROVIDERS, _obstacle
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 
@@ -38,7 +37,7 @@ def provider_or_skip(name):
         pytest.skip(f"{name} {obstacle}")
 
 
-@pytest.mark.parametrize("attention", ROLLOUT_ATTENTION)
+@pytest.mark.parametrize("attention", PROVIDERS)
 def test_graphs_change_no_token(attention):
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
@@ -67,7 +66,7 @@ def test_graphs_change_no_penalized_token(temperature):
     assert graphed.graphs.graphs and not eager.graphs.graphs
 
 
-@pytest.mark.parametrize("attention", ROLLOUT_ATTENTION)
+@pytest.mark.parametrize("attention", PROVIDERS)
 def test_logps_are_as_near_as_two_forwards_of_other_shapes(attention):
     provider_or_skip(attention)
     model, prompts = model_and_prompts()
