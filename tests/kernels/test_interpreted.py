@@ -23,7 +23,7 @@ RUNS = {
     "engine": (["engine.py"], 12, 0),
     "linear_grpo": (["linear_grpo.py"], 47, 0),
     "bf16": (["linear_grpo_bf16.py"], 19, 0),
-    "linear_logprob": (["linear_logprob.py", "launch.py"], 54, 0),
+    "linear_logprob": (["linear_logprob.py", "launch.py", "operators.py"], 66, 0),
     "rollout": (["sampling.py", "group_decode.py"], 120, 39),
     "losses": (["losses.py", "logits_grpo.py", "policy_loss.py", "self_check.py"], 79, 4),
     "vocab_parallel": (["vocab_parallel.py"], 1, 0),
