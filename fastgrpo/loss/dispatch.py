@@ -88,14 +88,14 @@ def _fits(tensor, is_head):
 def cast_for_autocast(backend: str, hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast hidden states and head to the dtype of torch.autocast where it is on, as nn.Linear would.
 
-    The chunked path computes in fp32 anyway, so it takes the tensors as they are, and so do fp64 tensors.
+    The chunked path computes in fp32 anyway, so it takes the tensors as they are. fp64 tensors stay too.
     """
     device = hidden.device.type
-    if backend == "chunked" or (backend == "auto" and not hidden.is_cuda):
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if backend == "chunked" or dtype is None or torch.float64 in (hidden.dtype, weight.dtype):
         return hidden, weight
-    if not torch.is_autocast_enabled(device) or torch.float64 in (hidden.dtype, weight.dtype):
+    if backend == "auto" and not (HAS_TRITON and _fits(hidden.new_empty(0, dtype=dtype), True)):
         return hidden, weight
-    dtype = torch.get_autocast_dtype(device)
     return hidden.to(dtype), weight.to(dtype)
 
 

@@ -48,6 +48,16 @@ def test_a_failure_warns_once_and_stands(compare, reason, caplog):
     assert dispatch.trusted("head", CPU, {"dtype": "fp16"}, lambda: None)  # another variant has its own verdict
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast_rounds_only_what_the_kernels_take(monkeypatch, dtype):
+    """The chunked path computes in fp32, and fp16 would round its inputs for nothing."""
+    monkeypatch.setattr(dispatch, "_fits", lambda tensor, is_head: tensor.dtype == torch.bfloat16)
+    given = torch.ones(2, 3), torch.ones(4, 3)
+    with torch.autocast("cpu", dtype=dtype):
+        found = dispatch.cast_for_autocast("auto", *given)
+    assert {x.dtype for x in found} == {torch.bfloat16 if dtype == torch.bfloat16 else torch.float32}
+
+
 @pytest.mark.parametrize("compare", (wrong, broken))
 def test_what_was_asked_for_by_name_is_an_error(compare):
     with pytest.raises(RuntimeError, match=r"failed its check.*Go without it\. Please report"):
