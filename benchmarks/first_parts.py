@@ -85,8 +85,6 @@ def check_kernels() -> None:
         failed = [line for line in lines if line.reason]
         note = f"{len(lines) - len(failed)} of {count} passed"
         note += "".join(f"; {line.name} failed: {line.reason}" for line in failed)
-        if failed and mode == "gpu":
-            note += f"; another assembler: {runner.other_assembler()}"
         tell(bars={"kernels that fail their check": none_of(len(failed), len(lines) == count)}, note=note)
 
 

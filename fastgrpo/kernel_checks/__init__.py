@@ -1,1 +1,1 @@
-"""Checks of every kernel on the machine at hand: its values against the specification, and its time."""
+"""Checks every kernel on the machine at hand against the specification."""

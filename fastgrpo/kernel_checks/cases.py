@@ -3,8 +3,6 @@
 The truth is kernels/reference.py in fp64, differentiated by autograd. Plain is PyTorch in the inputs' dtype with fp32
 logits and fp32 accumulation; dz is rounded to the inputs' dtype for its two products. A kernel may err `FACTORS` times
 as much as plain, plus `SLACK`. Losses are called as users call them, with the backend that a mode names.
-
-Shapes: N tokens, V vocabulary, D hidden; R lanes, P prompts, H query heads, K key heads, d width of a head.
 """
 
 from collections.abc import Callable
@@ -29,15 +27,12 @@ if HAS_TRITON:
 Tensor = torch.Tensor
 Tensors = dict[str, torch.Tensor]
 Errors = dict[str, tuple[float, float]]  # by name: an error, and the largest that is allowed
-LossOf = Callable[[torch.Tensor], tuple[torch.Tensor, Tensors]]  # logits -> the loss, and other values by name
+LossOf = Callable[[torch.Tensor], Tensors]  # logits -> the "loss" and other values by name
 SLACK = 1e-5
+BACKEND = {"gpu": "triton", "cpu": "chunked", "interpreter": "triton"}  # a mode -> what it tries, the last on a CPU
 FACTORS = {"logps": 1.1, "entropy": 1.1, "loss": 1.1, "hidden": 1.1, "logits": 1.1, "weight": 1.5, "bias": 1.5,
            "output": 1.2}  # fmt: skip
 HEAD_SIZES = {"gpu": (1024, 896, 32_003), "cpu": (64, 32, 500), "interpreter": (40, 16, 70)}  # N, D, V
-CHUNKED_SIZES = {"gpu": (9000, 128, 4099)}  # more rows than launch.CHUNK_ROWS
-DECODE_SIZES = {"gpu": (4, 8, 600, 300), "interpreter": (2, 3, 20, 9)}  # P, lanes of each, tokens of prompt and lane
-SAMPLE_SIZES = {"gpu": (64, 151_936), "interpreter": (5, 150)}  # R, V
-FLAGGED = 20.0  # times the hidden states of every seventh token, whose target is the least likely one
 NEAR = 1e-5  # to a draw's or a filter's boundary: there, rounding may decide about the token
 DAPO = Objective(beta=0.1)
 BONUS = Objective(beta=0.1, entropy_coef=1.0)
@@ -51,19 +46,6 @@ SURROGATES = {
 }
 
 
-class Place(NamedTuple):
-    """Where a case runs: in mode "gpu", "cpu" (the paths without Triton) or "interpreter" (the kernels on a CPU)."""
-
-    mode: str
-    device: torch.device
-    dtype: torch.dtype
-
-    @property
-    def backend(self) -> str:
-        """The backend that the mode tries."""
-        return "chunked" if self.mode == "cpu" else "triton"
-
-
 class Trial(NamedTuple):
     """A call of a kernel, and what judges its result."""
 
@@ -75,15 +57,15 @@ class Case(NamedTuple):
     """A line of the table, with the dtype that it has on a GPU. Elsewhere it has fp32."""
 
     name: str
-    make: Callable[[Place], Trial]
+    make: Callable[[str, torch.dtype], Trial]
     modes: tuple[str, ...] = ("gpu", "interpreter")
     dtype: torch.dtype = torch.bfloat16
 
     def trial(self, mode: str) -> Trial:
         """Draw the inputs."""
         torch.manual_seed(0)
-        on_gpu = mode == "gpu"
-        return self.make(Place(mode, torch.device("cuda" if on_gpu else "cpu"), self.dtype if on_gpu else torch.float))
+        with torch.device("cuda" if mode == "gpu" else "cpu"):
+            return self.make(mode, self.dtype if mode == "gpu" else torch.float)
 
 
 def error(name: str, value: Tensor, true: Tensor) -> float:
@@ -108,40 +90,31 @@ def gradients(loss: Tensor, leaves: Tensors) -> Tensors:
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def random_head(
-    n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, *, bias: bool = False,
-    temperature: float | str = 1.0, softcap: float | None = None,
-) -> tuple[Tensors, dict[str, Any]]:  # fmt: skip
+def random_head(n, d, v, dtype, *, bias=False, temperature=1.0, softcap=None) -> tuple[Tensors, dict[str, Any]]:
     """Draw hidden, weight and bias, and what a loss is told of the tokens; half of the targets are likely ones."""
-
-    def randn(*shape):
-        return torch.randn(*shape, device=device)
-
-    leaves = {"hidden": randn(n, d).to(dtype), "weight": (randn(v, d) * 2 / d**0.5).to(dtype)}
-    leaves |= {"bias": randn(v).to(dtype)} if bias else {}
-    targets = torch.randint(v, (n,), device=device)
+    leaves = {"hidden": torch.randn(n, d).to(dtype), "weight": (torch.randn(v, d) * 2 / d**0.5).to(dtype)}
+    leaves |= {"bias": torch.randn(v).to(dtype)} if bias else {}
+    targets = torch.randint(v, (n,))
     targets[::2] = (leaves["hidden"][::2].float() @ leaves["weight"].float().T).argmax(-1)
-    temperature = torch.rand(n, device=device) + 0.5 if temperature == "row" else temperature
-    logps = reference.linear_logprob(
-        **{name: leaf.double() for name, leaf in leaves.items()}, targets=targets, temperature=temperature,
-        logit_softcap=softcap,
-    ).float()  # fmt: skip
-    tokens = {"targets": targets, "advantages": randn(n), "token_weights": torch.rand(n, device=device) / n,
-              "old_logps": logps + 0.3 * randn(n), "ref_logps": logps + 0.3 * randn(n),
-              "temperature": temperature}  # fmt: skip
+    temperature = torch.rand(n) + 0.5 if temperature == "row" else temperature
+    in_fp64 = {name: leaf.double() for name, leaf in leaves.items()}
+    logps = reference.linear_logprob(**in_fp64, targets=targets, temperature=temperature, logit_softcap=softcap).float()
+    tokens = {"targets": targets, "temperature": temperature, "advantages": torch.randn(n)}
+    tokens |= {"token_weights": torch.rand(n) / n, "old_logps": logps + 0.3 * torch.randn(n)}
+    tokens["ref_logps"] = logps + 0.3 * torch.randn(n)
     return {name: leaf.requires_grad_() for name, leaf in leaves.items()}, tokens
 
 
 def exact(leaves: Tensors, softcap: float | None, loss_of: LossOf) -> Tensors:
     """Compute the truth of a head: its values and gradients in fp64."""
     leaves = {name: leaf.detach().double().requires_grad_() for name, leaf in leaves.items()}
-    loss, values = loss_of(reference._linear(leaves["hidden"], leaves["weight"], leaves.get("bias"), softcap))
-    return {"loss": loss, **values, **gradients(loss, leaves)}
+    found = loss_of(reference._linear(leaves["hidden"], leaves["weight"], leaves.get("bias"), softcap))
+    return found | gradients(found["loss"], leaves)
 
 
 def plain(leaves: Tensors, softcap: float | None, loss_of: LossOf) -> Tensors:
     """Compute the same in the inputs' dtype with fp32 logits."""
-    hidden, weight, bias = (None if leaves.get(k) is None else leaves[k].detach() for k in ("hidden", "weight", "bias"))
+    hidden, weight = leaves["hidden"].detach(), leaves["weight"].detach()
 
     def matmul(left, right):  # on a GPU through the matrix units, as the kernels' products
         if left.is_cuda and left.dtype != torch.float32:
@@ -149,147 +122,129 @@ def plain(leaves: Tensors, softcap: float | None, loss_of: LossOf) -> Tensors:
         return left.float() @ right.float()
 
     x = matmul(hidden, weight.T).requires_grad_()
-    y = x if bias is None else x + bias.float()
-    loss, values = loss_of(y if softcap is None else softcap * torch.tanh(y / softcap))
-    dz = torch.autograd.grad(loss, x)[0].to(hidden.dtype)
+    y = x + leaves["bias"].detach().float() if "bias" in leaves else x
+    found = loss_of(y if softcap is None else softcap * torch.tanh(y / softcap))
+    dz = torch.autograd.grad(found["loss"], x)[0].to(hidden.dtype)
     grads = {"hidden": matmul(dz, weight), "weight": matmul(dz.T, hidden), "bias": dz.float().sum(0)}
-    return {"loss": loss, **values, **{name: grads[name].to(hidden.dtype) for name in leaves}}
+    return found | {name: grads[name].to(hidden.dtype) for name in leaves}
 
 
-def loss_of_logits(logits: Tensor, *, token_weights: Tensor, **tokens: Any) -> tuple[Tensor, Tensors]:
+def head_trial(leaves: Tensors, softcap: float | None, ours: Callable[[], Tensors], loss_of: LossOf) -> Trial:
+    """Make the trial of a head, whose loss is `loss_of` of its logits."""
+    return Trial(ours, lambda found: judge(found, exact(leaves, softcap, loss_of), plain(leaves, softcap, loss_of)))
+
+
+def states_trial(states: Tensor, ours: LossOf, reference_of: LossOf) -> Trial:
+    """Make the trial of the losses of logits or log-probs; each loss has a gradient. Plain is the reference in fp32."""
+
+    def run(loss_of: LossOf, dtype: torch.dtype) -> Tensors:
+        leaf = states.clone().to(dtype).requires_grad_()
+        found, kind = loss_of(leaf), dtype if dtype == torch.double else states.dtype
+        grads = {name: torch.autograd.grad(found[name], leaf)[0] for name in found if name.endswith("loss")}
+        return found | {name.replace("loss", "logits"): grad.to(kind) for name, grad in grads.items()}
+
+    true, simple = (partial(run, reference_of, dtype) for dtype in (torch.double, torch.float))
+    return Trial(lambda: run(ours, states.dtype), lambda found: judge(found, true(), simple()))
+
+
+def loss_of_logits(logits: Tensor, *, token_weights: Tensor, **tokens: Any) -> Tensors:
     """Compute the GRPO loss by the reference."""
     loss, logps, _ = reference.logits_grpo_loss(logits, weights=token_weights, **tokens)
-    return loss, {"logps": logps}
+    return {"loss": loss, "logps": logps}
 
 
-def fused_loss(
-    place: Place, *, objective: Objective = DAPO, sharded: bool = False,
-    sizes: dict[str, tuple[int, int, int]] = HEAD_SIZES, softcap: float | None = None, **options: Any,
-) -> Trial:  # fmt: skip
+def fused_loss(mode, dtype, *, objective=DAPO, sharded=False, sizes=HEAD_SIZES, softcap=None, **options) -> Trial:
     """Make the trial of the fused loss, `sharded` over a group of this process alone."""
-    leaves, tokens = random_head(*sizes[place.mode], place.dtype, place.device, softcap=softcap, **options)
+    leaves, tokens = random_head(*sizes[mode], dtype, softcap=softcap, **options)
     tokens["objective"] = objective
     if objective.entropy_coef:
         tokens["entropy_weights"] = 0.3 * tokens["token_weights"]
     if sharded and not dist.is_initialized():
-        dist.init_process_group("nccl" if place.mode == "gpu" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("nccl" if mode == "gpu" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def ours() -> Tensors:
         group = dist.group.WORLD if sharded else None
-        out = linear_grpo_loss(**leaves, **tokens, logit_softcap=softcap, process_group=group, backend=place.backend)
+        out = linear_grpo_loss(**leaves, **tokens, logit_softcap=softcap, process_group=group, backend=BACKEND[mode])
         return {"loss": out.loss, "logps": out.logps, **gradients(out.loss, leaves)}
 
-    loss_of = partial(loss_of_logits, **tokens)
-    return Trial(ours, lambda found: judge(found, exact(leaves, softcap, loss_of), plain(leaves, softcap, loss_of)))
+    return head_trial(leaves, softcap, ours, partial(loss_of_logits, **tokens))
 
 
-def logprob(
-    place: Place, *, entropy: bool = True, flagged: bool = False,
-    softcap: float | None = None, **options: Any,
-) -> Trial:  # fmt: skip
+def logprob(mode, dtype, *, entropy=True, flagged=False, softcap=None, **options) -> Trial:
     """Make the trial of the log-probs; `flagged` rows need another anchor than their target."""
-    leaves, tokens = random_head(*HEAD_SIZES[place.mode], place.dtype, place.device, softcap=softcap, **options)
+    leaves, tokens = random_head(*HEAD_SIZES[mode], dtype, softcap=softcap, **options)
     by = {"targets": tokens["targets"], "temperature": tokens["temperature"], "return_entropy": entropy}
     if flagged:
         with torch.no_grad():
-            leaves["hidden"][::7] *= FLAGGED
+            leaves["hidden"][::7] *= 20.0
             by["targets"][::7] = (leaves["hidden"][::7].float() @ leaves["weight"].float().T).argmin(-1)
 
-    def with_loss(found: Any) -> tuple[Tensor, Tensors]:  # the log-probs and entropies, each weighted at random
+    def with_loss(found: Any) -> Tensors:  # the log-probs and entropies, each weighted at random
         values = dict(zip(("logps", "entropy"), found if entropy else (found,), strict=False))
         factors = (tokens["advantages"], tokens["old_logps"])
-        return sum((value * factor).sum() for value, factor in zip(values.values(), factors, strict=False)), values
+        return values | {"loss": sum((x * y).sum() for x, y in zip(values.values(), factors, strict=False))}
 
     def ours() -> Tensors:
-        loss, values = with_loss(linear_logprob(**leaves, **by, logit_softcap=softcap, backend=place.backend))
-        return values | gradients(loss, leaves)
+        found = with_loss(linear_logprob(**leaves, **by, logit_softcap=softcap, backend=BACKEND[mode]))
+        return gradients(found.pop("loss"), leaves) | found
 
-    def loss_of(logits: Tensor) -> tuple[Tensor, Tensors]:
-        return with_loss(reference.logits_logprob(logits, **by))
-
-    return Trial(ours, lambda found: judge(found, exact(leaves, softcap, loss_of), plain(leaves, softcap, loss_of)))
+    return head_trial(leaves, softcap, ours, lambda logits: with_loss(reference.logits_logprob(logits, **by)))
 
 
-def logits_loss(place: Place, *, inplace: bool = False) -> Trial:
+def logits_loss(mode, dtype, *, inplace=False) -> Trial:
     """Make the trial of the loss of given logits."""
-    leaves, tokens = random_head(*HEAD_SIZES[place.mode], place.dtype, place.device)
-    logits = (leaves["hidden"] @ leaves["weight"].T).detach()
+    leaves, tokens = random_head(*HEAD_SIZES[mode], dtype)
     tokens["objective"] = DAPO
 
-    def with_gradient(dtype: torch.dtype, loss_of: LossOf) -> Tensors:
-        leaf = logits.clone().to(dtype).requires_grad_()
-        loss, values = loss_of(leaf)
-        return {"loss": loss, **values, **gradients(loss, {"logits": leaf})}
+    def ours(leaf: Tensor) -> Tensors:
+        out = logits_grpo_loss(leaf, **tokens, inplace=inplace, backend=BACKEND[mode])
+        return {"loss": out.loss, "logps": out.logps}
 
-    def fused(leaf: Tensor) -> tuple[Tensor, Tensors]:
-        out = logits_grpo_loss(leaf, **tokens, inplace=inplace, backend=place.backend)
-        return out.loss, {"logps": out.logps}
-
-    def judged(found: Tensors) -> Errors:
-        by_reference = partial(loss_of_logits, **tokens)
-        true, simple = with_gradient(torch.double, by_reference), with_gradient(torch.float, by_reference)
-        return judge(found, true, simple | {"logits": simple["logits"].to(place.dtype)})
-
-    return Trial(lambda: with_gradient(place.dtype, fused), judged)
+    logits = (leaves["hidden"] @ leaves["weight"].T).detach()
+    return states_trial(logits, ours, partial(loss_of_logits, **tokens))
 
 
-def token_losses(place: Place) -> Trial:
+def token_losses(mode, dtype) -> Trial:
     """Make the trial of the loss of given log-probs, with every surrogate."""
-    n = 5000 if place.mode == "gpu" else 300
-    _, tokens = random_head(n, 8, 50, torch.float, place.device)
+    n = 5000 if mode == "gpu" else 300
+    _, tokens = random_head(n, 8, 50, torch.float)
     old, ref, advantages, weights = (tokens[k] for k in ("old_logps", "ref_logps", "advantages", "token_weights"))
-    logps = old + 0.3 * torch.randn_like(old)
-    lengths = torch.tensor([n // 7, n // 3, n - n // 7 - n // 3], device=place.device)
+    ends = torch.tensor([0, n // 7, n // 7 + n // 3, n])
 
-    def with_each(dtype: torch.dtype, loss_of: Callable[..., Tensor]) -> Tensors:
-        found = {}
-        for name, objective in SURROGATES.items():
-            leaf = logps.to(dtype).requires_grad_()
-            found[f"{name} loss"] = loss_of(leaf, objective, ref if name == "vespo" else None)
-            found |= gradients(found[f"{name} loss"], {f"{name} logits": leaf})
-        return found
+    def ours(leaf, objective, sampler):
+        kwargs = {"token_weights": weights, "ref_logps": ref, "sampler_logps": sampler, "cu_seqlens": ends}
+        return grpo_loss(leaf, old, advantages, objective=objective, backend=BACKEND[mode], **kwargs).loss
 
-    def by_reference(leaf: Tensor, objective: Objective, sampler: Tensor | None) -> Tensor:
-        return reference.policy_loss(leaf, old, ref, advantages, weights, objective, lengths, sampler)[0]
+    def by_reference(leaf, objective, sampler):
+        return reference.policy_loss(leaf, old, ref, advantages, weights, objective, ends.diff(), sampler)[0]
 
-    def fused(leaf: Tensor, objective: Objective, sampler: Tensor | None) -> Tensor:
-        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        return grpo_loss(
-            leaf, old, advantages, token_weights=weights, ref_logps=ref, sampler_logps=sampler, cu_seqlens=ends,
-            objective=objective, backend=place.backend,
-        ).loss  # fmt: skip
+    def each(loss_of, leaf):
+        return {f"{k} loss": loss_of(leaf, x, ref if k == "vespo" else None) for k, x in SURROGATES.items()}
 
-    return Trial(
-        lambda: with_each(torch.float, fused),
-        lambda found: judge(found, with_each(torch.double, by_reference), with_each(torch.float, by_reference)),
-    )
+    return states_trial(old + 0.3 * torch.randn_like(old), partial(each, ours), partial(each, by_reference))
 
 
-def decode(place: Place, heads: tuple[int, int], depth: int) -> Trial:
+def decode(mode, dtype, heads, depth) -> Trial:
     """Make the trial of one decode step's attention: ragged lanes, the first of them without a prompt."""
-    prompts, group, shared, most = DECODE_SIZES[place.mode]
+    prompts, group, shared, most = (4, 8, 600, 300) if mode == "gpu" else (2, 3, 20, 9)
     lanes = prompts * group
-
-    def randn(*shape):
-        return torch.randn(*shape, depth, device=place.device).to(place.dtype)
-
-    case = {"query": randn(lanes, heads[0]), "scale": depth**-0.5}
-    for prefix, slots, tokens in (("", lanes, most), ("prompt_", prompts, shared)):
-        case |= {f"{prefix}{name}": randn(slots, heads[1], tokens) for name in ("keys", "values")}
-    members = torch.arange(lanes, dtype=torch.int32, device=place.device)
-    members[0] = -1
-    lengths = torch.randint(1, most + 1, (lanes,), dtype=torch.int32, device=place.device)
-    case |= {"members": members.view(prompts, group), "lengths": lengths,
-             "prompt_lengths": torch.full((prompts,), shared, dtype=torch.int32, device=place.device)}  # fmt: skip
+    randn = partial(torch.randn, dtype=dtype)
+    members = torch.arange(lanes, dtype=torch.int32).view(prompts, group)
+    members[0, 0] = -1
+    case = {"query": randn(lanes, heads[0], depth), "members": members, "scale": depth**-0.5}
+    case |= {name: randn(lanes, heads[1], most, depth) for name in ("keys", "values")}
+    case |= {name: randn(prompts, heads[1], shared, depth) for name in ("prompt_keys", "prompt_values")}
+    case["lengths"] = torch.randint(1, most + 1, (lanes,), dtype=torch.int32)
+    case["prompt_lengths"] = torch.full((prompts,), shared, dtype=torch.int32)
 
     def attend(lane: int) -> Tensor:  # by PyTorch's own attention, in the dtype of the case
-        own, prompt = slice(lengths[lane].item()), slice(shared if lane else 0)
+        own, prompt = slice(case["lengths"][lane].item()), slice(shared if lane else 0)
         keys, values = (
             torch.cat([case[f"prompt_{name}"][lane // group, :, prompt], case[name][lane, :, own]], dim=1)[None]
             for name in ("keys", "values")
         )
-        query = case["query"][lane, None, :, None]
-        return torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)[0, :, 0]
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(case["query"][lane, None, :, None], keys, values, enable_gqa=True)[0, :, 0]
 
     def judged(found: Tensor) -> Errors:
         in_fp64 = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in case.items()}
@@ -299,24 +254,22 @@ def decode(place: Place, heads: tuple[int, int], depth: int) -> Trial:
     return Trial(lambda: group_decode(**case), judged)
 
 
-def draws(place: Place, temperature: float = 0.8, **filters: float) -> Trial:
+def draws(mode, dtype, temperature=0.8, **filters) -> Trial:
     """Make the trial of drawing a token for each lane.
 
-    The reference draws with uniforms and filters a little smaller and a little greater. Where all these draws are one
-    token, it is the only right one; the mass that the filters keep lies between theirs.
+    The reference draws with uniforms and filters a little smaller and greater; right is what lies between its results.
     """
-    logits = torch.randn(*SAMPLE_SIZES[place.mode], device=place.device) * 2.5
-    uniforms = torch.rand(len(logits), device=place.device)
-
-    def near(move: float, change: float) -> tuple[Tensor, Tensor, Tensor]:
-        moved = {name: value * (1 + change) if name != "top_k" else value for name, value in filters.items()}
-        return reference.sample(logits.double(), uniforms.double() + move, temperature=temperature, **moved)
+    logits = torch.randn((64, 151_936) if mode == "gpu" else (5, 150)) * 2.5
+    uniforms = torch.rand(len(logits))
 
     def judged(drawn: tuple[Tensor, Tensor, Tensor]) -> Errors:
         tokens, logps, kept = drawn
-        true = torch.log_softmax(logits.double() / (temperature or 1), dim=-1).gather(-1, tokens[:, None])[:, 0]
-        all_tokens, _, all_kept = map(torch.stack, zip(*(near(*by) for by in product((-NEAR, NEAR), repeat=2)),
-                                                       strict=True))  # fmt: skip
+        true = reference.logits_logprob(logits.double(), tokens, temperature=temperature or 1)
+        near = []
+        for move, change in product((-NEAR, NEAR), repeat=2):
+            moved = {name: value if name == "top_k" else value * (1 + change) for name, value in filters.items()}
+            near.append(reference.sample(logits.double(), uniforms.double() + move, temperature=temperature, **moved))
+        all_tokens, _, all_kept = map(torch.stack, zip(*near, strict=True))
         clear = (all_tokens == all_tokens[0]).all(0)
         return {
             "logps": (error("logps", logps, true), SLACK),
@@ -332,7 +285,7 @@ EVERYWHERE = ("gpu", "cpu", "interpreter")
 EVERYTHING = {"bias": True, "softcap": 5.0, "temperature": "row"}
 CASES = (
     Case("linear_grpo_loss", fused_loss, EVERYWHERE),
-    Case("linear_grpo_loss, chunks", partial(fused_loss, sizes=CHUNKED_SIZES), ("gpu",)),
+    Case("linear_grpo_loss, chunks", partial(fused_loss, sizes={"gpu": (9000, 128, 4099)}), ("gpu",)),
     Case("linear_grpo_loss, bias, soft-cap", partial(fused_loss, **EVERYTHING), EVERYWHERE),
     Case("linear_grpo_loss, entropy bonus", partial(fused_loss, objective=BONUS)),
     Case("linear_grpo_loss, recomputed", partial(fused_loss, objective=BONUS, softcap=5.0)),

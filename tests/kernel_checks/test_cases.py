@@ -11,7 +11,7 @@ import torch
 from paths import ROOT
 
 from fastgrpo.kernel_checks import cases
-from fastgrpo.kernel_checks.cases import CASES, FACTORS, Place
+from fastgrpo.kernel_checks.cases import CASES, FACTORS
 from fastgrpo.kernel_checks.runner import Line
 from fastgrpo.kernels import reference
 
@@ -25,7 +25,6 @@ InterpretedFunction.__getitem__ = lambda self, grid: (launched.add(self.fn.__nam
 trials = {case.name: case.trial("interpreter") for case in CASES if "interpreter" in case.modes}
 print(json.dumps([{name: trial.judge(trial.ours()) for name, trial in trials.items()}, sorted(launched)]))
 """
-CPU = Place("interpreter", torch.device("cpu"), torch.float32)
 
 
 def named(mode):
@@ -79,7 +78,7 @@ def test_on_a_gpu(case, monkeypatch):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_wrong_value_of_a_head_is_beyond_what_is_allowed(dtype):
     torch.manual_seed(0)
-    leaves, tokens = cases.random_head(20, 8, 30, dtype, CPU.device, bias=True, softcap=5.0)
+    leaves, tokens = cases.random_head(20, 8, 30, dtype, bias=True, softcap=5.0)
     how = (leaves, 5.0, lambda logits: cases.loss_of_logits(logits, objective=cases.DAPO, **tokens))
     true, simple = cases.exact(*how), cases.plain(*how)
     right = cases.judge(simple, true, simple)
@@ -104,7 +103,7 @@ def test_wrong_draws_are_found(filters, temperature, monkeypatch):
 
     monkeypatch.setattr(cases, "sample", sample, raising=False)
     torch.manual_seed(0)
-    trial = cases.draws(CPU, temperature=temperature, **filters)
+    trial = cases.draws("interpreter", torch.float, temperature=temperature, **filters)
     assert Line("", "cpu", trial.judge(trial.ours())).reason is None
     changed["tokens"] = (drawn["values"]["tokens"] + 1) % 150
     errors = trial.judge(trial.ours())
@@ -116,7 +115,7 @@ def test_wrong_draws_are_found(filters, temperature, monkeypatch):
 def test_wrong_attention_is_found(monkeypatch):
     monkeypatch.setattr(cases, "group_decode", reference.group_decode, raising=False)
     torch.manual_seed(0)
-    trial = cases.decode(CPU, heads=(4, 2), depth=16)
+    trial = cases.decode("interpreter", torch.float, heads=(4, 2), depth=16)
     out = trial.ours()
     ((error, allowed),) = trial.judge(out).values()
     assert error <= allowed < 1e-4

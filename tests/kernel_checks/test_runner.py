@@ -2,7 +2,6 @@
 
 import math
 import sys
-from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -81,32 +80,6 @@ def test_why_a_child_gave_no_answer(tmp_path, monkeypatch, code, problem):
     seconds = 1 if problem.startswith("not done") else 60
     (line,) = runner.check(TABLE, "cpu", seconds=seconds, most=1)
     assert line.problem == problem
-
-
-@pytest.mark.parametrize(
-    ("capability", "variable", "program"),
-    (((9, 0), "TRITON_PTXAS_PATH", "ptxas-blackwell"), ((10, 0), "TRITON_PTXAS_BLACKWELL_PATH", "ptxas")),
-)
-def test_the_other_assembler_is_in_tritons_wheel(monkeypatch, capability, variable, program):
-    """Triton reads these variables, and takes its other program without them."""
-    from triton import knobs
-    from triton.backends.nvidia.compiler import get_ptxas
-
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
-    name, path = runner.other_assembler().split("=")
-    assert name == variable and Path(path).name == program and Path(path).exists()
-    arch = 10 * capability[0]
-    before = get_ptxas(arch).path
-    monkeypatch.setenv(name, path)
-    assert Path(before).name != program and get_ptxas(arch).path == path == knobs.NvidiaTool.from_path(path).path
-
-
-def test_a_failure_on_a_gpu_names_the_other_assembler(planted, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "modes_here", lambda: ("gpu",))
-    monkeypatch.setattr(runner, "other_assembler", lambda: "TRITON_PTXAS_PATH=/bundled/ptxas-blackwell")
-    monkeypatch.setattr(runner, "check", lambda table, mode: [runner.Line("kernel", mode, {}, "crash")])
-    assert runner.check_all(TABLE) == 1
-    assert "pass with TRITON_PTXAS_PATH=/bundled/ptxas-blackwell" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def _loss_of(head, scalar):
         logps, entropy = reference.logits_logprob(
             logits, head.targets, temperature=head.temperature, return_entropy=True
         )
-        return scalar(logps, entropy), {"logps": logps, "entropy": entropy}
+        return {"loss": scalar(logps, entropy), "logps": logps, "entropy": entropy}
 
     return loss_of
 

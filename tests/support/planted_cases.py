@@ -12,7 +12,7 @@ FAR = 1e-3  # the error of the wrong kernel, where 1e-5 is allowed
 
 
 def trial(ours):
-    return lambda place: Trial(ours, lambda value: {"value": (abs(value - 1), 1e-5)})
+    return lambda mode, dtype: Trial(ours, lambda value: {"value": (abs(value - 1), 1e-5)})
 
 
 def noisy():
