@@ -1,4 +1,4 @@
-"""docs/settings.md and docs/from-trl.md, which `make settings` writes from the fields and from the table of TRL's arguments."""
+"""docs/settings.md and docs/from-trl.md: `make settings` writes them from the fields and the table of TRL's names."""
 
 import dataclasses
 import sys
