@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -187,7 +187,7 @@ class Tokens(NamedTuple):
 
 # The formulas of a token, for Triton and for PyTorch at once: `_in_torch` has the same functions with `Torch` as `tl`.
 # A surrogate returns its value s, ds/dlog r (which a sequence-level ratio spreads over the tokens of the sequence), and
-# ds/dlogp apart from the ratio.
+# ds/dlogp apart from the ratio. A NaN ratio gives a NaN value: on a GPU a plain minimum would drop it.
 
 
 @jit
@@ -195,18 +195,19 @@ def clip(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
     """PPO (arXiv 1707.06347 eq. 7), -min(r A, clip(r) A), with the first r held under delta (arXiv 2505.07291)."""
     bounded = ratio
     if delta is not None:
-        bounded = tl.minimum(ratio, delta)
+        bounded = tl.minimum(ratio, delta, tl.PropagateNan.ALL)
     unclipped = bounded * advantage
     clipped = tl.minimum(tl.maximum(ratio, low), high) * advantage
     # The gradient flows through the smaller branch, and there only where its clamp does not hold the ratio.
     inside = tl.where(unclipped <= clipped, bounded == ratio, (ratio >= low) & (ratio <= high))
-    return -tl.minimum(unclipped, clipped), tl.where(inside, -advantage * ratio, 0.0), tl.zeros_like(ratio)
+    value = -tl.minimum(unclipped, clipped, tl.PropagateNan.ALL)
+    return value, tl.where(inside, -advantage * ratio, 0.0), tl.zeros_like(ratio)
 
 
 @jit
 def cispo(logp, ratio, advantage, phi, low, high, delta, tau_pos, tau_neg):
     """-sg(min(r, high)) A logp: every token keeps its gradient (arXiv 2506.13585; cap of 2510.13786)."""
-    slope = -tl.minimum(ratio, high) * advantage
+    slope = -tl.minimum(ratio, high, tl.PropagateNan.ALL) * advantage
     return slope * logp, tl.zeros_like(ratio), slope
 
 
@@ -306,9 +307,10 @@ class Torch:
     """What the formulas use of triton.language, in PyTorch."""
 
     abs, exp, sigmoid, where, zeros_like = torch.abs, torch.exp, torch.sigmoid, torch.where, torch.zeros_like
+    PropagateNan = SimpleNamespace(ALL=None)
 
     @staticmethod
-    def minimum(x, y):
+    def minimum(x, y, propagate_nan=None):  # PyTorch always propagates NaN
         return torch.minimum(x, y) if isinstance(y, torch.Tensor) else x.clamp(max=y)
 
     @staticmethod

@@ -96,7 +96,7 @@ def _on_host(values):
 
 def _check_shape(value, name, shape, dims=""):
     if value.shape != shape:
-        raise ValueError(f"{name} must be {dims}{tuple(shape)}, got {tuple(value.shape)}")
+        raise ValueError(f"{name} must have the shape {dims}{tuple(shape)}, got {tuple(value.shape)}")
 
 
 def check_head(

@@ -246,10 +246,10 @@ def test_what_a_forged_checkpoint_holds_in_place_of_a_tensor_is_not_unpickled(tm
 
 @pytest.mark.parametrize(
     "refused, why",
-    [("data", "rank 2: .*on 4 rows, the data now has 5"), ("shards", r"rank 2: \[Errno 5"), (None, None)],
+    [("model", "rank 2: the weights at model_name_or_path"), ("shards", r"rank 2: \[Errno 5"), (None, None)],
 )
 def test_the_log_goes_back_only_where_every_rank_goes_on(ranks, refused, why):
-    """Rank 2 has other data, or a shard that it cannot read; then nothing is wrong."""
+    """Rank 2 has another model, or a shard that it cannot read; then nothing is wrong."""
     for lines in ranks[1]:
         (line,) = [line for line in lines if line.get("refused", "") == refused]
         assert (line["error"] is None) if why is None else re.search(why, line["error"])

@@ -100,9 +100,9 @@ def go_on_or_not(folder, ranks, mesh):
         taken = Snapshot(parts, tokenizer(), about(dtype), HostCopies(), ranks)
         path = write_checkpoint(log.folder, 1, taken.write, ranks)
         log.write(2, {"reward": 1.0})
-        for refused in ("data", "shards", None):
+        for refused in ("model", "shards", None):
             mine, what = about(dtype), refused if ranks.rank == 2 else None
-            mine["rows"] += what == "data"
+            mine["model_digest"] += "another" if what == "model" else ""
             snapshot.read_tensors = unreadable if what == "shards" else read_tensors
             try:
                 restore(parts, path, mine, lambda line: None, ranks)
