@@ -96,9 +96,8 @@ def run_sweep(runs: list[SweepRun]) -> None:
 def _make(run, folder, stop):
     """Make one run, and return what went wrong. In a process group of its own, Ctrl-C reaches it from here only."""
     path = folder.path / run.name
-    own = ["--output_dir", str(path), "--resume_from_checkpoint", "auto", "--quiet", "False"]  # its log has all lines
+    command = [*COMMAND, *run.argv, "--output_dir", str(path), "--resume_from_checkpoint", "auto", "--quiet", "False"]
     with open(folder.claim(f"{run.name}.log"), "ab") as log:
-        command = [*COMMAND, *run.argv, *own]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
     try:
         while process.poll() is None and not stop:

@@ -397,16 +397,9 @@ class _Planner:
 
 
 def plan(
-    config: TrainingConfig,
-    model: PreTrainedModel,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    prompt_tokens: int = PROMPT_TOKENS,
-    room: float = math.inf,
-    ranks: int = 1,
-    judges: int = 0,
-) -> MemoryPlan:
+    config: TrainingConfig, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device,
+    prompt_tokens: int = PROMPT_TOKENS, room: float = math.inf, ranks: int = 1, judges: int = 0,
+) -> MemoryPlan:  # fmt: skip
     """Plan a run's memory on each device, for a `model` without weights; choose what is auto.
 
     `judges` are the bytes of reward models. A run that does not fit is planned again with each setting that may help.
