@@ -348,7 +348,7 @@ def test_all_of_it_at_once(folder, tmp_path):
 @pytest.mark.parametrize(
     "settings, match",
     [
-        ({"dynamic_sampling": 1}, "dynamic_sampling=1 allows no second batch"),
+        ({"dynamic_sampling": 1}, "dynamic_sampling=1 draws no second batch"),
         ({"dynamic_sampling": -1}, "dynamic_sampling must be at least 0"),
         ({"oversampling_factor": 0.9}, "oversampling_factor must be at least 1"),
         ({"oversampling_factor": float("inf")}, "oversampling_factor must be finite"),
