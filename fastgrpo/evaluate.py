@@ -3,8 +3,8 @@
 One greedy completion of each prompt gives the accuracy. With --eval_num_generations K, K sampled completions of each
 prompt also give pass@k and maj@k. --output FILE writes every completion to a file.
 
-Where torchrun starts several processes, each loads the models and completes its share of the prompts. The results are
-those of one process, and only rank 0 writes them.
+Where torchrun starts several processes, each loads the models and completes its share of the prompts. The results
+equal those of one process. Only rank 0 writes them.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class EvaluateConfig(
 
 
 def parse(argv: list[str]) -> EvaluateConfig:
-    """Read the command line. The defaults of the settings that the task's recipe gives are those of the recipe."""
+    """Read the command line. The task's recipe overrides the defaults."""
     argv, task = take_flag(argv, "--task")
     task = "arithmetic" if task is None else task
     known = {field.name for field in dataclasses.fields(EvaluateConfig)}

@@ -685,7 +685,7 @@ def finish_fwd(
 
 @launch.operator("fastgrpo::head_entropy_bwd", mutates_args=("out",))
 def head_entropy_bwd(exps: Tensor, targets: Tensor, rows: Tensor, g: Tensor, h: Tensor, out: Tensor) -> None:
-    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows` alone.
+    """Bring the gradients of log-prob and entropy into anchored exponentials; v is then the slope of `rows` only.
 
         out_v = E_v (g + h (log p_v + H)),   v != target
 

@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # What changes from batch to batch must not ask for another compilation: the number of tokens, and the alignment of a
 # vector over tokens, which may be a slice of a longer one.
 ROWS_VARY = {
-    "do_not_specialize": ("n_rows", "n_splits", "SPLITS", "count"),
+    "do_not_specialize": ("n_rows", "n_splits", "SPLITS"),
     "do_not_specialize_on_alignment": (
         "advantage_ptr", "anchor_ptr", "bonus_ptr", "entropy_ptr", "flag_ptr", "g_ptr", "importance_ptr", "inv_t_ptr",
         "log_ratio_ptr", "logp_ptr", "mix_ptr", "norm_ptr", "old_ptr", "patch_ptr", "phi_ptr", "place_ptr", "ref_ptr",

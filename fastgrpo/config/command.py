@@ -40,8 +40,8 @@ COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")  # flags of 
 TRAIN = "pip install 'fastgrpo[train]'"
 _HERE = str(Path(__file__).parent.parent)
 Record = TypeVar("Record")
-# What a terminal obeys instead of showing it: C0 (without tab and newline), DEL, C1, and the directions of Unicode,
-# which show text in another order than it has. A surrogate alone cannot be written at all.
+# Characters that control a terminal: C0 (without tab and newline), DEL, C1, and Unicode's directions, which reorder
+# text. A lone surrogate cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 LEFT = 128 + signal.SIGPIPE  # the exit code that shells report of a command whose reader has left
 
@@ -378,7 +378,7 @@ def reader_left() -> bool:
 def _has_no_reader(stream):
     try:
         poll = select.poll()
-        poll.register(stream.fileno(), 0)  # without events of its own, it reports errors and hang-ups alone
+        poll.register(stream.fileno(), 0)  # an empty mask still reports errors and hang-ups
         return bool(poll.poll(0))
     except OSError:  # a stream in memory has no number
         return False

@@ -142,7 +142,7 @@ class JudgingConfig:
 
     @property
     def reward_device(self) -> str:
-        """Device of reward models: cuda, cuda:1, cpu, or auto, which is that of the policy."""
+        """Device of reward models: cuda, cuda:1, cpu, or auto (the policy's device)."""
         return self._models.get("device", "auto")
 
     @property

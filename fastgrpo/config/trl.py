@@ -25,7 +25,7 @@ _LOADING_VALUES = (("device_map", None), ("quantization_config", None), ("revisi
 # Options of generation_kwargs, with vLLM's names of them -> settings.
 _DRAWS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 _DRAWS |= {"max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length"}
-# Options that change no draw, whatever their value; and the values, beside None, with which others change none.
+# Options that never change a draw; then options with the values, besides None, that change none.
 _NO_DRAW = ("use_cache", "cache_implementation", "disable_compile", "pad_token_id", "bos_token_id",
             "renormalize_logits")  # fmt: skip
 _NEUTRAL = {"do_sample": True, "no_repeat_ngram_size": 0, "min_length": 0}

@@ -2,8 +2,8 @@
 
 A row has a `prompt` (a string, or a list of messages) and any columns that the rewards need. A row for supervised
 training also has a `completion` of the same kind, or only `messages`: a conversation whose assistant messages are
-learned, each after all that came before it. A completion is tokenized alone, as a policy draws it after the prompt, and
-ends with a stop token.
+learned, each after everything before it. A completion is tokenized separately from its prompt, and ends with a stop
+token.
 """
 
 import json

@@ -91,7 +91,7 @@ def gradients(loss: Tensor, leaves: Tensors) -> Tensors:
 
 
 def random_head(n, d, v, dtype, *, bias=False, temperature=1.0, softcap=None) -> tuple[Tensors, dict[str, Any]]:
-    """Draw hidden, weight and bias, and what a loss is told of the tokens; half of the targets are likely ones."""
+    """Draw the head's leaves, and the arguments of each token; half of the targets are the most likely token."""
     leaves = {"hidden": torch.randn(n, d).to(dtype), "weight": (torch.randn(v, d) * 2 / d**0.5).to(dtype)}
     leaves |= {"bias": torch.randn(v).to(dtype)} if bias else {}
     targets = torch.randint(v, (n,))
@@ -154,7 +154,7 @@ def loss_of_logits(logits: Tensor, *, token_weights: Tensor, **tokens: Any) -> T
 
 
 def fused_loss(mode, dtype, *, objective=DAPO, sharded=False, sizes=HEAD_SIZES, softcap=None, **options) -> Trial:
-    """Make the trial of the fused loss, `sharded` over a group of this process alone."""
+    """Make the trial of the fused loss, `sharded` over a group with one process."""
     leaves, tokens = random_head(*sizes[mode], dtype, softcap=softcap, **options)
     tokens["objective"] = objective
     if objective.entropy_coef:

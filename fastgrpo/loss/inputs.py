@@ -247,7 +247,7 @@ def _check_needs(objective, inputs, has_sequences, coupled):
 
 
 def check_kept(kept: PolicyRows, vocab_size: int | None = None) -> None:
-    """Check the values of the kept rows. Those of other rows are never read.
+    """Check the values of the kept rows. Other rows are not read.
 
     The old and the reference's log-probs may be NaN, like the policy's own: the loss is NaN then, and a trainer may
     skip the update. On a GPU the kernels return NaN for a target outside of the vocabulary.

@@ -43,7 +43,7 @@ def linear_logprob(
         process_group: Group of torch.distributed over whose ranks the rows of weight and bias are sharded, in rank
             order, in equal or unequal parts. It is for other trainers; this package's does not pass it. Targets stay
             ids of the whole vocabulary. All arguments but weight and bias are the same on every rank, and so are the
-            results. The gradient of hidden comes back whole on every rank, those of weight and bias for the shard.
+            results. Every rank gets the whole gradient of hidden, and its shard's gradient of weight and bias.
             Every rank must make the call, and run its backward.
         sum_hidden_grad: Whether the gradient of hidden is summed over the ranks of process_group. False leaves on each
             rank the part that comes from its shard, for callers that sum the parts themselves, as

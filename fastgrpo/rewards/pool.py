@@ -62,7 +62,7 @@ class Given(NamedTuple):
 
 @dataclass
 class _Job:
-    """Some calls that one process makes, with a future each. Several calls are those of an async function."""
+    """Some calls that one process makes, with a future each. Only an async function has several."""
 
     function: int
     together: bool

@@ -383,7 +383,7 @@ class _Planner:
         if self.grpo:
             prompts = -(-config.prompts_per_step // self.ranks)
             in_all = prompts * (self.prompt_tokens + config.num_generations * config.max_completion_length)
-        longest = self.prompt_tokens + config.max_completion_length  # it stands alone if it is above the budget
+        longest = self.prompt_tokens + config.max_completion_length  # longer than the budget: a pass of its own
         tokens = max(min(config.max_tokens_per_microbatch, in_all), longest)
         fused = would_apply(self.model, config.use_liger_kernel, self.device)
         sizes = activation_bytes(self.model, self.dtype, tokens, checkpointing=checkpointing, fused=fused)

@@ -188,7 +188,7 @@ def make_policy(
     """
     if args.parallel.startswith("fsdp2") and ranks.group is None:
         raise ValueError(
-            f"parallel={args.parallel} shards a run over several processes, and this is one alone; start it by "
+            f"parallel={args.parallel} shards a run over several processes, and there is only one; start it by "
             "torchrun --nproc_per_node N -m fastgrpo.train ..., or leave parallel out"
         )
     plan = plan_run(args, model, ranks=ranks, rewards=rewards)
