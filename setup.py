@@ -66,6 +66,7 @@ setup(
             "pytest>=8,<10",
             "pytest-benchmark>=5,<6",
             "pytest-xdist>=3.6,<4",
+            "hypothesis>=6.140,<7",
             "ruff>=0.14,<1",
             "pre-commit>=4,<5",
             "build>=1.2,<2",

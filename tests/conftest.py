@@ -8,8 +8,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # No test needs Hugging Face's hub. Where it cannot be reached, asking it for a model that is not there takes a minute.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import hypothesis
 import pytest
 import torch
+
+# Property tests draw the same examples in every run, and a busy machine fails none.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")
 
 # A shell starts background jobs with SIGINT ignored, and tests and their processes would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
