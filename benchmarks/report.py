@@ -3,9 +3,10 @@
     python -m benchmarks.report [folder of results] [page.md ...]
 
 prints a table for every benchmark and device, and puts it between `<!-- bench:NAME -->` and `<!-- /bench -->` on every
-page that has these markers. Without arguments the pages are README.md and the two of docs/ that begin with
-measurements, which have the markers of all tables. NAME is <benchmark>-<device>, as in head-nvidia-h200. The pictures,
-time and memory against N and a step by its stages, are written to <folder>/NAME.png.
+page that has these markers. NAME is <benchmark>-<device>, as in head-nvidia-h200. benchmarks/README.md has the markers
+of all tables, and docs/benchmarks.md those of summary-<device>, which compares fastgrpo with others. The pictures are
+written to <folder>: overview-<device>.png compares time and memory, NAME.png shows a step by its stages or how cost
+grows.
 """
 
 import json
@@ -18,9 +19,33 @@ from benchmarks.compare import RESULTS
 from benchmarks.harness import in_words
 
 ROOT = Path(__file__).parent.parent
-README = "README.md"  # has short tables
-PAGES = (*(ROOT / "docs" / f"{name}.md" for name in ("measurements", "measurements-runs")), ROOT / README)
+PAGES = (ROOT / "benchmarks" / "README.md", ROOT / "docs" / "benchmarks.md")
 MINE = "fastgrpo"
+LOG_FROM = 20  # bars are drawn on a log scale where the largest is more than this many times the smallest
+# A benchmark -> the heading of each case that the overview shows.
+OVERVIEW = {
+    "pretrained": {"beta 0": "Step of {model}", "beta 0.04": "Step with a reference"},
+    "linear_grpo_loss": {"all rows": "Loss, {n:,} tokens"},
+    "head": {"all rows": "Loss, {n:,} tokens, D = {d:,}"},
+}
+# The lines of the summary: a benchmark and its case, what is measured, and whom it is compared with.
+SUMMARY = (
+    ("pretrained", "beta 0", "training step of SmolLM2-135M", "trl"),
+    ("pretrained", "beta 0.04", "the same with a reference", "trl"),
+    ("step", None, "training step of a 0.8M model with a reference", "trl"),
+    ("linear_grpo_loss", "all rows", "loss of 2,048 tokens, D = 512, V = 32,768", "trl"),
+    ("linear_grpo_loss", "all rows", "the same", "full logits"),
+    ("linear_grpo_loss", "40% of the rows", "the same, 40% of the tokens active", "trl"),
+    ("trl", "completions alone", "head and loss inside TRL's trainer", "trl"),
+    ("rollout", "equal", "256 completions of 48 tokens, 0.2M model", "transformers generate"),
+    ("rollout", "long-tailed", "256 completions of at most 48 tokens", "transformers generate"),
+    ("shared_prompt", "all rows", "8 completions after a prompt of 1,024 tokens", "a prompt each"),
+)
+NAMES = {
+    "trl": "TRL", "full logits": "PyTorch, full logits", "transformers generate": "transformers",
+    "a prompt each": "the prompt computed 8 times",
+}  # fmt: skip
+FLOOR = "bare products"  # matrix products without a loss: a bound, and not a contestant
 
 
 def newest(path: Path) -> dict[str, list[dict]]:
@@ -39,29 +64,30 @@ def newest(path: Path) -> dict[str, list[dict]]:
     return {name: [row for row in rows if row["benchmark"] == name and row["date"] == last[name]] for name in last}
 
 
-def table(rows: list[dict], device: str, brief: bool = False) -> str:
+def machine(device: str, row: dict) -> str:
+    """Return the device of a result, with processor and threads on a CPU."""
+    where = [row.get("processor", ""), f"{row['threads']} threads" if "threads" in row else ""]
+    return f"{device} ({', '.join(filter(None, where))})" if device == "cpu" and any(where) else device
+
+
+def table(rows: list[dict], device: str) -> str:
     """Write the results of one run as Markdown.
 
     Args:
         rows: The results of one benchmark, as `newest` returns them.
         device: The name of the results file: cpu, or the GPU's name.
-        brief: Whether to show the first case alone, and no bars.
 
     Returns:
         A line that says what ran where and when, a table with a line for each variant and shape, the variants that
         could not run, with the reason, and a table of the bars that the benchmark is held to.
     """
-    if brief:
-        rows = [row for row in rows if row.get("case") == rows[0].get("case")]
     if "bar" in rows[0]:
         return f"{device}, commit {rows[0]['commit']}, {rows[0]['date'][:10]}.\n\n{bar_table(rows)}"
     first = rows[0]
     cells = growth.lines_of(rows) if "axis" in first else _lines_of([row for row in rows if "missing" not in row])
-    where = [first.get("processor", ""), f"{first['threads']} threads" if "threads" in first else ""]
-    machine = f"{device} ({', '.join(filter(None, where))})" if device == "cpu" and any(where) else device
     lines = [
-        f"{machine}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, {first['date'][:10]}. "
-        "Time: median (p20 to p80).",
+        f"{machine(device, first)}, commit {first['commit']}, torch {first['torch']}, {first['dtype']}, "
+        f"{first['date'][:10]}. Time: median (p20 to p80).",
         "",
         *_rows([cells[0], ["---"] * len(cells[0]), *cells[1:]]),
     ]
@@ -69,9 +95,29 @@ def table(rows: list[dict], device: str, brief: bool = False) -> str:
     if absent:
         lines += ["", "Missing: " + "; ".join(f"{variant} ({reason})" for variant, reason in absent) + "."]
     bars = [{"bar": name, **in_words(bar)} for row in rows for name, bar in row.get("bars", {}).items()]
-    if bars and not brief and "axis" not in first:  # there each line tells it
+    if bars and "axis" not in first:  # there each line tells it
         lines += ["", bar_table(bars)]
     return "\n".join(lines)
+
+
+def summary(found: dict[str, list[dict]]) -> str:
+    """Write the lines of `SUMMARY` as Markdown, those that were measured.
+
+    Args:
+        found: The results of one device, as `newest` returns them.
+    """
+    lines = [["what", "against", "fastgrpo", "other", "times as fast", "share of memory"], ["---"] * 6]
+    for benchmark, case, what, peer in SUMMARY:
+        rows = [row for row in found.get(benchmark, []) if row.get("case") == case and _timed(row)]
+        mine = min((row for row in rows if row["variant"].startswith(MINE)), key=lambda row: row["ms_p50"], default={})
+        for other in (row for row in rows if row["variant"] == peer):
+            cells = [
+                ", ".join(_quantity(key, row[key]) for key in ("ms_p50", "peak_mib") if row.get(key))
+                for row in (mine, other)
+            ]
+            share = f"{mine['peak_mib'] / other['peak_mib']:.2f}" if other.get("peak_mib") else ""
+            lines.append([what, NAMES[peer], *cells, f"{other['ms_p50'] / mine['ms_p50']:.2f}", share])
+    return "\n".join(_rows(lines))
 
 
 def bar_table(rows: list[dict]) -> str:
@@ -162,76 +208,88 @@ def fill(text: str, name: str, content: str) -> str:
     return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
-def picture_of_sizes(rows: list[dict], title: str, path: Path) -> None:
-    """Draw time (above) and memory (below) against N, a column for each D x V and a line for each variant.
+def draw_bars(groups: list[tuple[str, list[dict]]], title: str, path: Path) -> None:
+    """Draw time and memory side by side, a bar for each contestant; a row of panels for each group.
 
     Args:
-        rows: The results of one benchmark. Only those of the case "all rows" are drawn.
-        title: The headline.
+        groups: The heading of each row of panels, and its results.
+        title: The headline: machine and precision.
         path: The PNG file to write.
     """
-    plt = _pyplot()
-    chosen = [row for row in rows if "missing" not in row and row["case"] == "all rows"]
-    heads = sorted({(row["d"], row["v"]) for row in chosen})
-    variants = list(dict.fromkeys(row["variant"] for row in chosen))
-    figure, axes = plt.subplots(2, len(heads), figsize=(4 * len(heads) + 3, 7), squeeze=False, layout="constrained")
-    for column, head in enumerate(heads):
-        for line, (key, label) in enumerate((("ms_p50", "ms, median"), ("peak_mib", "peak MiB"))):
-            axis = axes[line, column]
-            for i, variant in enumerate(variants):
-                points = sorted(
-                    (row["n"], row[key]) for row in chosen if row["variant"] == variant and (row["d"], row["v"]) == head
-                )
-                if points:
-                    axis.plot(*zip(*points, strict=True), marker="o", color=plt.get_cmap("tab20")(i), label=variant)
-            axis.set(xlabel="N", ylabel=label, title=f"D = {head[0]}, V = {head[1]}", xlim=(0, None), ylim=(0, None))
-    found = {}
-    for axis in axes.flat:
-        handles, labels = axis.get_legend_handles_labels()
-        found |= dict(zip(labels, handles, strict=True))
-    figure.legend(found.values(), found, loc="outside right upper", fontsize="small")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    heights = [len(rows) + 1 for _, rows in groups]
+    figure = _figure(11, 0.5 + 0.37 * sum(heights))
+    panels = figure.subplots(len(groups), 2, squeeze=False, height_ratios=heights)
+    for (heading, rows), line in zip(groups, panels, strict=True):
+        names = [NAMES.get(row["variant"], row["variant"]) for row in rows]
+        colors = ["#3366cc" if name.startswith(MINE) else "#b0b0b0" for name in names]
+        for axis, key, word in zip(line, ("ms_p50", "peak_mib"), ("time", "peak memory"), strict=True):
+            values = [row.get(key) or 0 for row in rows]
+            bars = axis.barh(range(len(rows)), values, color=colors)
+            axis.bar_label(bars, [_quantity(key, value) for value in values], padding=3, fontsize="small")
+            is_log = max(values) > LOG_FROM * min(values)
+            axis.set_yticks(range(len(rows)), names)
+            axis.invert_yaxis()
+            if is_log:
+                axis.set(xscale="log", xlim=(min(values) / 2, max(values) * 4))
+            else:
+                axis.set_xlim(0, 1.22 * max(values))
+            axis.tick_params(axis="x", which="both", bottom=False, labelbottom=False)
+            axis.spines[["top", "right", "bottom"]].set_visible(False)
+            axis.set_title(f"{heading}: {word}{' (log scale)' if is_log else ''}", fontsize="medium", loc="left")
+    figure.suptitle(title, fontsize="medium", color="#555555")
+    figure.savefig(path, dpi=100)
 
 
-def picture_of_steps(rows: list[dict], title: str, path: Path) -> None:
-    """Draw the time of a step as a bar for each variant and model; the bars of fastgrpo are stacked by stage.
+def _quantity(key, value):
+    """Write milliseconds or MiB with a unit that suits their size."""
+    unit, large = ("ms", "s") if key == "ms_p50" else ("MiB", "GiB")
+    if key == "ms_p50" and value >= 1000:
+        return f"{value / 1000:#.3g} {large}"
+    return f"{value / 1024:#.3g} {large}" if key == "peak_mib" and value >= 1024 else f"{value:.3g} {unit}"
+
+
+def draw_stages(rows: list[dict], path: Path) -> None:
+    """Draw the time of a step as a bar for each contestant; the bars of fastgrpo are stacked by stage.
 
     Args:
         rows: The results of one benchmark; `stages_ms` holds the milliseconds of each stage.
-        title: The headline.
         path: The PNG file to write.
     """
-    plt = _pyplot()
     chosen = [row for row in rows if "missing" not in row]
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.7 * len(chosen)), layout="constrained")
-    names = [", ".join(filter(None, (row["model"], row.get("case"), row["variant"]))) for row in chosen]
-    stages = list(dict.fromkeys(stage for row in chosen for stage in row.get("stages_ms", {})))
+    figure = _figure(9, 1 + 0.5 * len(chosen))
+    axis = figure.subplots()
+    names = [", ".join(filter(None, (NAMES.get(row["variant"], row["variant"]), row.get("case")))) for row in chosen]
     left = [0.0] * len(chosen)
-    for i, stage in enumerate(stages):
-        widths = [row.get("stages_ms", {}).get(stage, 0.0) for row in chosen]
-        axis.barh(names, widths, left=left, color=plt.get_cmap("tab10")(i), label=stage)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    rest = [
-        max(row["ms_p50"] - done, 0.0) if not row.get("stages_ms") else 0.0
-        for row, done in zip(chosen, left, strict=True)
-    ]
-    axis.barh(names, rest, left=left, color="lightgray", label="whole step")
+    for i, stage in enumerate(dict.fromkeys(stage for row in chosen for stage in row.get("stages_ms", {}))):
+        widths = [row.get("stages_ms", {}).get(stage, 0.0) / 1000 for row in chosen]
+        if sum(widths) > 0.005 * sum(row["ms_p50"] / 1000 for row in chosen):
+            axis.barh(names, widths, left=left, color=f"C{i}", label=stage)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    whole = [0.0 if row.get("stages_ms") else row["ms_p50"] / 1000 for row in chosen]
+    axis.barh(names, whole, left=left, color="lightgray", label="whole step")
     axis.invert_yaxis()
-    axis.set(xlabel="ms a step, median", title=title)
+    axis.set(xlabel="seconds", title=f"A training step, {chosen[0]['model']}")
+    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(path, dpi=100)
 
 
-def _pyplot():
-    import matplotlib
+def _figure(width, height):
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    return Figure(figsize=(width, height), layout="constrained")
 
-    return plt
+
+def overview(found: dict[str, list[dict]]) -> list[tuple[str, list[dict]]]:
+    """Return the groups of the picture in the README: whole steps and the loss against other implementations."""
+    groups = []
+    for benchmark, what in OVERVIEW.items():
+        cases = {}
+        for row in found.get(benchmark, []):
+            if "missing" not in row and row["variant"] != FLOOR and row.get("case") in what:
+                cases.setdefault((row.get("case"), *_case(row)), []).append(row)
+        groups += [(what[case].format(**rows[0]), rows) for (case, *_), rows in cases.items()]
+    return groups
 
 
 def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
@@ -243,17 +301,21 @@ def main(folder: str | Path = RESULTS, *pages: str | Path) -> None:
     """
     folder, pages = Path(folder), [Path(page) for page in pages or PAGES]
     for path in sorted(folder.glob("*.jsonl")):
-        for benchmark, rows in newest(path).items():
+        found = newest(path)
+        for benchmark, rows in found.items():
             name = f"{benchmark}-{path.stem}"
             print(f"## {name}\n\n{table(rows, path.stem)}\n")
-            if any(row.get("case") == "all rows" for row in rows):
-                picture_of_sizes(rows, name, folder / f"{name}.png")
             if "axis" in rows[0]:
                 growth.draw(rows, folder / f"{name}.png")
             if any("stages_ms" in row for row in rows):
-                picture_of_steps(rows, name, folder / f"{name}.png")
-            if not any([_write_table(page, name, table(rows, path.stem, brief=page.name == README)) for page in pages]):
+                draw_stages(rows, folder / f"{name}.png")
+            if not any([_write_table(page, name, table(rows, path.stem)) for page in pages]):
                 print(f"No page has this table: it goes between <!-- bench:{name} --> and <!-- /bench -->.\n")
+        for page in pages:
+            _write_table(page, f"summary-{path.stem}", summary(found))
+        if groups := overview(found):
+            first = groups[0][1][0]
+            draw_bars(groups, f"{machine(path.stem, first)}, {first['dtype']}", folder / f"overview-{path.stem}.png")
 
 
 def _write_table(page, name, markdown):

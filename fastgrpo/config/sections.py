@@ -255,7 +255,7 @@ class UpdatesConfig:
     head_backward_tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Skip entries of the vocabulary in the head's backward pass that hold at most this share of the probability
     besides the drawn token. At most this share of the gradient by the token's logits is lost. 0 is exact; with 0.01 a
-    model of 49,152 tokens kept about a quarter of them (docs/measurements.md)."""
+    model of 49,152 tokens kept about a quarter of them."""
 
 
 @settings_class

@@ -13,7 +13,7 @@ def test_the_page_has_the_table_of_both_trainings(tmp_path, capsys):
     picture = tmp_path / "curves.png"
     bounded_training.main([str(bounded_training.EXACT), str(bounded_training.BOUNDED), str(picture)])
     table, _, kept = capsys.readouterr().out.strip().rpartition("\n\n")
-    page = (ROOT / "docs" / "measurements.md").read_text()
+    page = (ROOT / "benchmarks" / "README.md").read_text()
     assert table in page and kept.startswith("Columns kept: 0.27 of the vocabulary, 0.17 to 0.48")
     assert "kept 27% of the vocabulary, 17% to 48% in a step" in page and picture.stat().st_size > 10_000
 
@@ -47,7 +47,7 @@ def test_report(tmp_path, capsys):
     text = readme.read_text()
     assert text.startswith("above\n<!-- bench:head-some-gpu -->\nsome-gpu, commit abc") and "old\n" not in text
     assert text.endswith(f"Missing: gone (not installed).\n<!-- /bench -->\nbetween\n{other}below\n")
-    assert (tmp_path / "head-some-gpu.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "overview-some-gpu.png").read_bytes().startswith(b"\x89PNG")
     report.main(tmp_path, readme)
     assert readme.read_text() == text
 
@@ -74,7 +74,7 @@ def test_report_of_steps_and_rollouts(tmp_path, capsys):
     report.main(tmp_path, *pages)
     out = capsys.readouterr().out
     assert "cpu (a CPU, 2 threads), commit abc" in out and "| fast | 3 | at least 1.5 | yes |" in out
-    assert ["| small | 0.7 | at most 0.5 | no |" in page.read_text() for page in pages] == [True, False]
+    assert all("| small | 0.7 | at most 0.5 | no |" in page.read_text() for page in pages)
     assert "| model | variant | ms | x fastgrpo | samples/s | peak MiB |" in out
     assert "| tiny | trl | 6.00 (1.00 to 3.00) | 3.00 | 170 |  |" in out
     assert "| model | case | variant | ms | x fastgrpo | tokens/s |" in out
@@ -91,10 +91,10 @@ def test_report_reads_the_results_that_are_kept():
 def test_the_page_shows_the_predictions():
     from benchmarks import predictions
 
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "benchmarks" / "README.md").read_text()
     shown = page.partition("<!-- predictions -->\n")[2].partition("<!-- /predictions -->")[0]
     assert shown == predictions.table() + "\n", (
-        "python -m benchmarks.predictions prints the table for docs/benchmarks.md"
+        "python -m benchmarks.predictions prints the table for benchmarks/README.md"
     )
     for shape in predictions.SHAPES[:3]:
         head, forward = predictions.predicted(shape.d)

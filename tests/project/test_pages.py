@@ -143,16 +143,30 @@ def test_what_is_not_measured_is_said_twice():
 
 
 def test_the_tables_of_benchmarks_are_those_of_the_results():
-    """`python -m benchmarks.report` would change nothing: each newest result is on the page, the loss in the README."""
-    shown = {"linear_grpo_loss-cpu": PAGES[0]}
     for path in report.RESULTS.glob("*.jsonl"):
-        for benchmark, rows in report.newest(path).items():
-            name = f"{benchmark}-{path.stem}"
-            for page in report.PAGES:
-                text, table = page.read_text(), report.table(rows, path.stem, brief=page == PAGES[0])
-                assert report.fill(text, name, table) == text, f"{name} is stale in {page.name}"
-            assert sum(f"<!-- bench:{name} -->" in page.read_text() for page in report.PAGES[:-1]) == 1, name
-    assert all(f"<!-- bench:{name} -->" in page.read_text() for name, page in shown.items())
+        found = report.newest(path)
+        tables = {f"{benchmark}-{path.stem}": report.table(rows, path.stem) for benchmark, rows in found.items()}
+        for name, table in {**tables, f"summary-{path.stem}": report.summary(found)}.items():
+            pages = [page.read_text() for page in report.PAGES if f"<!-- bench:{name} -->" in page.read_text()]
+            assert len(pages) == 1 and report.fill(pages[0], name, table) == pages[0], f"{name} is stale"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    found = report.newest(report.RESULTS / "cpu.jsonl")
+    step, loss = (
+        [row for row in rows if row["case"] == rows[0]["case"]]
+        for rows in (found["pretrained"], found["linear_grpo_loss"])
+    )
+    (mine, trl), (my_loss, trl_loss) = (
+        ({r["variant"]: r for r in rows}[name] for name in ("fastgrpo", "trl")) for rows in (step, loss)
+    )
+    figures = (
+        f"**{trl['ms_p50'] / mine['ms_p50']:.2f} times** as fast",
+        f"**{mine['peak_mib'] / trl['peak_mib']:.2f} times** the memory",
+        f"**{my_loss['peak_mib']:.0f} MiB**", f"{trl_loss['peak_mib']:,.0f} MiB",
+        f"{trl_loss['ms_p50'] / my_loss['ms_p50']:.2f} times as fast", f"TRL {trl['trl'].rpartition('.')[0]}",
+    )  # fmt: skip
+    assert all(figure in (ROOT / "README.md").read_text() for figure in figures), figures
 
 
 def planned(model, flags, capsys):

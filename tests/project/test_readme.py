@@ -13,12 +13,12 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_it_is_short():
-    assert len(README.split()) <= 1000  # as `wc -w` counts, code and tables included
+    assert len(README.split()) <= 750  # as `wc -w` counts, code and tables included
 
 
 def test_the_loss_alone():
     """Ten lines of code, which give gradients and metrics."""
-    assert sum(bool(line.strip()) for line in BLOCKS[0].splitlines()) <= 10
+    assert sum(bool(line.strip()) for line in BLOCKS[1].splitlines()) <= 10
     torch.manual_seed(0)
     batch, length, width, vocabulary = 3, 5, 8, 11
     names = {
@@ -30,14 +30,14 @@ def test_the_loss_alone():
         "old_logps": -torch.rand(batch, length),
         "ref_logps": -torch.rand(batch, length),
     }
-    exec(BLOCKS[0], names)
+    exec(BLOCKS[1], names)
     assert names["hidden"].grad.abs().sum() > 0 and names["lm_head"].weight.grad.abs().sum() > 0
     assert names["out"].metrics["kl"] > 0
 
 
 def test_the_trainer_in_python(tmp_path, monkeypatch, without_curves):
     monkeypatch.chdir(tmp_path)
-    block = BLOCKS[1]
+    block = BLOCKS[0]
     assert sum(bool(line.strip()) for line in block.splitlines()) <= 10
     replacements = {
         "Qwen/Qwen2.5-0.5B": str(tiny.save(tmp_path / "m")),
@@ -63,7 +63,7 @@ def test_it_leads_to_formula_kernel_test_benchmark_and_reward():
         "its specification in plain PyTorch": ("kernels/reference.py", "def policy_loss("),
         "its tests": ("tests/loss", None),
         "its benchmarks": ("benchmarks/bench_loss.py", "linear_grpo_loss"),
-        "where to add": ("CONTRIBUTING.md#a-reward", "## A reward"),
+        "how to add": ("CONTRIBUTING.md#a-reward", "## A reward"),
     }
     for what, (target, text) in held.items():
         assert target in rows[what], what
@@ -71,21 +71,6 @@ def test_it_leads_to_formula_kernel_test_benchmark_and_reward():
             assert list((ROOT / target).glob("test_*.py"))
         else:
             assert text in (ROOT / target.partition("#")[0]).read_text(), target
-
-
-def test_the_tree_names_every_wing():
-    tree = README.split("## The tree")[1].split("```")[1]
-    folder, seen = "", set()
-    for line in tree.strip().splitlines():
-        name = line.split()[0]
-        if not line.startswith(" "):
-            folder = name
-            assert (ROOT / name).exists(), name
-            continue
-        assert (ROOT / folder / name).exists(), name
-        seen.add(name.rstrip("/"))
-    wings = {path.parent.name for path in (ROOT / "fastgrpo").glob("*/__init__.py")}
-    assert wings <= seen
 
 
 def test_the_metrics_table_has_a_meaning_for_each():
