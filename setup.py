@@ -73,7 +73,6 @@ setup(
             "peft>=0.20,<1",
             "gguf>=0.17,<1",
             "accelerate>=1.10,<2",
-            "uvicorn>=0.30,<1",
             "trackio>=0.40,<1",
             "wandb>=0.22,<1",
             "selenium>=4.30,<5",

@@ -1,4 +1,4 @@
-"""Rows become prompts, and drawn tokens what reward functions see."""
+"""Rows become prompts and examples to learn, and drawn tokens what reward functions see."""
 
 import datetime
 import threading
@@ -6,89 +6,74 @@ import threading
 import pytest
 import tiny
 
-from fastgrpo.data.prompts import RESERVED, copied, to_prompt
+from fastgrpo.data.prompts import RESERVED, copied, to_examples, to_prompt
 from fastgrpo.data.records import Prompt, Sample, with_text
+
+QUESTION = {"role": "user", "content": "one"}
+ANSWER = {"role": "assistant", "content": "two"}
 
 
 def test_prompts():
-    plain = to_prompt({"prompt": "ab", "answer": 3}, tiny.tokenizer())
-    assert plain == Prompt(plain.ids, "ab", {"answer": 3}) and len(plain.ids) == 2
+    columns = {"answer": 3, "function": "f", "completion": "c", "prompt ": "p", "self": 1}
+    plain = to_prompt({"prompt": "ab", **columns}, tiny.tokenizer())
+    assert plain == Prompt(plain.ids, "ab", columns) and len(plain.ids) == 2
     chat = tiny.tokenizer(chat=True)
-    messages = [{"role": "user", "content": "hi"}]
-    conversational = to_prompt({"prompt": messages}, chat)
-    assert chat.decode(conversational.ids) == "<user>hi\n<assistant>"
+    conversational = to_prompt({"prompt": [QUESTION]}, chat)
+    assert chat.decode(conversational.ids) == "<user>one\n<assistant>"
     ids = chat("ok")["input_ids"] + [chat.eos_token_id]
     drawn = Sample(plain.ids, ids)
     assert with_text(drawn, conversational, chat).content == [{"role": "assistant", "content": "ok"}]
     assert with_text(drawn, plain, chat).content == "ok"
+    with pytest.raises(ValueError, match="no chat template"):
+        to_prompt({"prompt": [QUESTION]}, tiny.tokenizer())
 
 
 def test_a_chat_template_gets_its_keyword_arguments():
-    chat, row = tiny.tokenizer(chat=True), {"prompt": [{"role": "user", "content": "hi"}]}
+    chat = tiny.tokenizer(chat=True)
     chat.chat_template = tiny.MOODY_TEMPLATE
-    assert chat.decode(to_prompt(row, chat, {"mood": "calm"}).ids) == "[calm]<user>hi\n<assistant>"
-    with pytest.raises(ValueError, match=r"the tokenizer's chat template refuses the prompt 'hi': .* no mood"):
-        to_prompt(row, chat)
+    assert chat.decode(to_prompt({"prompt": [QUESTION]}, chat, {"mood": "calm"}).ids) == "[calm]<user>one\n<assistant>"
     assert to_prompt({"prompt": "hi"}, chat, {"mood": "calm"}).ids == chat("hi")["input_ids"]  # text has no template
+    [example] = to_examples({"messages": [QUESTION, ANSWER]}, chat, template_kwargs={"mood": "calm"})
+    assert chat.decode(example.prompt_ids) == "[calm]<user>one\n<assistant>"
+    assert chat.decode(example.ids, skip_special_tokens=True) == "two\n"
+    for read, row in ((to_prompt, {"prompt": [QUESTION]}), (to_examples, {"messages": [QUESTION, ANSWER]})):
+        with pytest.raises(ValueError, match=r"the tokenizer's chat template refuses the prompt .*no mood"):
+            read(row, chat)
 
 
 def user(content):
     return {"prompt": [{"role": "user", "content": content}]}
 
 
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
+NESTED, ENDLESS = [], []
+for _ in range(100_000):
+    NESTED = [NESTED]
+ENDLESS.append(ENDLESS)
+REFUSED = [
+    ["ab"], {"question": "?"}, {"prompt": "ab", 3: "x"}, {"prompt": None}, {"prompt": {"role": "user"}},
+    {"prompt": [NESTED]}, {"prompt": []}, {"prompt": ["hi"]}, {"prompt": [{"content": "hi"}]},
+    {"prompt": [{"role": 3, "content": ""}]}, user(None), user({"text": "hi"}), user(7),
+    user([{"type": "text", "text": "hi"}]), {"prompt": [{"role": "assistant", "tool_calls": []}]},
+    {"prompt": "a\ud83d"}, user("a\udc00"), {"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]},
+    {"prompt": [{"role": "user", "content": "a", "at": datetime.date(2020, 1, 1)}]},
+    *({"prompt": "a", name: 1} for name in RESERVED), {"prompt": "a", "judge": threading.Lock()},
+    {"prompt": "a", "calls": (x for x in "ab")}, {"prompt": "a", "calls": ENDLESS},
+]  # fmt: skip
+NO_EXAMPLES = [
+    "text", {"prompt": "a", "answer": "b"}, {"completion": "a"}, {"prompt": "a", "completion": ""},
+    {"prompt": "", "completion": "a"}, {"messages": [QUESTION, {**ANSWER, "content": ""}]},
+    {"prompt": "a", "completion": "b\ud83d"}, {}, {"messages": None, "prompt": "a"}, {"prompt": "a", "completion": 3},
+    {"prompt": [QUESTION], "completion": "a"}, {"prompt": [QUESTION], "completion": [QUESTION]},
+    {"messages": [QUESTION]}, {"messages": "a"},
+]  # fmt: skip
 
 
-def endless():
-    value = []
-    value.append(value)
-    return value
-
-
-REFUSED = {
-    "no dict": (["ab"], r"a row must be a dict with a prompt, got \['ab'\]"),
-    "no prompt": ({"question": "?"}, "the row has no column 'prompt', only question"),
-    "column without a name": ({"prompt": "ab", 3: "x"}, "the names of columns must be strings, got 3"),
-    "None": ({"prompt": None}, "the prompt must be a string or a list of messages, got None"),
-    "dict": ({"prompt": {"role": "user"}}, "the prompt must be a string or a list of messages, got {'role': 'user'}"),
-    "deep": ({"prompt": [nested(100_000)]}, r"message 0 of the prompt must be a dict .*, got \[\[\[\[\[\[\[\.\.\."),
-    "no messages": ({"prompt": []}, "a list of messages must have at least one"),
-    "message of text": ({"prompt": ["hi"]}, "message 0 of the prompt must be a dict with a role .*, got 'hi"),
-    "no role": ({"prompt": [{"content": "hi"}]}, "message 0 of the prompt has no 'role', only content; .* each with a"),
-    "role of a number": ({"prompt": [{"role": 3, "content": ""}]}, "the role of message 0 of .* a string, got 3"),
-    "content of None": (user(None), "the content of message 0 of the prompt must be a string, got None"),
-    "content of a dict": (user({"text": "hi"}), "must be a string, got {'text': 'hi'}"),
-    "content of a number": (user(7), "must be a string, got 7"),
-    "content of parts": (
-        user([{"type": "text", "text": "hi"}]), "got .*'text'.*; join the texts of its parts into one string",
-    ),
-    "call of no tools": ({"prompt": [{"role": "assistant", "tool_calls": []}]}, "has no 'content', only role, tool_ca"),
-    "surrogate in text": ({"prompt": "a\ud83d"}, r"the prompt has the lone surrogate '\\ud83d', .*; mend the row"),
-    "surrogate in a message": (user("a\udc00"), r"the prompt has the lone surrogate '\\udc00'"),
-    "surrogate in a further key": (
-        {"prompt": [{"role": "user", "content": "a", "name": "\ud800"}]}, r"the lone surrogate '\\ud800'",
-    ),
-    "what samples.jsonl cannot hold": (
-        {"prompt": [{"role": "user", "content": "a", "at": datetime.date(2020, 1, 1)}]},
-        "the prompt must be made of what JSON can hold: .*date",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_rows(name):
-    row, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        to_prompt(row, tiny.tokenizer(chat=True))
-
-
-def test_messages_need_a_template():
-    with pytest.raises(ValueError, match="no chat template; use plain strings"):
-        to_prompt(user("hi"), tiny.tokenizer())
+@pytest.mark.parametrize(
+    "read, row", [*((to_prompt, row) for row in REFUSED), *((to_examples, row) for row in NO_EXAMPLES)]
+)
+def test_rows_that_cannot_be_read_or_teach_nothing_are_refused(read, row):
+    with pytest.raises(ValueError, match=r"a row must|column|prompt|completion|messages"):
+        read(row, tiny.tokenizer(chat=True))
 
 
 def test_what_users_of_trl_have_works():
@@ -108,80 +93,93 @@ def test_what_users_of_trl_have_works():
     assert chat.decode(to_prompt({"prompt": messages}, chat).ids).endswith("<assistant>\n<tool>3\n<assistant>")
 
 
-@pytest.mark.parametrize(
-    "template, reason",
-    [
-        ("{{ raise_exception('no') }}", "TemplateError: no"),
-        ("{{ 'a' + 1 }}", "TypeError: can only concatenate str"),
-        ("{{ messages[0].tools.names }}", "UndefinedError: .* has no attribute"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError: maximum recursion depth"),
-        ("{% if %}", "TemplateSyntaxError: "),
-    ],
-)
-def test_a_template_may_fail_in_any_way(template, reason):
+TEMPLATES = {
+    "{{ raise_exception('no') }}": "TemplateError",
+    "{{ 'a' + 1 }}": "TypeError",
+    "{{ messages[0].tools.names }}": "UndefinedError",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
+    "{% if %}": "TemplateSyntaxError",
+}
+
+
+def test_templates_and_tokenizers_may_fail_in_any_way(monkeypatch):
     chat = tiny.tokenizer(chat=True)
-    chat.chat_template = template
-    with pytest.raises(ValueError, match=f"chat template refuses the prompt 'hi': {reason}.*; mend the messages"):
-        to_prompt(user("hi"), chat)
+    for chat.chat_template, error in TEMPLATES.items():
+        with pytest.raises(ValueError, match=f"chat template refuses the prompt 'hi': {error}"):
+            to_prompt(user("hi"), chat)
 
-
-def test_a_tokenizer_may_fail_in_any_way(monkeypatch):
     def fail(*args, **kwargs):
         raise KeyError("unk")
 
-    tokenizer = tiny.tokenizer()
-    monkeypatch.setattr(type(tokenizer), "__call__", fail)
-    with pytest.raises(ValueError, match="the tokenizer refuses the prompt 'hi': KeyError: 'unk'; mend the prompt"):
-        to_prompt({"prompt": "hi"}, tokenizer)
-
-
-def test_refused_prompts():
-    with pytest.raises(ValueError, match="no column 'prompt', only question"):
-        to_prompt({"question": "?"}, tiny.tokenizer())
-    with pytest.raises(ValueError, match="no chat template"):
-        to_prompt({"prompt": [{"role": "user", "content": "hi"}]}, tiny.tokenizer())
-
-
-@pytest.mark.parametrize("name", RESERVED)
-def test_a_column_cannot_take_the_place_of_an_argument_of_reward_functions(name):
-    with pytest.raises(ValueError, match=f"^the column '{name}' has the name of an argument of reward functions"):
-        to_prompt({"prompt": "a", name: 1}, tiny.tokenizer())
-
-
-def test_every_other_column_is_kept():
-    columns = {"function": "f", "completion": "c", "prompt ": "p", "self": 1}
-    assert to_prompt({"prompt": "a", **columns}, tiny.tokenizer()).columns == columns
-
-
-@pytest.mark.parametrize(
-    "columns, match",
-    [
-        (
-            {"judge": threading.Lock()},
-            r"^the column 'judge' holds a value that cannot be copied .*TypeError",
-        ),
-        ({"calls": (x for x in "ab")}, "^the column 'calls' holds a value that cannot be copied"),
-        ({"calls": endless()}, "^the column 'calls' holds a value that cannot be copied .*RecursionError"),
-    ],
-)
-def test_a_column_that_reward_functions_cannot_get_is_refused(columns, match):
-    with pytest.raises(ValueError, match=match):
-        to_prompt({"prompt": "a", **columns}, tiny.tokenizer())
+    monkeypatch.setattr(type(chat), "__call__", fail)
+    with pytest.raises(ValueError, match="the tokenizer refuses the prompt 'hi': KeyError"):
+        to_prompt({"prompt": "hi"}, chat)
 
 
 def test_copies_share_nothing_that_can_be_changed(monkeypatch):
     row = {"grid": [[1, 2.0], [None, "a"]], "case": {"in": [b"x"], "out": {"y": [True]}}, "marks": [{1, 2}, (3, [4])]}
-    copy = copied(row)
-    assert copy == row
+    assert copied(row) == row
     for change in (
         lambda row: row["grid"][0].append(3),
         lambda row: row["case"]["out"]["y"].clear(),
         lambda row: row["marks"][0].add(3),
         lambda row: row["marks"][1][1].append(5),
     ):
+        copy = copied(row)
         change(copy)
         assert copy != row
-        copy = copied(row)
     monkeypatch.setattr("fastgrpo.data.prompts.deepcopy", None)  # which is slow where numbers are many
     assert copied(row["grid"]) == row["grid"]
+
+
+def test_a_completion_is_learned_with_its_end_and_without_a_beginning():
+    tokenizer = tiny.tokenizer()
+    [example] = to_examples({"prompt": "one", "completion": "two"}, tokenizer)
+    assert example.prompt_ids == tokenizer("one")["input_ids"]
+    assert example.ids == [*tokenizer("two", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert len(example) == len(example.prompt_ids) + len(example.ids)
+
+
+def test_messages_are_an_example_for_each_answer():
+    tokenizer = tiny.tokenizer(chat=True)
+    talk = [{"role": "system", "content": "s"}, QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "three"}]
+    first, second = to_examples({"messages": talk}, tokenizer)
+    assert first == to_examples({"prompt": talk[:2], "completion": talk[2:3]}, tokenizer)[0]
+    whole = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)["input_ids"]
+    assert whole == [*second.prompt_ids, *second.ids[:-1]] and second.ids[-1] == 1
+    assert tokenizer.decode(second.ids, skip_special_tokens=True) == "three\n"
+
+
+def with_end(end, start="]"):
+    """A tokenizer whose template ends each message as real ones do, with a token and a line break."""
+    tokenizer = tiny.tokenizer()
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}" + end + "\n{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = template.replace("]", start)
+    return tokenizer
+
+
+def test_what_is_learned_ends_where_a_rollout_stops():
+    """At the template's own end where it is a stop token; by the end token, behind the template's text, where not."""
+    row, ids = {"prompt": [QUESTION], "completion": [ANSWER]}, lambda text: tiny.tokenizer()(text)["input_ids"]
+    assert to_examples(row, with_end("<eos>"))[0].ids == [*ids("two"), 1]
+    assert to_examples(row, with_end("<pad>"), stops=(0, 1))[0].ids == [*ids("two"), 0]  # the model names another stop
+    assert to_examples(row, with_end("!"))[0].ids == [*ids("two!\n"), 1]
+    endless = tiny.tokenizer()
+    endless.eos_token = None
+    assert to_examples({"prompt": "a", "completion": "b"}, endless, stops=(5, 7))[0].ids[-1] == 5
+
+
+def test_an_answer_that_begins_with_line_breaks_is_tokenized_by_itself():
+    """As a policy draws it: a tokenizer that joins the template's line break with them would hide the boundary."""
+    tokenizer = with_end("<eos>", "]\n")
+    [example] = to_examples({"messages": [QUESTION, {"role": "assistant", "content": "\n\n4"}]}, tokenizer)
+    assert tokenizer.decode(example.ids) == "\n\n4<eos>"
+
+
+def test_a_template_that_rewrites_the_conversation_is_refused():
+    tokenizer = tiny.tokenizer(chat=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="cannot be told apart; give them as text"):
+        to_examples({"messages": [QUESTION, ANSWER]}, tokenizer)

@@ -1,13 +1,82 @@
-"""Rows that know where they came from, and the data sets that are accepted from Python or refused by name."""
+"""Rows from files, folders, the Hub and Python: what is read, what is refused, and where each row came from."""
+
+import os
+import sys
 
 import datasets
 import pandas
 import pytest
 import torch
 
-from fastgrpo.data.rows import Rows, as_rows, joined
+from fastgrpo.data.rows import Rows, as_rows, joined, load_rows, read_jsonl
 
 DATA = [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}]
+
+
+def test_files_and_folders(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    (tmp_path / "test.jsonl").write_bytes(b'\xef\xbb\xbf{"a": "caf\xc3\xa9"}\r\n')  # a byte order mark
+    test = [{"a": "caf\u00e9"}]
+    assert list(load_rows(str(tmp_path), split="test")) == test
+    train = load_rows(str(tmp_path / "train.jsonl"))
+    assert list(train) == [{"a": 1}, {"a": 2}]
+    assert [train.where(i) for i in range(2)] == [f"{tmp_path}/train.jsonl:1", f"{tmp_path}/train.jsonl:3"]
+    assert list(load_rows(str(tmp_path / "train.jsonl"), split="test")) == test
+    assert load_rows(str(tmp_path), split="validation") is None
+    with pytest.raises(ValueError, match=r"missing\.jsonl"):
+        load_rows(str(tmp_path / "missing.jsonl"))
+
+
+BAD = ["{oops", "[" * 100_000, "9" * (sys.get_int_max_str_digits() + 1), '{"a": "\0"}', "[1]", '{"b": 1}']
+
+
+@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:4])
+def test_a_bad_line_is_named(tmp_path, line):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=f"{path}:2: "):
+        read_jsonl(path, columns=("a",))
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    (tmp_path / "train.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"train\.jsonl is a folder"):
+        load_rows(str(tmp_path))
+    os.mkfifo(tmp_path / "test.jsonl")  # to open it would wait for a writer, for ever
+    for name in (tmp_path, tmp_path / "test.jsonl"):
+        with pytest.raises(ValueError, match=r"test\.jsonl is a pipe or a device"):
+            load_rows(str(name), split="test")
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=f"{name} is not a .jsonl file"):
+            load_rows(str(name))
+
+
+def test_hub_data_sets_go_through_datasets(monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kw: [args, kw])
+    rows = load_rows("openai/gsm8k", "main", "test")
+    assert list(rows) == [("openai/gsm8k", "main"), {"split": "test"}]
+    assert rows.where(17) == "openai/gsm8k test, row 17"
+    given = datasets.Dataset.from_list([{"question": "?"}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kw: given)
+    assert load_rows("a/b", columns=("question",)).rows is given
+    with pytest.raises(ValueError, match="data set 'a/b' has no column 'prompt', only question"):
+        load_rows("a/b", columns=("prompt",))
+
+
+def test_what_the_hub_says_is_told(monkeypatch):
+    def say(error):
+        def load(*args, **kw):
+            raise error
+
+        monkeypatch.setattr(datasets, "load_dataset", load)
+
+    say(ValueError("Unknown split \"test\". Should be one of ['train']."))
+    assert load_rows("a/b", split="test") is None
+    for error in (ValueError("Config name is missing.\nPick one"), ConnectionError("Couldn't reach the Hub")):
+        say(error)
+        with pytest.raises(ValueError, match=f"data set 'a/b' .*{str(error).splitlines()[0]}"):
+            load_rows("a/b")
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -30,35 +99,21 @@ class ByIndex(torch.utils.data.Dataset):
 
 def refuse_b(row):
     if row["prompt"] == "b":
-        raise ValueError("no b, please")
+        raise ValueError("no b, please") from KeyError("b")
     return {**row, "seen": True}
 
 
 def test_a_fault_is_told_with_the_place_of_its_row_even_after_rows_were_changed_cut_and_joined():
     rows = as_rows(DATA, "mine")
     assert len(rows) == 3 and rows[1] is DATA[1]
-    assert list(as_rows(DATA[::2], "mine").map(refuse_b)) == [
-        {"prompt": "a", "seen": True},
-        {"prompt": "c", "seen": True},
-    ]
-    with pytest.raises(ValueError, match=r"^mine row 1: no b, please$"):
-        rows.map(refuse_b)
-    changed = rows.head(2).map(dict)
-    with pytest.raises(ValueError, match=r"^mine row 1: no b, please$"):
-        list(joined([as_rows(DATA[:1], "first"), changed]).each(refuse_b))
+    assert list(as_rows(DATA[::2], "mine").map(refuse_b)) == [{**row, "seen": True} for row in DATA[::2]]
+    changed = joined([as_rows(DATA[:1], "first"), rows.head(2).map(dict)])
+    for call in (lambda: rows.map(refuse_b), lambda: list(changed.each(refuse_b))):
+        with pytest.raises(ValueError, match=r"^mine row 1: no b, please$") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, KeyError)
     assert rows.head(None) is rows.head(7) is rows and len(rows.head(0)) == 0
-
-
-def test_the_cause_of_a_fault_stays():
-    def fail(row):
-        try:
-            raise KeyError("k")
-        except KeyError as error:
-            raise ValueError("told") from error
-
-    with pytest.raises(ValueError, match="place: told") as caught:
-        list(Rows([{}], lambda index: "place").each(fail))
-    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(rows, Rows) and as_rows(rows, "another name") is rows
 
 
 @pytest.mark.parametrize(
@@ -70,7 +125,6 @@ def test_sequences_are_accepted(data):
     rows = as_rows(data, "train_dataset")
     assert list(rows) == DATA and [rows[i] for i in range(3)] == DATA
     assert rows.where(2) == "train_dataset row 2"
-    assert as_rows(rows, "another name") is rows
 
 
 @pytest.mark.parametrize("data", [Stream(), datasets.IterableDataset.from_generator(lambda: iter(Stream()))])
@@ -88,20 +142,12 @@ def test_the_types_of_a_data_frame_become_plain(tmp_path):
     assert type(row["prompt"]) is list and type(row["n"]) is int and type(row["x"]) is float
 
 
-@pytest.mark.parametrize(
-    "data, message",
-    [
-        ({"train": DATA}, r"train_dataset is of type dict; pass one split, such as data\['train'\]"),
-        ({"prompt": ["a", "b"]}, "is of type dict; pass a list of dicts, one for each row"),
-        (datasets.DatasetDict(test=datasets.Dataset.from_list(DATA)), r"of type DatasetDict; .* data\['test'\]"),
-        ((row for row in DATA), r"is of type generator; it can be read only once, so pass list\(...\)"),
-        (map(dict, DATA), r"is of type map; it can be read only once"),
-        ("train.jsonl", r"is of type str; read the rows first: fastgrpo.data.load_rows\(name\)"),
-        ({"a", "b"}, r"is of type set; pass rows \(a list of dicts.*or for training a Source, which has rows, take"),
-        (pandas.Series(DATA), r"is of type Series; pass rows \(a list"),
-        (7, r"is of type int; pass rows"),
-    ],
-)
-def test_other_data_is_refused_by_name(data, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("data, remedy", [
+    ({"train": DATA}, r"data\['train'\]"), ({"prompt": ["a", "b"]}, "a list of dicts"),
+    (datasets.DatasetDict(test=datasets.Dataset.from_list(DATA)), r"data\['test'\]"),
+    ((row for row in DATA), r"list\(...\)"), (map(dict, DATA), r"list\(...\)"), ("train.jsonl", "load_rows"),
+    ({"a", "b"}, "pass rows"), (pandas.Series(DATA), "pass rows"), (7, "pass rows"),
+])  # fmt: skip
+def test_other_data_is_refused_by_name(data, remedy):
+    with pytest.raises(ValueError, match=f"train_dataset is of type {type(data).__name__}; .*{remedy}"):
         as_rows(data, "train_dataset", 5)

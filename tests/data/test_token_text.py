@@ -1,9 +1,9 @@
 """Where tokens end in their text, for tokenizers of every kind, against decoding every beginning of it."""
 
-import random
-
+import hypothesis
 import pytest
 import tiny
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,43 +40,32 @@ def test_every_token_ends_where_the_text_of_the_tokens_up_to_it_does(make):
     ids = tokenizer(TEXT)["input_ids"]
     ids = [*ids[:7], tokenizer.eos_token_id, *ids[7:], tokenizer.eos_token_id]
     assert TokenText(tokenizer).ends(ids) == slow_ends(tokenizer, ids)
+    assert TokenText(tokenizer).ends([]) == []
 
 
-@pytest.mark.parametrize("make", [of_bytes, of_words])
-def test_tokens_in_any_order_rise_to_the_whole_text(make):
+TOKENIZERS = [(tokenizer, TokenText(tokenizer)) for tokenizer in (of_bytes(), of_words())]
+
+
+@hypothesis.given(st.sampled_from(TOKENIZERS), st.lists(st.integers(0, 2**16), min_size=1, max_size=40))
+def test_tokens_in_any_order_rise_to_the_whole_text(made, draws):
     """A policy draws what it likes, also bytes that are no character."""
-    tokenizer, draw = make(), random.Random(0)
-    reader = TokenText(tokenizer)
-    for _ in range(50):
-        ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(1, 40))]
-        ends = reader.ends(ids)
-        assert ends == sorted(ends) and ends[-1] == len(tokenizer.decode(ids, skip_special_tokens=True))
+    tokenizer, reader = made
+    ids = [draw % len(tokenizer) for draw in draws]
+    ends = reader.ends(ids)
+    assert ends == sorted(ends) and ends[-1] == len(tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def test_a_token_is_decoded_once_where_its_neighbours_do_not_matter(monkeypatch):
+def test_few_tokens_are_decoded_at_once(monkeypatch):
+    """A token once where its neighbours do not matter; elsewhere with few tokens before it."""
     tokenizer = tiny.tokenizer()
-    reader, decoded, decode = TokenText(tokenizer), [], tokenizer.decode
+    decoded, decode = [], tokenizer.decode
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given))
-    ids = tokenizer("abc" * 1000)["input_ids"]
-    assert reader.ends(ids) == list(range(1, 3001))
+    assert TokenText(tokenizer).ends(tokenizer("abc" * 1000)["input_ids"]) == list(range(1, 3001))
     assert sorted(decoded) == [1, 1, 1, 3000]
-
-
-def test_a_window_is_short_where_they_do(monkeypatch):
-    tokenizer = tiny.tokenizer()
-    reader, decoded, decode = TokenText(tokenizer), [], tokenizer.decode
+    decoded.clear()
     ids = tokenizer("日本語" * 500)["input_ids"]
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **given: decoded.append(len(ids)) or decode(ids, **given))
-    assert reader.ends(ids) == slow_ends_of_three(1500)
+    assert TokenText(tokenizer).ends(ids) == [end for i in range(1500) for end in (i, i, i + 1)]
     assert sorted(decoded)[-2] <= 8 and len(decoded) < 3 * len(ids)
-
-
-def slow_ends_of_three(characters):
-    return [end for i in range(characters) for end in (i, i, i + 1)]
-
-
-def test_nothing_has_no_ends():
-    assert TokenText(tiny.tokenizer()).ends([]) == []
 
 
 def test_ends_in_tokens_of_one_byte():

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-import os
 import re
 import threading
 
 import pytest
 import torch
+from pool_rewards import ends_on_9, hangs_on_9, value
 from samples import answer
 
 from fastgrpo.data.records import Prompt
@@ -24,13 +24,9 @@ def group(numbers, prompt):
 GROUPS = [group(numbers, f"prompt {i}") for i, numbers in enumerate(NUMBERS)]
 
 
-def check(function):
+def check(function, groups=GROUPS, **settings):
     """Judge with a clock that never gets on."""
-    return check_reward(function, GROUPS, clock=lambda: 0.0)
-
-
-def value(text):
-    return float(text.split()[-1])
+    return check_reward(function, groups, **{"clock": lambda: 0.0, **settings})
 
 
 def good(completions, **columns):
@@ -38,7 +34,7 @@ def good(completions, **columns):
 
 
 async def good_async(completions, **columns):
-    return [value(text) for text in completions]
+    return good(completions)
 
 
 def constant(completions, **columns):
@@ -78,18 +74,18 @@ def random(completions, **columns):
 
 
 def mutates(completions, **columns):
-    rewards = [value(text) for text in completions]
+    rewards = good(completions)
     completions.reverse()
     return rewards
 
 
 async def mutates_async(completions, answer, **columns):
     answer[0] = 7
-    return [value(text) for text in completions]
+    return good(completions)
 
 
 def misses(completions, solution, **columns):
-    return [value(text) for text in completions]
+    return good(completions)
 
 
 def raises(completions, **columns):
@@ -104,23 +100,29 @@ def short(completions, **columns):
     return [1.0]
 
 
-def hangs_on_9(completions, **columns):
-    if any(value(text) == 9 for text in completions):
-        threading.Event().wait()
-    return [value(text) for text in completions]
+def by_length(completions, **columns):
+    return [float(len(text)) for text in completions]
 
 
-@pytest.mark.parametrize("function", [good, good_async, by_group])
+class Own:
+    """Brings its own processes, so it need not be pickled, and sets its own limit."""
+
+    pooled = False
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def limit(self, seconds):
+        self.seconds = seconds
+
+    def __call__(self, completions, **columns):
+        return good(completions)
+
+
+@pytest.mark.parametrize("function", [good, good_async, by_group, Own()])
 def test_a_good_reward_has_no_warning(function):
     found = check(function)
     assert found.warnings == [] and found.errors == found.none == found.timeouts == 0 and found.spread == 1
-
-
-def test_groups_of_one_completion_say_nothing_of_the_reward():
-    (warning,) = check_reward(good, [one[:1] for one in GROUPS], clock=lambda: 0.0).warnings
-    assert warning.startswith(
-        "Each prompt has one completion, so nothing shows whether it differs within a group; give"
-    )
 
 
 def test_the_figures():
@@ -129,6 +131,9 @@ def test_the_figures():
     assert found.mean == pytest.approx(flat.mean().item())
     assert found.deviation == pytest.approx(flat.std(correction=0).item())
     assert (found.best[0].content, found.best[1]) == ("it is 9", 9) and found.worst[1] == 1
+    seconds = iter([0.0, 1.2])
+    found = check(good, clock=lambda: next(seconds))
+    assert found.milliseconds == pytest.approx(100) and "--reward_workers" in found.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +155,14 @@ def test_each_fault_is_told_alone(function, words):
     assert re.search(words, warning), warning
 
 
+def test_completions_may_lack_what_a_check_needs():
+    (warning,) = check(good, [one[:1] for one in GROUPS]).warnings
+    assert "Each prompt has one completion" in warning
+    row = Prompt([], "p", {})
+    (warning,) = check(by_length, [[answer(row, [65], "x" * n) for n in range(1, 10)]]).warnings
+    assert "Longer is better: its rank correlation with the length is 1.00" in warning
+
+
 @pytest.mark.parametrize(
     "function, words",
     [
@@ -165,75 +178,23 @@ def test_faults_that_leave_no_reward(function, words):
     assert found.errors == (0 if function is none else 12) and found.none == (12 if function is none else 0)
 
 
-def test_longer_is_better():
-    row = Prompt([], "p", {})
-    groups = [[answer(row, [65], "x" * n) for n in range(1, 10)]]
-    (warning,) = check_reward(by_length, groups, clock=lambda: 0.0).warnings
-    assert "Longer is better: its rank correlation with the length is 1.00" in warning
-
-
-def by_length(completions, **columns):
-    return [float(len(text)) for text in completions]
-
-
-def test_a_slow_reward_is_told_of_the_pool():
-    seconds = iter([0.0, 1.2])
-    found = check_reward(good, GROUPS, clock=lambda: next(seconds))
-    assert found.milliseconds == pytest.approx(100) and "--reward_workers" in found.warnings[0]
-
-
 def test_completions_that_take_too_long_are_counted_and_left_out():
-    found = check_reward(hangs_on_9, GROUPS, clock=lambda: 0.0, timeout=5)
+    found = check(hangs_on_9, timeout=2)
     assert (found.timeouts, found.none, found.errors) == (1, 0, 0)
     assert found.best[1] == 8 and found.spread == 1
     (warning,) = found.warnings
-    assert "longer than 5 s for 1 completions, the first 'it is 9'" in warning
-
-
-def ends_on_9(completions, **columns):
-    if any(value(text) == 9 for text in completions):
-        os._exit(0)
-    return [value(text) for text in completions]
+    assert "longer than 2 s for 1 completions, the first 'it is 9'" in warning
+    found = check(hangs_on_9, [group([9], "p")], timeout=0.1)  # all take too long
+    assert found.timeouts == 1 and found.best is None and math.isnan(found.mean)
+    assert "longer than 0.1 s" in found.warnings[0]
+    own = Own()
+    assert check(own, timeout=3).warnings == [] and own.seconds == 3
 
 
 def test_what_ends_its_process_is_an_error_and_not_the_end_of_the_check():
-    found = check_reward(ends_on_9, GROUPS, clock=lambda: 0.0, timeout=600)
+    found = check(ends_on_9, timeout=600)
     assert (found.errors, found.timeouts, found.none) == (1, 0, 0)
     assert found.warnings == ["It ends the process that runs it, on the completion 'it is 9'."]
-
-
-def test_where_all_take_too_long_that_is_what_is_told():
-    nines = [group([9], "p")]
-    found = check_reward(hangs_on_9, nines, timeout=0.1)
-    assert found.timeouts == 1 and found.best is None and math.isnan(found.mean)
-    assert "longer than 0.1 s" in found.warnings[0]
-
-
-def test_the_limit_of_what_has_its_own_is_set():
-    class Own:
-        pooled = False
-
-        def limit(self, seconds):
-            self.seconds = seconds
-
-        def __call__(self, completions, **columns):
-            return good(completions)
-
-    own = Own()
-    assert check_reward(own, GROUPS, clock=lambda: 0.0, timeout=3).warnings == [] and own.seconds == 3
-
-
-def test_what_brings_its_own_processes_need_not_be_pickled():
-    class Own:
-        pooled = False
-
-        def __init__(self):
-            self.lock = threading.Lock()
-
-        def __call__(self, completions, **columns):
-            return good(completions)
-
-    assert check(Own()).warnings == []
 
 
 def test_rank_correlation_gives_ties_their_mean_rank():

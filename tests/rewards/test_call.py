@@ -1,4 +1,4 @@
-"""Reward functions: how they are called, named, weighted and checked."""
+"""Reward functions: which are found and accepted, how they are called, named and weighted, and what their faults do."""
 
 import asyncio
 import copy
@@ -6,30 +6,84 @@ import dataclasses
 import math
 from functools import partial
 
+import numpy
+import pandas
 import pytest
+import tiny
 import torch
 from samples import answer
 
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.data.records import Prompt, TrainerState
 from fastgrpo.loss.advantages import group_advantages
+from fastgrpo.rewards import find_reward, find_rewards
 from fastgrpo.rewards.call import Rewards, reward_matrix
 
 PROMPTS = [Prompt([1], "p0", {"answer": "x"}), Prompt([2], "p1", {"answer": "y", "hint": 7})]
-
-
 COMPLETIONS = [
     answer(prompt, ids, content) for prompt, ids, content in zip(PROMPTS, ([3], [4, 5]), ("c0", "c1"), strict=True)
 ]
 
 
-def judge(rewards, completions=COMPLETIONS, **arguments):
-    return rewards(completions, "state", **arguments)
+class Judge:
+    def __call__(self, completions, **_):
+        return [1.0] * len(completions)
 
 
-def call(rewards, **arguments):
+def returns(value, name="reward"):
+    """A reward function that returns a value; from a function, what that returns."""
+
+    def reward(**_):
+        return value() if callable(value) else value
+
+    reward.__name__ = name
+    return reward
+
+
+def judge(rewards, completions=COMPLETIONS):
+    return rewards(completions, "state")
+
+
+def call(rewards):
     """Only the rewards, [S, F]."""
-    return reward_matrix(judge(rewards, **arguments).completions)
+    return reward_matrix(judge(rewards).completions)
+
+
+def test_a_function_is_found_by_its_name(tmp_path, monkeypatch):
+    correctness = returns([], "correctness")
+    assert find_reward("correctness", [correctness]) is correctness
+    assert find_reward("math:sqrt") is math.sqrt
+    for find in (find_reward, lambda name: find_rewards(name, None)):  # the path of a file is no model of the hub
+        with pytest.raises(ValueError, match=r"no reward function 'rewards/mine\.py'"):
+            find("rewards/mine.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fails_on_import.py").write_text("1 / 0")
+    (tmp_path / "leaves_on_import.py").write_text("import sys\nsys.exit(0)")
+    modules = ["no_such_module:f", "math:no_such_function", "math:pi", "fails_on_import:f", "leaves_on_import:f"]
+    for name in ["accuracy", *modules]:
+        with pytest.raises(ValueError, match=f"reward function '{name}'"):
+            find_reward(name, [correctness])
+
+
+@pytest.mark.parametrize(
+    "functions",
+    ["rewards:f", ["rewards:f"], None, [None], {"f": Judge()}, iter([Judge()]), Judge, tiny.model(), []],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_what_is_no_function_is_refused_before_it_is_called(functions, on_error):
+    with pytest.raises(ValueError, match=r"reward_funcs|reward function"):
+        Rewards(functions, on_error=on_error)
+
+
+def test_arguments_that_are_refused():
+    with pytest.raises(ValueError, match=r"'<lambda>' takes \(text\)"):
+        Rewards(lambda text: [])
+    with pytest.raises(ValueError, match="reward_weights"):
+        Rewards(Judge(), [1.0, 2.0])
+    with pytest.raises(ValueError, match="reward_errors"):
+        Rewards(Judge(), on_error="ignore")
+    assert Rewards(Judge()).names == Rewards([Judge()]).names == ["Judge"]
 
 
 def test_called_as_trl_calls_them():
@@ -49,113 +103,6 @@ def test_called_as_trl_calls_them():
         "completion_ids": [[3], [4, 5]],
         "trainer_state": "state",
     }
-
-
-def test_what_functions_log_travels_with_the_completions():
-    def reward(completions, log_metric, log_extra, **_):
-        log_metric("length", 2)
-        log_metric("length", torch.tensor(4.0))
-        log_extra("mark", torch.tensor([1, 2]))
-        return [1.0, None]
-
-    judged = judge(Rewards([reward]))
-    assert judged.logged == {"length": [2.0, 4.0]} and not judged.errors
-    assert [completion.extras for completion in judged.completions] == [{"mark": 1}, {"mark": 2}]
-    assert judged.completions[0].rewards == {"reward": 1.0} and math.isnan(judged.completions[1].rewards["reward"])
-    assert not COMPLETIONS[0].rewards  # the records that were judged stay as they were
-
-
-@pytest.mark.parametrize(
-    "values, match",
-    [([1], r"takes one value a completion: 2, got 1"), ([{1}, {2}], "takes what JSON can hold")],
-)
-def test_a_column_that_cannot_be_written_is_refused(values, match):
-    def reward(log_extra, **_):
-        log_extra("mark", values)
-        return [1.0, 1.0]
-
-    with pytest.raises(ValueError, match=match):
-        judge(Rewards([reward]))
-
-
-def test_weights_and_rewards_that_were_not_given():
-    def first(**_):
-        return [1.0, None]
-
-    def second(**_):
-        return [10.0, None]
-
-    rewards = Rewards([first, second], [2.0, 0.5])
-    per_function = call(rewards)
-    assert per_function[0].tolist() == [1.0, 10.0] and per_function[1].isnan().all()
-    total = rewards.total(per_function)
-    assert total[0] == 7.0 and math.isnan(total[1])
-    assert rewards.total(torch.tensor([[math.nan, 4.0]])).item() == 2.0
-
-
-def test_async_functions_run_together():
-    order = []
-
-    async def slow(**_):
-        order.append("slow starts")
-        await asyncio.sleep(0.01)
-        order.append("slow ends")
-        return [1, 2]
-
-    async def quick(**_):
-        order.append("quick")
-        return [3, 4]
-
-    def plain(**_):
-        return [5, 6]
-
-    assert call(Rewards([slow, plain, quick])).tolist() == [[1, 5, 3], [2, 6, 4]]
-    assert order == ["slow starts", "quick", "slow ends"]
-
-
-def test_async_functions_run_where_a_loop_runs_already():
-    async def later(**_):
-        await asyncio.sleep(0.01)
-        return [1, 2]
-
-    async def notebook():
-        return call(Rewards([later]))
-
-    assert asyncio.run(notebook()).tolist() == [[1], [2]]
-
-
-def test_numpy_and_torch_scalars_are_numbers():
-    def reward(**_):
-        return [torch.tensor(1.5), torch.tensor(2).numpy()[()]]
-
-    def column(**_):
-        return torch.tensor([[1.5], [2.0]])
-
-    def generator(**_):
-        return map(float, ("1.5", "2"))
-
-    for function in (reward, column, generator):
-        assert call(Rewards([function])).tolist() == [[1.5], [2.0]]
-
-
-@pytest.mark.parametrize(
-    "result, match",
-    [
-        (lambda: ({}[text] for text in "ab"), r"'reward' raised KeyError: 'a' \("),
-        (lambda: torch.ones(2, 2), r"'reward' returned tensor\(\[1., 1.\]\) for completion 0, not a finite number"),
-        (lambda: torch.ones(2, 2).numpy(), r"'reward' returned array\(.* for completion 0, not a finite number"),
-        (lambda: torch.tensor(1.0), "'reward' raised TypeError: iteration over a 0-d tensor"),
-    ],
-)
-def test_what_fails_while_it_is_read_is_named_or_skipped(result, match):
-    def reward(**_):
-        return result()
-
-    with pytest.raises(ValueError, match=match):
-        call(Rewards([reward]))
-    skipping = Rewards([reward], on_error="skip")
-    judged = judge(skipping)
-    assert reward_matrix(judged.completions).isnan().all() and judged.errors == {"reward": 2}
 
 
 def test_every_name_of_a_column_works():
@@ -198,31 +145,77 @@ def test_what_functions_get_are_copies_made_for_each_of_them():
     assert [(c.prompt, c.ids, c.content) for c in judged.completions] == before
 
 
-@pytest.mark.parametrize(
-    "result, match",
-    [
-        ([1.0], "'reward' returned 1 rewards for 2 completions"),
-        ([1.0, "good"], "'reward' returned 'good' for completion 1"),
-        ([math.nan, 1.0], "'reward' returned nan for completion 0"),
-        ([1.0, math.inf], "'reward' returned inf for completion 1"),
-        (7.0, "'reward' returned 7.0, not a list"),
-        ({"c0": 1.0, "c1": 2.0}, "'reward' returned {'c0': 1.0, 'c1': 2.0}, not a list but of type dict"),
-        ({1.0, 2.0}, "'reward' returned {1.0, 2.0}, not a list but of type set"),
-        ("10", "'reward' returned '10', not a list but of type str"),
-        (RuntimeError("down"), r"'reward' returned RuntimeError\('down'\), not a list but of type RuntimeError"),
-        ([10**400, 1.0], "'reward' returned 1000+ for completion 0, not a finite number from -3.4e"),
-        ([1.0, -1e200], r"'reward' returned -1e\+200 for completion 1, not a finite number from -3.4e"),
-        ([1.0, None, 2.0], "'reward' returned 3 rewards for 2 completions"),
-        ([None, None], "all rewards are None: reward gave none of 2 completions a reward"),
-    ],
-)
-def test_bad_results_are_named(result, match):
-    def reward(**_):
-        return result
+def test_what_functions_log_travels_with_the_completions():
+    def reward(completions, log_metric, log_extra, **_):
+        log_metric("length", 2)
+        log_metric("length", torch.tensor(4.0))
+        log_extra("mark", torch.tensor([1, 2]))
+        return [1.0, None]
 
-    with pytest.raises(ValueError, match=match):
-        call(Rewards([reward]))
-    assert call(Rewards([reward], on_error="skip")).isnan().any()
+    judged = judge(Rewards([reward]))
+    assert judged.logged == {"length": [2.0, 4.0]} and not judged.errors
+    assert [completion.extras for completion in judged.completions] == [{"mark": 1}, {"mark": 2}]
+    assert judged.completions[0].rewards == {"reward": 1.0} and math.isnan(judged.completions[1].rewards["reward"])
+    assert not COMPLETIONS[0].rewards  # the records that were judged stay as they were
+
+
+def test_weights_and_rewards_that_were_not_given():
+    rewards = Rewards([returns([1.0, None], "first"), returns([10.0, None], "second")], [2.0, 0.5])
+    per_function = call(rewards)
+    assert per_function[0].tolist() == [1.0, 10.0] and per_function[1].isnan().all()
+    total = rewards.total(per_function)
+    assert total[0] == 7.0 and math.isnan(total[1])
+    assert rewards.total(torch.tensor([[math.nan, 4.0]])).item() == 2.0
+
+
+def test_the_largest_rewards_and_weights_overflow_no_statistic():
+    large = returns([3.4e38, -3.4e38])
+    rewards = Rewards([large, large], GRPOConfig(reward_weights=[3.4e38, 3.4e38]).reward_weights)
+    total = rewards.total(call(rewards))
+    assert group_advantages(total, 2).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+def test_async_functions_run_together_also_where_a_loop_runs_already():
+    order = []
+
+    async def slow(**_):
+        order.append("slow starts")
+        await asyncio.sleep(0.01)
+        order.append("slow ends")
+        return [1, 2]
+
+    async def quick(**_):
+        order.append("quick")
+        return [3, 4]
+
+    async def notebook():
+        return call(Rewards([slow, returns([5, 6]), quick]))
+
+    for result in (call(Rewards([slow, returns([5, 6]), quick])), asyncio.run(notebook())):
+        assert result.tolist() == [[1, 5, 3], [2, 6, 4]]
+    assert order == ["slow starts", "quick", "slow ends"] * 2
+
+
+BAD = [
+    [1.0], [1.0, None, 2.0], [1.0, "good"], [math.nan, 1.0], [1.0, math.inf], [10**400, 1.0], [1.0, -1e200], 7.0, "10",
+    {"c0": 1.0, "c1": 2.0}, {1.0, 2.0}, RuntimeError("down"), pandas.DataFrame({0: [1.0, 2.0]}), torch.ones(2, 2),
+    numpy.ones((2, 2)), torch.tensor(1.0), lambda: ({}[text] for text in "ab"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("result", BAD, ids=lambda value: " ".join(str(value).split())[:20])
+def test_a_bad_result_is_a_failure_of_its_function(result):
+    with pytest.raises(ValueError, match="reward function 'reward' r"):
+        call(Rewards([returns(result)]))
+    skipping = judge(Rewards([returns(result), Judge()], on_error="skip"))
+    rewards = reward_matrix(skipping.completions)
+    assert rewards[:, 1].tolist() == [1.0, 1.0] and rewards[:, 0].isnan().sum() == skipping.errors["reward"] > 0
+
+
+def test_no_reward_at_all_is_refused():
+    with pytest.raises(ValueError, match="all rewards are None"):
+        call(Rewards([returns([None, None])]))
+    assert call(Rewards([returns([None, None])], on_error="skip")).isnan().all()
 
 
 def test_an_exception_is_named_with_its_place_and_sample():
@@ -231,26 +224,17 @@ def test_an_exception_is_named_with_its_place_and_sample():
 
     with pytest.raises(ValueError, match=r"'reward' raised KeyError: 'solution' \(.*test_call.py:\d+\)") as error:
         call(Rewards([reward]))
-    told, sample = str(error.value).splitlines()
-    assert "the row has the columns answer" in told and "--reward_errors skip" in told
-    assert sample == "  in a call of 2 completions, the first of them on the prompt 'p0', completion 'c0'"
+    for told in ("the columns answer", "--reward_errors skip", "2 completions", "'p0'", "'c0'"):
+        assert told in str(error.value)
     assert isinstance(error.value.__cause__, KeyError)
 
 
 def test_errors_are_skipped_and_counted():
-    def good(**_):
-        return [1.0, 2.0]
-
-    def odd(**_):
-        return [math.nan, 3.0]
-
     async def down(**_):
         raise RuntimeError("down")
 
-    def short(**_):
-        return [1.0]
-
-    rewards = Rewards([good, odd, down, short], on_error="skip")
+    functions = [returns([1.0, 2.0], "good"), returns([math.nan, 3.0], "odd"), down, returns([1.0], "short")]
+    rewards = Rewards(functions, on_error="skip")
     for _ in range(2):  # the counts are of the last call
         judged = judge(rewards)
         assert judged.errors == {"odd": 1, "down": 2, "short": 2}
@@ -258,60 +242,6 @@ def test_errors_are_skipped_and_counted():
     assert per_function[:, 0].tolist() == [1.0, 2.0] and per_function[1, 1] == 3.0
     assert per_function.isnan().sum(0).tolist() == [0, 1, 2, 2]
     assert rewards.total(per_function).tolist() == [1.0, 5.0]
-    assert call(Rewards([down], on_error="skip")).isnan().all()
-    with pytest.raises(ValueError, match="reward_errors must be one of raise, skip"):
-        Rewards([good], on_error="ignore")
-
-
-class Judge:
-    def __call__(self, completions, **_):
-        return [1.0] * len(completions)
-
-
-def test_functions_of_one_name_are_told_apart():
-    def made(value):
-        def near(completions, **_):
-            return [value] * len(completions)
-
-        return near
-
-    def near_2(completions, **_):
-        return [0.0] * len(completions)
-
-    rewards = Rewards([made(1.0), made(2.0), near_2, made(3.0), Judge(), Judge(), partial(near_2)])
-    assert rewards.names == ["near", "near_2", "near_2_2", "near_3", "Judge", "Judge_2", "near_2_3"]
-    assert list(judge(rewards).completions[0].rewards.values()) == [1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0]
-
-
-def test_a_column_has_one_function():
-    def first(log_extra, log_metric, **_):
-        log_metric("seconds", 1)
-        log_extra("mark", ["a", "b"])
-        return [1.0, 1.0]
-
-    def second(log_extra, log_metric, **_):
-        log_metric("seconds", 2)
-        log_extra("mark", ["c", "d"])
-        log_extra("own", [1, 2])
-        return [2.0, 2.0]
-
-    with pytest.raises(ValueError, match="'second' logs the column 'mark', which 'first' logs too; choose another"):
-        call(Rewards([first, second]))
-    judged = judge(Rewards([first, second], on_error="skip"))
-    assert judged.errors == {"second": 2} and judged.logged == {"seconds": [1, 2]}
-    assert judged.completions[0].extras == {"mark": "a", "own": 1}
-    assert judged.completions[0].rewards["first"] == 1.0 and math.isnan(judged.completions[0].rewards["second"])
-
-
-def test_a_fault_in_what_is_logged_is_a_failure_of_the_function():
-    def spread(log_metric, **_):
-        log_metric("spread", None)
-        return [1.0, 1.0]
-
-    with pytest.raises(ValueError, match=r"'spread' raised ValueError: log_metric\('spread', ...\) takes .*, got None"):
-        call(Rewards([spread]))
-    judged = judge(Rewards([spread], on_error="skip"))
-    assert judged.errors == {"spread": 2} and not judged.logged
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), asyncio.CancelledError()])
@@ -335,11 +265,43 @@ def test_no_exception_but_an_interrupt_ends_the_run(error):
         assert judged.completions[0].rewards["Judge"] == 1.0
 
 
-def test_the_largest_rewards_and_weights_overflow_no_statistic():
-    def large(**_):
-        return [3.4e38, -3.4e38]
+def test_functions_of_one_name_are_told_apart():
+    two = returns([0.0, 0.0], "near_2")
+    functions = [*(returns([value] * 2, "near") for value in (1.0, 2.0)), two, returns([3.0, 3.0], "near")]
+    rewards = Rewards([*functions, Judge(), Judge(), partial(two)])
+    assert rewards.names == ["near", "near_2", "near_2_2", "near_3", "Judge", "Judge_2", "near_2_3"]
+    assert list(judge(rewards).completions[0].rewards.values()) == [1.0, 2.0, 0.0, 3.0, 1.0, 1.0, 0.0]
 
-    weights = GRPOConfig(reward_weights=[3.4e38, 3.4e38]).reward_weights
-    rewards = Rewards([large, large], weights)
-    total = rewards.total(call(rewards))
-    assert group_advantages(total, 2).tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+def test_a_column_has_one_function():
+    def first(log_extra, log_metric, **_):
+        log_metric("seconds", 1)
+        log_extra("mark", ["a", "b"])
+        return [1.0, 1.0]
+
+    def second(log_extra, log_metric, **_):
+        log_metric("seconds", 2)
+        log_extra("mark", ["c", "d"])
+        log_extra("own", [1, 2])
+        return [2.0, 2.0]
+
+    with pytest.raises(ValueError, match="'second' logs the column 'mark', which 'first' logs too"):
+        call(Rewards([first, second]))
+    judged = judge(Rewards([first, second], on_error="skip"))
+    assert judged.errors == {"second": 2} and judged.logged == {"seconds": [1, 2]}
+    assert judged.completions[0].extras == {"mark": "a", "own": 1}
+    assert judged.completions[0].rewards["first"] == 1.0 and math.isnan(judged.completions[0].rewards["second"])
+
+
+@pytest.mark.parametrize(
+    "log", [lambda log_metric, **_: log_metric("a", None), lambda log_extra, **_: log_extra("a", [1])]
+)
+def test_a_fault_in_what_is_logged_is_a_failure_of_the_function(log):
+    def logs(**given):
+        log(**given)
+        return [1.0, 1.0]
+
+    with pytest.raises(ValueError, match=r"'logs' raised ValueError: log_.*'a'"):
+        call(Rewards([logs]))
+    judged = judge(Rewards([logs], on_error="skip"))
+    assert judged.errors == {"logs": 2} and not judged.logged

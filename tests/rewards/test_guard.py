@@ -51,19 +51,19 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("raises", [False, True])
-def test_modes_are_put_back(name, raises):
+def test_modes_are_put_back(name):
     changed = []
 
-    def call():
+    def call(raises):
         before = modes()[name]
         CHANGES[name]()
         changed.append(modes()[name] != before)
         if raises:
             raise SystemExit
 
-    assert isinstance(attempt(call), Failure) == raises
-    assert changed == [True]  # and the fixture looks at what it is now
+    assert attempt(lambda: call(False)) is None and isinstance(attempt(lambda: call(True)), Failure)
+    assert changed == [True, True]  # and the fixture looks at what it is now
+    assert not torch.overrides._get_current_function_mode_stack()  # such as that of a default device
 
 
 def test_modes_that_are_not_the_usual_ones_stay():
@@ -79,12 +79,6 @@ def test_modes_that_are_not_the_usual_ones_stay():
         assert attempt(torch.get_default_dtype) is torch.float64
     finally:
         torch.set_default_dtype(before)
-
-
-def test_without_a_default_device_there_is_none_afterwards():
-    attempt(lambda: torch.set_default_device("meta"))
-    assert torch.get_default_device() == torch.device("cpu")
-    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_the_working_directory_is_found_again_where_it_was_deleted_or_renamed(tmp_path):
@@ -134,8 +128,13 @@ def raising(error):
 def test_all_but_an_interrupt_becomes_a_failure():
     for error in (ValueError("a"), SystemExit(0), GeneratorExit(), StopIteration(), asyncio.CancelledError()):
         assert attempt(lambda error=error: raising(error)).error is error
-    with pytest.raises(KeyboardInterrupt):
-        attempt(lambda: raising(KeyboardInterrupt()))
+
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    for call in (lambda: attempt(lambda: raising(KeyboardInterrupt())), lambda: awaited([interrupted()])):
+        with pytest.raises(KeyboardInterrupt):
+            call()
 
 
 def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
@@ -143,13 +142,15 @@ def test_a_failure_is_told_on_a_line_with_the_place_in_the_users_code():
         def __str__(self):
             raise RuntimeError
 
-    told = str(attempt(lambda: raising(ValueError("a\n b"))))
-    line = raising.__code__.co_firstlineno + 1
-    assert told == f"ValueError: a b ({__file__}:{line})"
-    assert str(attempt(lambda: raising(SystemExit()))) == f"SystemExit ({__file__}:{line})"
-    assert str(attempt(lambda: raising(Mute()))) == f"Mute: (without a text) ({__file__}:{line})"
+    place = f" ({__file__}:{raising.__code__.co_firstlineno + 1})"
     several = ExceptionGroup("2 requests", [ExceptionGroup("1 request", [ValueError("down")]), KeyError("other")])
-    assert str(attempt(lambda: raising(several))) == f"ValueError: down ({__file__}:{line})"
+    for error, told in (
+        (ValueError("a\n b"), "ValueError: a b"),
+        (SystemExit(), "SystemExit"),
+        (Mute(), "Mute: (without a text)"),
+        (several, "ValueError: down"),
+    ):
+        assert str(attempt(lambda error=error: raising(error))) == told + place
     told = str(attempt(lambda: Logs(1).log_extra("step", [1])))  # not the place in this package
     assert told.startswith("ValueError: log_extra('step', ...)") and f"({__file__}:" in told
 
@@ -222,14 +223,6 @@ def test_the_end_of_the_event_loop_is_a_failure(ends, error):
         return awaited([ends()])
 
     assert isinstance(asyncio.run(notebook())[0].error, error)
-
-
-def test_an_interrupt_passes_from_async_functions():
-    async def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        awaited([interrupted()])
 
 
 @pytest.mark.parametrize(

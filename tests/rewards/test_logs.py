@@ -1,8 +1,12 @@
-"""What a function may log, and what is refused when it is logged."""
+"""What counts as a list of rewards, as a number and as a value of JSON, and what a function may log."""
 
 import dataclasses
+import itertools
 import math
+from fractions import Fraction
 
+import numpy
+import pandas
 import pytest
 import tiny
 import torch
@@ -10,110 +14,117 @@ from samples import answer
 
 from fastgrpo.data.records import Prompt
 from fastgrpo.data.token_text import TokenText
-from fastgrpo.rewards.values import Logs
+from fastgrpo.rewards.guard import shown
+from fastgrpo.rewards.values import Logs, json_values, number, read_verdicts
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
 from fastgrpo.trainer.collect import sample_rows
 
 
-def test_numbers_and_columns_are_kept():
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, 2.0],
+        (1.0, 2.0),
+        map(float, "12"),
+        {"a": 1.0, "b": 2.0}.values(),
+        torch.tensor([1.0, 2.0], requires_grad=True),
+        torch.tensor([[1.0], [2.0]]),
+        torch.tensor([1, 2], dtype=torch.bfloat16),
+        numpy.array([1, 2], dtype=numpy.float16),
+        pandas.Series([1.0, 2.0], index=[7, 3]),
+        [True, Fraction(2)],
+    ],
+)
+def test_lists_are_read_in_their_order(values):
+    assert read_verdicts(values, 2) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"a": 1.0}, {1.0}, frozenset({1.0}), {"a": 1.0}.keys(), "a", b"a", pandas.DataFrame({0: [1.0]}), 1.0, None,
+     ValueError("a"), [], [1.0] * 9, itertools.repeat(1.0)],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_is_no_list_of_the_right_length_is_one_problem(values):
+    assert isinstance(read_verdicts(values, 1), str)
+
+
+def test_each_reward_is_judged_by_itself():
+    first, second, third = read_verdicts([None, math.inf, 1], 3)
+    assert first is None and third == 1.0 and "inf for completion 1" in second
+
+
+@pytest.mark.parametrize(
+    "value, read",
+    [(True, 1.0), (3, 3.0), (Fraction(1, 2), 0.5), (numpy.float32(2), 2.0), (torch.tensor([4]), 4.0),
+     (-3.4e38, -3.4e38), (math.nan, None), (-math.inf, None), (3.5e38, None), (10**400, None), (10**5000, None),
+     ("3", None), (1j, None), (None, None), (torch.ones(2), None)],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_numbers(value, read):
+    assert number(value) == read
+    assert type(number(value)) in (float, type(None))
+
+
+def test_values_come_back_as_json_has_them():
+    inner = [1, "é", None]
+    values = json_values([torch.tensor(2), {3: inner}, (0.1, True), 10**300])
+    inner.clear()
+    assert values == [2, {"3": [1, "é", None]}, [0.1, True], 10**300]
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    for value in ([10**5000], "\ud800", {"\udfff": 1}, {1}, object(), nested):
+        with pytest.raises((ValueError, TypeError, RecursionError)):
+            json_values([value])
+
+
+def test_any_value_can_be_shown():
+    class Odd:
+        def __repr__(self):
+            raise RuntimeError("no text")
+
+    assert shown("a\nb") == repr("a\nb") and shown(torch.ones(2, 2)).startswith("tensor([[1., 1.], [1., 1.]])")
+    assert len(shown("a" * 1000)) == 60
+    assert shown(Odd()) == "a value of type Odd" and shown(10**5000) == "a value of type int"
+
+
+def test_numbers_columns_and_steps_are_kept():
     notes = Logs(2)
+    assert notes.steps is None
     for value in (1, 0.5, torch.tensor(2.0), True):
         notes.log_metric("a", value)
     notes.log_extra("b", [1, 2])
     notes.log_extra("b", torch.tensor([3, 4]))  # the later values
     notes.log_extra("c", (text for text in "xy"))
+    notes.log_extra("d", [{"deep": [math.nan, torch.tensor(2.5)]}, -math.inf])
     assert notes.metrics == {"a": [1.0, 0.5, 2.0, 1.0]}
-    assert notes.columns == {"b": [3, 4], "c": ["x", "y"]}
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf, 10**400, 1e300, torch.tensor(math.inf)])
-def test_a_number_that_has_no_place_in_a_mean_is_noted_as_nan(value):
-    notes = Logs(2)
-    notes.log_metric("a", value)
-    assert math.isnan(notes.metrics["a"][0])
-    notes.log_extra("b", [{"deep": [math.nan]}, -math.inf])
-    assert notes.columns == {"b": [{"deep": [None]}, None]}
-    notes.log_extra("c", [{"deep": torch.tensor(2.5)}, 1])
-    assert notes.columns["c"] == [{"deep": 2.5}, 1]
-
-
-@pytest.mark.parametrize(
-    "name, value, match",
-    [
-        ("a", "3", "takes a number, got '3'"),
-        ("a", None, "takes a number, got None"),
-        ("a", torch.ones(2), r"takes a number, got tensor\(\[1., 1.\]\)"),
-        (None, 1, r"log_metric\(None, ...\): a name is a text"),
-        ("", 1, "a name is a text that is not empty"),
-        ("\ud800", 1, r"log_metric\('\\ud800', ...\): the name cannot be written as UTF-8"),
-    ],
-)
-def test_metrics_that_are_refused(name, value, match):
-    notes = Logs(2)
-    with pytest.raises(ValueError, match=match):
-        notes.log_metric(name, value)
-    assert not notes.metrics
-
-
-@pytest.mark.parametrize(
-    "column, values, match",
-    [
-        (7, [1, 2], r"log_extra\(7, ...\): a name is a text"),
-        ("a\udfff", [1, 2], "the name cannot be written as UTF-8"),
-        ("a", [1], "takes one value a completion: 2, got 1"),
-        ("a", iter(range(9)), "takes one value a completion: 2, got more than 2"),
-        ("a", "xy", "takes a list, got 'xy'"),
-        ("a", {"x": 1, "y": 2}, "takes a list, got {'x': 1, 'y': 2}"),
-        ("a", ["x", "\ud800"], "takes what JSON can hold: 'utf-8' codec can't encode"),
-        ("a", [1, {"b": 10**5000}], "takes what JSON can hold: Exceeds the limit"),
-        ("a", [1, {2}], "takes what JSON can hold: Object of type set"),
-    ],
-)
-def test_columns_that_are_refused(column, values, match):
-    notes = Logs(2)
-    with pytest.raises(ValueError, match=match):
-        notes.log_extra(column, values)
-    assert not notes.columns
-
-
-def test_steps_are_kept_for_each_completion():
+    assert notes.columns == {"b": [3, 4], "c": ["x", "y"], "d": [{"deep": [None, 2.5]}, None]}
+    for value in (math.nan, -math.inf, 10**400, 1e300, torch.tensor(math.inf)):  # these have no place in a mean
+        notes.log_metric("b", value)
+    assert len(notes.metrics["b"]) == 5 and all(map(math.isnan, notes.metrics["b"]))
     notes = Logs(3)
-    assert notes.steps is None
     notes.log_steps([[1, 3], None, torch.tensor([2])], [(0.5, True), [], torch.tensor([0.25])])
     assert notes.steps == [((1, 0.5), (3, 1.0)), (), ((2, 0.25),)]
     assert all(type(end) is int and type(reward) is float for of_one in notes.steps for end, reward in of_one)
 
 
-@pytest.mark.parametrize(
-    "ends, rewards, match",
-    [
-        ([[1]], [[1.0], []], r"takes a list of 2 lists of ends, one a completion; got 1"),
-        ([[1], []], "ab", r"2 lists of rewards, one a completion; got 'ab'"),
-        (
-            [[1], []],
-            [[1.0, 2.0], []],
-            r"as many rewards as ends .* completion 0 has ends \[1\] and rewards \[1.0, 2.0\]",
-        ),
-        ([[1], 3], [[1.0], [2.0]], "completion 1 has ends 3 and"),
-        ([[], [2, 2]], [[], [1.0, 1.0]], "ends that rise from 1 .*; completion 1 has 2 after 2"),
-        ([[0], []], [[1.0], []], "completion 0 has 0 after 0"),
-        ([[1.5], []], [[1.0], []], "completion 0 has 1.5 after 0"),
-        ([[True], []], [[1.0], []], "completion 0 has True after 0"),
-        ([[1], []], [[math.nan], []], "rewards that are a finite number .*; completion 0 has nan"),
-        ([[1], []], [[None], []], "completion 0 has None"),
-    ],
-)
-def test_steps_that_are_refused(ends, rewards, match):
+@pytest.mark.parametrize("function, first, second", [
+    *[("log_metric", "a", value) for value in ("3", None, torch.ones(2))],
+    *[("log_metric", name, 1) for name in (None, "", "\ud800", "reward")],
+    *[("log_extra", name, [1, 2]) for name in (7, "a\udfff", *SAMPLE_COLUMNS)],
+    *[("log_extra", "a", values) for values in ([1], iter(range(9)), "xy", {"x": 1, "y": 2}, ["x", "\ud800"],
+                                                [1, {"b": 10**5000}], [1, {2}])],
+    *[("log_steps", *pair) for pair in (
+        ([[1]], [[1.0], []]), ([[1], []], "ab"), ([[1], []], [[1.0, 2.0], []]), ([[1], 3], [[1.0], [2.0]]),
+        ([[], [2, 2]], [[], [1.0, 1.0]]), ([[0], []], [[1.0], []]), ([[1.5], []], [[1.0], []]),
+        ([[True], []], [[1.0], []]), ([[1], []], [[math.nan], []]), ([[1], []], [[None], []]))],
+])  # fmt: skip
+def test_what_may_not_be_logged(function, first, second):
     notes = Logs(2)
-    with pytest.raises(ValueError, match=match):
-        notes.log_steps(ends, rewards)
-    assert notes.steps is None
-
-
-@pytest.mark.parametrize("column", SAMPLE_COLUMNS)
-def test_no_column_of_a_sample_can_be_overwritten(column):
-    with pytest.raises(ValueError, match=rf"log_extra\('{column}', ...\): every sample has such a column; choose"):
-        Logs(1).log_extra(column, [1])
+    with pytest.raises(ValueError, match=function):
+        getattr(notes, function)(first, second)
+    assert not notes.metrics and not notes.columns and notes.steps is None
 
 
 def test_the_columns_of_a_sample_are_those_of_samples_jsonl():

