@@ -2,7 +2,8 @@
 # make test    the same environment, then the tests
 # make real    a pretrained language model of 135M parameters trains on sums, and is measured on GSM8K
 # make docs    build the documentation site into site/; a broken link or an undocumented public name is an error
-# make pages   write docs/settings.md and docs/from-trl.md anew from the code, and docs/architectures.md by trying them
+# make pages   write docs/settings.md, docs/from-trl.md and what --help prints anew from the code, and
+#              docs/architectures.md by trying them
 # PIP_ARGS=... is passed to pip; README.md has an example.
 
 PYTHON ?= python3
@@ -94,6 +95,7 @@ pages: settings
 settings: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.config.page from-trl > docs/from-trl.md
 	$(BIN)/python -m fastgrpo.config.page > docs/settings.md
+	$(BIN)/python tests/config/test_help.py > tests/config/help.txt
 
 # The pictures of the pages that explain; docs/pictures/ has them.
 pictures: $(VENV)/.installed

@@ -1,14 +1,16 @@
-"""What the commands share: flags, and mistakes told in a line or two with exit code 2."""
+"""What the commands share: flags, mistakes told in a line or two with exit code 2, and streams."""
 
-import dataclasses
 import errno
 import importlib
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -16,11 +18,13 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as advice
 
-from fastgrpo import train
+from fastgrpo import distill, train
+from fastgrpo.__main__ import COMMANDS
 from fastgrpo.config import command
+from fastgrpo.config.command import LEFT, Guarded, escape_controls, prepare_streams, reader_left, run_command
 from fastgrpo.config.fields import settings_class
 from fastgrpo.config.recipe import parse
-from fastgrpo.config.settings import Settings, SFTConfig, TrainConfig
+from fastgrpo.config.settings import Settings
 
 
 def raising(error):
@@ -30,10 +34,11 @@ def raising(error):
     return fail
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize(
-    "argv, match",
+    "argv, named",
     [
-        (["--learning_rat", "1"], "learning_rate"),
+        (["--learning_rat", "1"], r"--learning_rat, 1; did you mean --learning_rate\?$"),
         (["--learning-rat=1"], r"--learning-rat=1; did you mean --learning_rate\?$"),
         (
             ["--learning_rat", "1", "--qqq", "--bta", "2", "--learning_rat", "3"],
@@ -42,12 +47,15 @@ def raising(error):
         (["--qqq", "1", "--www", "2"], "; see python -m fastgrpo.train --help$"),
         (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
         (["--beta", "much"], "beta"),
+        (["--quiet", "maybe"], "quiet.*True.*False"),
     ],
 )
-def test_a_bad_flag_is_refused_with_a_hint(argv, match):
-    with pytest.raises(ValueError, match=match) as error:
-        parse(argv)
-    assert "\n" not in str(error.value)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, named, encoding, monkeypatch, capfd):
+    """tyro draws a box, by other characters where the terminal has no UTF-8."""
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    assert train.main(argv) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and re.search(named, line)
 
 
 @settings_class
@@ -58,50 +66,28 @@ class Toy(Settings):
     """How many there are."""
 
 
-def test_a_setting_that_must_be_given_is_positional():
-    options = {"prog": "toy", "description": "Toys."}
-    assert command.parse_flags(Toy, ["ball", "-n", "3"], aliases={"-n": "--count"}, **options) == Toy(
-        name="ball", count=3
-    )
-    with pytest.raises(ValueError, match=r"^an argument is missing: Name of the toy.; see toy --help$"):
+def test_a_setting_without_default_is_positional():
+    options = {"prog": "toy", "description": "Toys.", "aliases": {"-n": "--count"}}
+    assert command.parse_flags(Toy, ["ball", "-n", "3"], **options) == Toy(name="ball", count=3)
+    with pytest.raises(ValueError, match="an argument is missing: Name of the toy"):
         command.parse_flags(Toy, [], **options)
     with pytest.raises(ValueError, match="did you mean --count"):
         command.parse_flags(Toy, ["ball", "--cont", "3"], **options)
-
-
-def test_help_shows_range_choices_and_condition(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help-all"])
-    told = " ".join(capsys.readouterr().out.split())
-    for text in (
-        "--num_generations Number of completions of each prompt: the group size G. It must be at least 2. (def",
-        "the inner width of their two factors. It must be at least 1. It has an effect only where use_peft is True.",
-        "It must be one of k1, k2, k3, abs, full. It has an effect only where beta is above 0. (default: k3)",
-        "--config FILE",
-    ):
-        assert text in told
-
-
-@pytest.mark.parametrize("record", [TrainConfig, SFTConfig])
-def test_help_fits_on_two_screens(record, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    with pytest.raises(SystemExit):
-        parse(["--help"], record)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 100 and max(map(len, lines)) <= 100
-    assert set(command.FIRST.split()) <= {f.name for r in (TrainConfig, SFTConfig) for f in dataclasses.fields(r)}
-    with pytest.raises(SystemExit):
-        parse(["--help-all"], record)
-    told = capsys.readouterr().out
-    assert all(f"--{field.name} " in told.replace("\n", " ") for field in dataclasses.fields(record))
 
 
 def test_a_boolean_without_a_value_is_true():
     assert parse(["--quiet"]).quiet and parse(["--quiet", "--beta", "0"]).quiet and not parse([]).quiet
     assert not parse(["--quiet", "False"]).quiet and not parse(["--quiet=False"]).quiet
     assert not parse(["--quiet", "--quiet", "False"]).quiet  # the last one counts, as a sweep relies on
-    with pytest.raises(ValueError, match=r"quiet.*True.*False"):
-        parse(["--quiet", "maybe"])
+
+
+def test_distillation_takes_the_length_that_the_task_recommends():
+    config = distill.parse(["MODEL"])
+    assert (config.model, config.task, config.max_completion_length) == ("MODEL", "arithmetic", 28)
+    assert distill.parse(["MODEL", "--task", "gsm8k"]).max_completion_length == 512
+    for argv in (["M", "--max_per_promt", "3"], ["M", "--temperature", "0"], ["M", "--max_repetition", "2"]):
+        with pytest.raises(ValueError, match=argv[1].strip("-")):
+            distill.parse(argv)
 
 
 COMPLETED = """
@@ -113,37 +99,25 @@ complete -p fastgrpo-train
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
-def test_bash_completes_flags_by_what_is_printed(capsys, tmp_path):
-    """The script is tyro's, for the one word that a shell function of docs/commands.md is called."""
+def script_of(name, capsys):
     with pytest.raises(SystemExit) as stop:
-        parse(["--tyro-print-completion", "bash"])
+        importlib.import_module(f"fastgrpo.{name}").main(["--tyro-print-completion", "bash"])
     assert not stop.value.code
-    script = capsys.readouterr().out
-    assert "--num_generations" in script and "--quiet" in script and "python -m" not in script
-    (tmp_path / "script").write_text(script + COMPLETED)
+    return capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the script is for bash")
+def test_bash_completes_flags(capsys, tmp_path):
+    (tmp_path / "script").write_text(script_of("train", capsys) + COMPLETED)
     told = subprocess.run(["bash", str(tmp_path / "script")], capture_output=True, text=True, check=True).stdout
     offered, registered = told.rsplit("\n", 2)[:2]
     assert offered.splitlines() == ["--num_generations"] and registered.endswith("fastgrpo-train")
 
 
-@pytest.mark.parametrize(
-    "name, flag",
-    [
-        ("sft", "--train_file"), ("distill", "--max_per_prompt"), ("chat", "--raw"),
-        ("evaluate", "--eval_num_generations"), ("check", "--max_samples"), ("doctor", "--num_generations"),
-        ("report", "--help"),
-    ],
-)  # fmt: skip
-def test_every_command_prints_a_script_for_completion(name, flag, capsys):
-    """The block of docs/commands.md gives these scripts to the shell, as the test above does."""
-    module = importlib.import_module(f"fastgrpo.{name}")
-    with pytest.raises(SystemExit) as stop:
-        module.main(["--tyro-print-completion", "bash"])
-    assert not stop.value.code
-    assert (
-        flag in (script := capsys.readouterr().out) and f"complete -F _tyro_fastgrpo_{name} fastgrpo-{name}" in script
-    )
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_a_script_for_completion(name, capsys):
+    """docs/commands.md gives these scripts to the shell."""
+    assert f"complete -F _tyro_fastgrpo_{name} fastgrpo-{name}" in script_of(name, capsys)
 
 
 def test_debug_shows_the_traceback(capsys):
@@ -152,60 +126,37 @@ def test_debug_shows_the_traceback(capsys):
     assert "Traceback" in told and told.strip().splitlines()[-1].startswith("error: task gsm8k needs")
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(RuntimeError, match="a bug"):
-        command.run_command(raising(RuntimeError("a bug")), [])
-
-
 def test_an_error_of_a_library_says_where_it_was_raised(capsys):
-    assert command.run_command(lambda argv: json.loads("{"), []) == 2
+    assert run_command(lambda argv: json.loads("{"), []) == 2
     first, second = capsys.readouterr().err.strip().splitlines()
-    assert first.startswith("error: Expecting property name")
-    assert re.search(r"decoder.py:\d+; --debug shows the traceback", second)
+    assert first.startswith("error: Expecting property name") and re.search(r"decoder.py:\d+; --debug", second)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_terminal_without_utf8_reads_the_same(encoding, monkeypatch, capfd):
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-    for argv, told in (
-        (["--learning_rat", "1"], "Unrecognized options: --learning_rat, 1; did you mean --learning_rate?"),
-        (["--lora_r", "0"], "lora_r must be at least 1, got 0"),
-    ):
-        assert train.main(argv) == 2
-        assert capfd.readouterr().err.strip() == f"error: {told}"
+def test_a_bug_keeps_its_traceback_and_an_interrupt_is_no_mistake():
+    for error in (RuntimeError("a bug"), KeyError("a bug"), BrokenPipeError()):  # a pipe that is not the output
+        with pytest.raises(type(error)):
+            run_command(raising(error), [])
+    assert run_command(raising(KeyboardInterrupt()), []) == 130
 
 
 @pytest.mark.parametrize(
-    "error, told",
+    "error, named",
     [
         (ModuleNotFoundError("No module named 'yaml'", name="yaml"), r"pip install 'fastgrpo\[train\]'"),
-        (
-            ModuleNotFoundError("No module named 'peft.x'", name="peft.x"),
-            "the package peft.x is not .*: pip install peft$",
-        ),
-        (OSError(errno.ENOSPC, "No space left on device", "/x"), "the disk is full, writing /x failed"),
-        (
-            NotADirectoryError(errno.ENOTDIR, "", "/x/y"),
-            "^a part of the path /x/y is a file and no folder; name another",
-        ),
-        (IsADirectoryError(errno.EISDIR, "", "/x"), "^the path /x is a folder, where a file is needed; name another"),
-        (FileExistsError(errno.EEXIST, "", "/x"), "^the path /x exists already and is in the way; name another path$"),
-        (OSError(errno.ENAMETOOLONG, "", "/x"), "^the path /x has a name that is too long for the file system; choose"),
-        (KeyError("a bug"), None),
-        (MemoryError(), "^this machine has not enough memory\n  lower max_tokens_per_microbatch"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "^this machine has not enough memory\n"),
+        (ModuleNotFoundError("No module named 'peft.x'", name="peft.x"), "peft.x .*: pip install peft$"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), "disk is full.* /x "),
+        (NotADirectoryError(errno.ENOTDIR, "", "/x/y"), "path /x/y is a file"),
+        (IsADirectoryError(errno.EISDIR, "", "/x"), "path /x is a folder"),
+        (FileExistsError(errno.EEXIST, "", "/x"), "path /x exists already"),
+        (OSError(errno.ENAMETOOLONG, "", "/x"), "path /x has a name that is too long"),
+        (MemoryError(), "not enough memory\n  lower max_tokens_per_microbatch"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "not enough memory\n"),
         (RuntimeError("can't allocate memory: you tried to allocate 4096 bytes."), "memory for another 4,096 bytes\n"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*; where free .*expandable_seg"),
-        (RuntimeError("a bug"), None),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "^CUDA out of memory\n.*expandable_segments"),
     ],
 )
-def test_what_a_person_reads_of_an_exception(error, told):
-    text = command.explain(error)
-    assert text is None if told is None else re.search(told, text)
-
-
-def test_sigint_is_no_mistake():
-    assert command.run_command(raising(KeyboardInterrupt()), []) == 130
+def test_what_a_user_can_mend_is_explained(error, named):
+    assert re.search(named, command.explain(error))
 
 
 @pytest.mark.parametrize("lacking, several", [(None, True), ("RANK", False), ("MASTER_ADDR", False)])
@@ -218,7 +169,7 @@ def test_some_variables_of_a_launcher_are_no_launcher(monkeypatch, lacking, seve
     assert not command.several_processes()
 
 
-def test_advice_that_nobody_can_act_on_is_silent(tmp_path, monkeypatch):
+def test_advice_of_libraries_is_silent_unless_asked_for(tmp_path, monkeypatch):
     tiny.save(tmp_path)
     before, bars = advice.get_verbosity(), advice.is_progress_bar_enabled()
     try:
@@ -234,3 +185,79 @@ def test_advice_that_nobody_can_act_on_is_silent(tmp_path, monkeypatch):
         advice.set_verbosity(before)
         if bars:
             advice.enable_progress_bar()
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """Make a pipe the stdout: the stream and its reading end. Called inside of a test, after pytest has set its own."""
+    streams = []
+
+    def make():
+        reading, writing = os.pipe()
+        streams.append(os.fdopen(writing, "w", encoding="ascii"))
+        monkeypatch.setattr("sys.stdout", streams[0])
+        prepare_streams()
+        return streams[0], reading
+
+    yield make
+    streams[0].close()
+
+
+def test_every_text_is_printed_at_once(pipe):
+    _, reading = pipe()
+    print("caf\u00e9 \ud800")
+    assert os.read(reading, 100) == rb"caf\xe9 \ud800" + b"\n"
+    os.close(reading)
+
+
+def test_a_command_without_streams_runs(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    prepare_streams()
+    assert not reader_left()
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    assert run_command(lambda argv: print("x"), []) == 0
+    with sys.stdout, sys.stderr:
+        assert sys.stdout.name == sys.stderr.name == os.devnull
+
+
+def test_a_command_whose_reader_has_left_ends_quietly(pipe, capfd):
+    _, reading = pipe()
+    assert not reader_left()
+    os.close(reading)
+    assert run_command(lambda argv: print("x"), []) == LEFT == 141
+    assert capfd.readouterr().err == ""
+    print("dropped")
+    assert not reader_left()
+
+
+def test_a_guarded_stream_reports_once_and_drops_the_rest(pipe):
+    stream, reading = pipe()
+    reports = []
+    guarded = Guarded(stream, lambda: reports.append("left"))
+    assert guarded.write("kept\n") == 5 and os.read(reading, 100) == b"kept\n"
+    assert guarded.encoding == "ascii" and guarded.fileno() == stream.fileno()
+    os.close(reading)
+    assert guarded.write("lost\n") == 5
+    guarded.write("x")
+    guarded.flush()
+    assert reports == ["left"]
+    without_flush = Guarded(SimpleNamespace(write=len), lambda: reports.append("left"))
+    without_flush.flush()
+    assert without_flush.write("abc") == 3 and reports == ["left"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\ttext\nof two lines", "plain\ttext\nof two lines"),
+        ("é 漢 🙂 \u200d", "é 漢 🙂 \u200d"),
+        ("\x1b[2J\x07", r"\x1b[2J\x07"),
+        ("42\r43", r"42\r43"),
+        ("\x00\x0b\x7f\x9b", r"\x00\x0b\x7f\x9b"),
+        ("\u202eabc\u2066d\u2069", r"\u202eabc\u2066d\u2069"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_a_terminal_would_obey_is_escaped(text, shown):
+    assert escape_controls(text) == shown

@@ -1,4 +1,4 @@
-"""All settings: defaults, the record, and every bound, choice and condition that a field states."""
+"""Settings: types, bounds, choices and conditions, and what the loss gets of them."""
 
 import copy
 import dataclasses
@@ -7,13 +7,29 @@ import math
 import pickle
 import re
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 
-from fastgrpo.config.fields import allowed, bare, convert, hints
+from fastgrpo import SFTConfig
+from fastgrpo.config.fields import (
+    Count,
+    Keywords,
+    Positive,
+    Several,
+    Whole,
+    allowed,
+    bare,
+    convert,
+    did_you_mean,
+    each_of,
+    hints,
+    keywords,
+    settings_class,
+)
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.config.validation import CONDITIONS, RESUME_INEXACT, RESUME_MAY_CHANGE
 from fastgrpo.loss.objective import Objective
@@ -21,24 +37,21 @@ from fastgrpo.loss.objective import Objective
 KINDS = hints(GRPOConfig)
 FIELDS = {field.name: field for field in dataclasses.fields(GRPOConfig)}
 KNOBS = {field.name for field in dataclasses.fields(Objective)} & set(FIELDS)
-# The condition of some settings, in words -> settings with which it holds, and with which it does not.
+# The settings with which a condition holds, and with which it does not, by the first words of the condition.
 CASES = {
-    "log_completions is True": ({"log_completions": True}, {}),
-    "report_to has wandb or trackio": ({"report_to": ("trackio",)}, {"report_to": ("tensorboard",)}),
-    "use_peft is True": ({"use_peft": True}, {}),
-    "lr_scheduler_type is not constant (constant_with_warmup is the one with a warmup)": (
-        {},
-        {"lr_scheduler_type": "constant"},
-    ),
-    "max_steps is -1 (a task's recipe may have set it: pass --max_steps -1)": ({}, {"max_steps": 3}),
-    "metric_for_best_model is set": ({"metric_for_best_model": "reward"}, {}),
-    "importance_sampling_mode is set": ({"importance_sampling_mode": "token_mask"}, {}),
+    "log_completions": ({"log_completions": True}, {}),
+    "report_to": ({"report_to": ("trackio",)}, {"report_to": ("tensorboard",)}),
+    "use_peft": ({"use_peft": True}, {}),
+    "lr_scheduler_type": ({}, {"lr_scheduler_type": "constant"}),
+    "max_steps": ({}, {"max_steps": 3}),
+    "metric_for_best_model": ({"metric_for_best_model": "reward"}, {}),
+    "importance_sampling_mode": ({"importance_sampling_mode": "token_mask"}, {}),
     "loss_type is sapo": ({"loss_type": "sapo"}, {}),
     "loss_type is vespo": ({"loss_type": "vespo"}, {}),
-    "beta is above 0": ({"beta": 0.1}, {}),
-    "sync_ref_model is True": ({"beta": 0.1, "sync_ref_model": True}, {}),
-    "rollout_backend is fast or eager": ({}, {"rollout_backend": "hf"}),
-    "use_adaptive_entropy is True": ({"use_adaptive_entropy": True}, {}),
+    "beta": ({"beta": 0.1}, {}),
+    "sync_ref_model": ({"beta": 0.1, "sync_ref_model": True}, {}),
+    "rollout_backend": ({}, {"rollout_backend": "hf"}),
+    "use_adaptive_entropy": ({"use_adaptive_entropy": True}, {}),
 }
 
 
@@ -70,68 +83,83 @@ def another(field):
         return ("q_proj",)
     if kind in (int, float):
         default = field.default or 0
-        return next(v for v in (default + 1, default / 2) if not refused_by_itself(field, v))
+        return next(value for value in (default + 1, default / 2) if fits(field, value))
     return "another"
 
 
-def refused_by_itself(field, value):
+def fits(field, value):
     try:
         convert(field.name, value, KINDS[field.name])
     except ValueError:
-        return True
-    return False
+        return False
+    return True
 
 
-def test_unstated_defaults_are_trls():
-    config = GRPOConfig()
-    assert (config.beta, config.epsilon, config.num_generations, config.loss_type) == (0.0, 0.2, 8, "dapo")
-    assert (config.learning_rate, config.temperature, config.scale_rewards) == (1e-6, 1.0, "group")
-    assert (config.max_completion_length, config.logging_steps, config.max_grad_norm) == (512, 10, 1.0)
-    # The rest is compared with TRL's own fields in test_trl_names.py.
+def refused(name, **settings):
+    """These settings are refused with a line that begins with the name of one."""
+    with pytest.raises(ValueError, match=f"^{name} must be ") as error:
+        GRPOConfig(**settings)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", [name for name in FIELDS if bounds(name)])
-def test_every_bound_is_held(name):
-    several = get_origin(bare(KINDS[name])) is list
+def test_bounds_hold(name):
     for value in outside(name):
-        with pytest.raises(ValueError, match=f"^{name} must be "):
-            GRPOConfig(**{name: (1.0, value) if several else value})
+        refused(name, **{name: (1.0, value) if get_origin(bare(KINDS[name])) is list else value})
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if allowed(KINDS[name]).startswith("one of")])
-def test_every_choice_is_held(name):
-    with pytest.raises(ValueError, match=f"^{name} must be {allowed(KINDS[name])}, got 'another'$"):
-        GRPOConfig(**{name: "another"})
+def test_choices_hold():
+    chosen = [name for name in FIELDS if allowed(KINDS[name]).startswith("one of")]
+    assert {"loss_type", "report_to", "dtype"} < set(chosen)
+    for name in chosen:
+        refused(name, **{name: "another"})
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_every_condition_is_held(name):
+def test_a_setting_without_effect_is_refused(name):
     (text, _), value = CONDITIONS[name], another(FIELDS[name])
-    holds, holds_not = CASES[text]
+    (holds, holds_not) = next(case for start, case in CASES.items() if text.startswith(start))
     assert getattr(GRPOConfig(**{**holds, name: value}), name) == value
-    with pytest.raises(ValueError, match=re.escape(f"{name} has an effect only where {text}; leave it out")):
+    with pytest.raises(ValueError, match=f"^{name} has an effect only where {re.escape(text)}"):
         GRPOConfig(**{**holds_not, name: value})
 
 
-def test_every_setting_must_be_given_where_none_means_nothing():
+def test_none_is_refused_where_it_means_nothing():
     for name, kind in KINDS.items():
         if type(None) not in get_args(kind) and get_origin(bare(kind)) is not list and name != "disable_tqdm":
-            with pytest.raises(ValueError, match=f"^{name} must be .*, got None"):
-                GRPOConfig(**{name: None})
+            refused(name, **{name: None})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": "much"}, {"use_peft": 7}, {"gradient_checkpointing": 7}, {"output_dir": 7}, {"num_generations": 2.5},
+        {"max_steps": 10**400}, {"max_steps": 2**63}, {"learning_rate": 10**400}, {"num_train_epochs": 1e308},
+        {"temperature": 1e-40}, {"beta": True}, {"learning_rate": True}, {"epsilon_high": True}, {"output_dir": "a\0b"},
+        {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}, {"max_steps": True},
+    ],
+)  # fmt: skip
+def test_values_of_another_type_or_size_are_refused(settings):
+    refused(*settings, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"loss_type": "luspo"}, {"loss_type": "cispo"}, {"loss_type": "sapo", "delta": 2.0}]
+)
+def test_what_the_loss_cannot_combine_is_refused(settings):
+    with pytest.raises(ValueError, match=r"luspo|cispo|delta"):
+        GRPOConfig(**settings)
 
 
 def test_every_help_is_sentences_of_its_own():
     helps = {name: field.metadata["help"] for name, field in FIELDS.items()}
     assert len(set(helps.values())) == len(helps)
     for name, text in helps.items():
-        assert re.fullmatch(r"[A-Z].{20,}\.", text), f"{name}: {text}"
-        assert not re.match(r"(Of|And|At|Also|To|As) ", text), f"{name}: {text}"
-        assert "%" not in text, "argparse would format it"
+        assert re.fullmatch(r"[A-Z].{20,}\.", text) and "%" not in text, f"{name}: {text}"
 
 
 def test_what_a_resumed_run_may_change_are_settings():
-    assert FIELDS.keys() >= RESUME_MAY_CHANGE and FIELDS.keys() >= RESUME_INEXACT
-    assert not RESUME_MAY_CHANGE & RESUME_INEXACT
+    assert FIELDS.keys() >= RESUME_MAY_CHANGE | RESUME_INEXACT and not RESUME_MAY_CHANGE & RESUME_INEXACT
 
 
 def test_the_loss_and_its_settings_allow_the_same():
@@ -151,89 +179,112 @@ def test_the_loss_and_its_settings_allow_the_same():
                 assert getattr(Objective(**{name: choice}), name) == choice
 
 
-def test_the_objective_gets_every_knob_of_its_own():
+def test_the_objective_gets_every_knob():
     config = GRPOConfig(
         loss_type="dr_grpo", epsilon_high=0.28, delta=4.0, beta=0.1, kl="k2", max_completion_length=77,
         importance_sampling_level="sequence", importance_sampling_mode="token_mask", importance_sampling_clip_max=2.0,
     )  # fmt: skip
     for name in KNOBS:
         assert getattr(config.objective, name) == getattr(config, name), name
-
-
-def test_without_a_mode_the_objective_keeps_its_own():
     assert GRPOConfig().objective.importance_sampling_mode == Objective().importance_sampling_mode
 
 
-def test_an_unknown_setting_names_the_nearest():
-    with pytest.raises(TypeError, match="GRPOConfig: unknown setting 'learning_rat'; did you mean 'learning_rate'"):
-        GRPOConfig(learning_rat=1e-6)
-    config = GRPOConfig(beta=0.1)
-    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
-
-
-def test_frozen_and_lists_are_welcome():
-    config = GRPOConfig(reward_weights=[1, 2], report_to="tensorboard")
-    assert config.reward_weights == (1, 2) and config.report_to == ("tensorboard",)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.beta = 1
-
-
-def test_what_numpy_torch_and_sets_hold_is_welcome():
-    config = GRPOConfig(
-        reward_weights=np.array([1.0, 2.0]), use_peft=np.True_, beta=torch.tensor(0.5), lora_target_modules={"b", "a"}
-    )
-    values = config.reward_weights, config.use_peft, config.beta, config.lora_target_modules
-    assert values == ((1.0, 2.0), True, 0.5, ("a", "b")) and type(config.use_peft) is bool
-    assert json.dumps(dataclasses.asdict(config))
-
-
-def test_paths_become_text():
-    names = ("output_dir", "model_name_or_path", "resume_from_checkpoint")
-    config = GRPOConfig(**{name: Path("runs") / "a" for name in names}, reward_funcs=[Path("own")])
-    assert [getattr(config, name) for name in names] == ["runs/a"] * 3 and config.reward_funcs == ("own",)
-    assert json.loads(json.dumps(dataclasses.asdict(config)))["output_dir"] == "runs/a"
-
-
-@pytest.mark.parametrize(
-    "settings, match",
-    [
-        ({"beta": "much"}, "beta must be a number, got 'much'"),
-        ({"use_peft": 7}, "use_peft must be true or false, got 7"),
-        ({"gradient_checkpointing": 7}, "gradient_checkpointing must be one of auto, True, False, got 7"),
-        ({"output_dir": 7}, r"output_dir must be text \(in quotes\), got 7"),
-        ({"num_generations": 2.5}, "num_generations must be a whole number, got 2.5"),
-        ({"max_steps": 10**400}, r"max_steps must be a whole number below 2\^63, got 1000"),
-        ({"max_steps": 2**63}, r"max_steps must be a whole number below 2\^63, got 9223372036854775808"),
-        ({"learning_rate": 10**400}, "learning_rate must be a number, got 1000"),
-        ({"num_train_epochs": 1e308}, r"num_train_epochs must be in \(0, 1000000\], got 1e\+308"),
-        ({"temperature": 1e-40}, "temperature must be at least 1e-30, got 1e-40"),
-    ],
-)
-def test_values_of_another_type_or_size_are_refused_by_name(settings, match):
-    with pytest.raises(ValueError, match=f"^{match}"):
-        GRPOConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"loss_type": "luspo"}, {"loss_type": "cispo"}, {"loss_type": "sapo", "delta": 2.0}]
-)
-def test_what_the_loss_cannot_combine_is_refused(settings):
-    with pytest.raises(ValueError, match=r"luspo|cispo|delta"):
-        GRPOConfig(**settings)
-
-
-def test_the_kl_of_a_run_is_corrected_as_in_trl_but_for_the_full_one():
+def test_the_kl_is_corrected_as_in_trl_but_for_the_full_one():
     assert GRPOConfig(beta=0.1).objective.use_bias_correction_kl
     assert not GRPOConfig(beta=0.1, kl="full").objective.use_bias_correction_kl
     assert not GRPOConfig(beta=0.1, use_bias_correction_kl=False).objective.use_bias_correction_kl
 
 
-def test_a_truth_value_is_no_number_and_nul_is_no_text():
-    for name in ("beta", "learning_rate", "epsilon_high"):
-        with pytest.raises(ValueError, match=f"^{name} must be a number, got True$"):
-            GRPOConfig(**{name: True})
-    for settings in ({"output_dir": "a\0b"}, {"reward_funcs": ["m:f", "m:\0"]}, {"system_prompt": "\0"}):
-        with pytest.raises(ValueError, match=f"^{next(iter(settings))} must be text without NUL characters"):
-            GRPOConfig(**settings)
-    with pytest.raises(ValueError, match=r"^f.yaml: beta must be a number, got True$"):
-        convert("beta", True, KINDS["beta"], "f.yaml: ")
+def test_settings_are_a_frozen_dataclass():
+    config = GRPOConfig(beta=0.1, reward_weights=[1, 2], report_to="tensorboard")
+    assert config.reward_weights == (1, 2) and config.report_to == ("tensorboard",)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == dataclasses.replace(config) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.beta = 1
+
+
+def test_numpy_torch_sets_and_paths_are_taken():
+    config = GRPOConfig(
+        reward_weights=np.array([1.0, 2.0]), use_peft=np.True_, beta=torch.tensor(0.5), lora_target_modules={"b", "a"},
+        output_dir=Path("runs") / "a", reward_funcs=[Path("own")],
+    )  # fmt: skip
+    values = config.reward_weights, config.use_peft, config.beta, config.lora_target_modules, config.reward_funcs
+    assert values == ((1.0, 2.0), True, 0.5, ("a", "b"), ("own",)) and type(config.use_peft) is bool
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["output_dir"] == "runs/a"
+
+
+@settings_class
+class Radio:
+    """A radio."""
+
+    name: str
+    """Its name."""
+    volume: Annotated[Whole, Field(ge=0, le=11)] = 3
+    """How loud
+    it is."""
+    band: Literal["fm", "am"] | None = None
+    """Band of the waves."""
+    stations: Several[Positive] = (98.5,)
+    """Frequencies in MHz."""
+    outputs: each_of("speaker", "line") = ()
+    """Where the sound goes."""
+
+
+def test_the_help_of_a_setting_is_the_docstring_below_it():
+    radio = Radio(name="x", volume="1e1", stations=101)
+    assert (radio.volume, radio.stations, radio.outputs) == (10, (101.0,), ())
+    assert Radio(name="x", stations=None).stations == (98.5,)
+    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(Radio)}
+    assert helps["volume"] == "How loud it is." and helps["band"] == "Band of the waves."
+
+
+def test_each_wrong_setting_has_a_line():
+    with pytest.raises(
+        ValueError, match=r"^volume must be in \[0, 11\], got -1\nband must be one of None, fm, am, got"
+    ):
+        Radio(name="x", volume=-1, band=3)
+    with pytest.raises(ValueError, match=r"^name must be given$"):
+        Radio()
+    with pytest.raises(TypeError, match="Radio: unknown setting 'volum'; did you mean 'volume'"):
+        Radio(name="x", volum=1)
+
+
+def test_keyword_arguments_become_their_json_text():
+    for value in ({"a": 1, "b": [True, None]}, '{"a": 1, "b": [true, null]}'):
+        assert convert("extra", value, Keywords | None) == '{"a": 1, "b": [true, null]}'
+    assert convert("extra", None, Keywords | None) is None
+    assert keywords("extra", '{"a": 1}') == {"a": 1} and keywords("extra", None) == {}
+    for value in ("{'a': 1}", {"a": object()}, "[1]", 7):
+        with pytest.raises(ValueError, match=r"^extra must be a dictionary"):
+            convert("extra", value, Keywords | None)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        (int, ""), (Count | None, "at least 1"), (Positive, "positive"),
+        (Annotated[float, Field(ge=0, lt=1)], "in [0, 1)"),
+        (Annotated[float, Field(gt=2)], "above 2"), (Annotated[float, Field(lt=2)], "below 2"),
+        (Annotated[float, Field(le=2)], "at most 2"), (Literal["a", True], "one of a, True"),
+        (each_of("a", "b"), "one of a, b"),
+    ],
+)  # fmt: skip
+def test_bounds_and_choices_in_words(kind, words):
+    assert allowed(kind) == words
+
+
+def test_the_nearest_name_is_suggested():
+    assert did_you_mean("lerning_rate", ["beta", "learning_rate"]) == "; did you mean 'learning_rate'?"
+    assert did_you_mean("xyz", ["beta"]) == ""
+
+
+def test_what_a_trainer_reads_from_its_settings():
+    config = SFTConfig(batch_size=3, use_peft=True)
+    assert (config.command, config.rows_per_step, config.updates_per_step) == ("sft", 3, 1)
+    assert (config.folder_name, config.keeps_first_weights, config.learning_rate) == ("arithmetic-sft", True, 2e-5)
+    grpo = GRPOConfig(prompts_per_step=3, num_iterations=2, updates_per_rollout=3, beta=0.1)
+    assert (grpo.command, grpo.rows_per_step, grpo.updates_per_step) == ("train", 3, 6)
+    assert (grpo.folder_name, grpo.keeps_first_weights) == ("arithmetic", True)
+    assert not GRPOConfig(beta=0.1, sync_ref_model=True).keeps_first_weights and not SFTConfig().keeps_first_weights
+    with pytest.raises(TypeError, match="SFTConfig: unknown setting 'beta'"):
+        SFTConfig(beta=1)

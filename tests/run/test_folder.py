@@ -1,13 +1,15 @@
-"""The folder of a run: only what a run noted as its own is deleted, and nothing else is overwritten."""
+"""The folder of a run: one run at a time holds it, and what no run made in it is neither deleted nor overwritten."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 from paths import ROOT
 
-from fastgrpo.run.folder import MADE, RunFolder, claim_output_dir, contents, made_in, note
+from fastgrpo.run.folder import LOCK, MADE, RunFolder, claim_output_dir, contents, made_in, note
 
 EVERY_NAME = (
     "config.json", "metrics.jsonl", "samples.jsonl", "curves.png", "summary.json", "trace.json.gz", "merged",
@@ -29,16 +31,14 @@ def names(path):
 
 def test_runs_are_numbered(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "gsm8k-7").mkdir()
+    (tmp_path / "runs" / "gsm8k-7").mkdir(parents=True)
     assert [claim_output_dir(None, "gsm8k").path.name for _ in range(2)] == ["gsm8k-8", "gsm8k-9"]
     assert claim_output_dir(None, "arithmetic").path.name == "arithmetic-1"
 
 
 def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(tmp_path):
-    """Each of six processes takes ten folders. All wait for one file, so that they begin together."""
+    """All of them wait for one file, so that they begin together."""
     code = """
-import sys
 from pathlib import Path
 from fastgrpo.run.folder import claim_output_dir
 print("ready", flush=True)
@@ -46,30 +46,14 @@ while not Path("go").exists():
     pass
 print(*(claim_output_dir(None, "t").path.name for _ in range(10)), flush=True)
 """
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", code]
-    pythonpath = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=pythonpath) for _ in range(6)
-    ]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) for _ in range(4)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     (tmp_path / "go").touch()
     taken = [name for process in processes for name in process.communicate(timeout=120)[0].split()]
-    assert sorted(taken) == sorted(f"t-{number}" for number in range(1, 61))
-
-
-def test_a_folder_with_something_in_it_is_refused(tmp_path):
-    run = RunFolder(tmp_path)
-    run.claim("metrics.jsonl").write_text("old")
-    run.claim("checkpoint-3").mkdir()
-    run.close()
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"not empty.*--overwrite_output_dir"):
-        claim_output_dir(str(tmp_path), "t")
-    claim_output_dir(str(tmp_path), "t", overwrite=True).close()
-    assert names(tmp_path) == {"notes.txt"}
-    with pytest.raises(ValueError, match="is a file"):
-        claim_output_dir(str(tmp_path / "notes.txt"), "t")
+    assert sorted(taken) == sorted(f"t-{number}" for number in range(1, 41))
 
 
 def test_only_what_a_run_made_is_deleted(tmp_path):
@@ -82,24 +66,25 @@ def test_only_what_a_run_made_is_deleted(tmp_path):
     with open(tmp_path / MADE, "a") as file:
         file.write("checkpoint-mine\nruns\n../elsewhere\n.\n")  # names that a run never gives are no notes
     assert {path.name for path in run.made()} == set(EVERY_NAME)
-    run.empty()
+    run.close()
+    with pytest.raises(ValueError, match=r"not empty.*--overwrite_output_dir"):
+        claim_output_dir(str(tmp_path), "t")
+    claim_output_dir(str(tmp_path), "t", overwrite=True).close()
     assert names(tmp_path) == set(kept) and made_in(tmp_path) == set()
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-@pytest.mark.parametrize("through_a_link", [False, True])
-def test_what_no_run_made_is_neither_deleted_nor_overwritten(tmp_path, name, through_a_link):
-    path = tmp_path / "folder"
-    folder_with(path, name)
-    if through_a_link:
-        (tmp_path / "link").symlink_to(path)
-        path = tmp_path / "link"
-    with pytest.raises(ValueError, match=rf"holds {name.replace('+', '.')}, which no run made there"):
-        claim_output_dir(str(path), "t", overwrite=True)
-    run = RunFolder(path)
-    with pytest.raises(ValueError, match="was not made by a run and is not overwritten; move it away"):
-        run.claim(name)
-    assert (path / name / "file").read_text() == "years of work"
+def test_what_no_run_made_is_neither_deleted_nor_overwritten(tmp_path, name):
+    folder_with(tmp_path / "folder", name)
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    for path in (tmp_path / "folder", tmp_path / "link"):
+        with pytest.raises(ValueError, match=rf"{name.replace('+', '.')}, which no run made"):
+            claim_output_dir(str(path), "t", overwrite=True)
+        run = RunFolder(path)
+        with pytest.raises(ValueError, match="not overwritten"):
+            run.claim(name)
+        run.close()
+        assert (path / name / "file").read_text() == "years of work"
 
 
 def test_what_takes_the_place_of_something_deleted_is_no_runs(tmp_path):
@@ -130,10 +115,13 @@ def test_notes_that_are_something_else_are_not_followed(tmp_path):
     assert run.made() == []
     for make in (None, os.mkdir, os.mkfifo):
         if make is not None:
-            (tmp_path / MADE).rmdir() if (tmp_path / MADE).is_dir() else (tmp_path / MADE).unlink()
+            (tmp_path / MADE).unlink()
             make(tmp_path / MADE)
-        with pytest.raises(ValueError, match=f"{MADE} is not a list of what runs made there; move it away"):
+        with pytest.raises(ValueError, match=f"{MADE} is not a list"):
             run.claim("config.json")
+        if make is os.mkdir:
+            (tmp_path / MADE).rmdir()
+            (tmp_path / MADE).touch()
     assert (tmp_path / "list").read_text() == "merged\n"
 
 
@@ -141,8 +129,7 @@ def test_notes_are_on_the_disk_before_the_thing_is_made(tmp_path, monkeypatch):
     """A machine that fails could otherwise keep a checkpoint and lose its note."""
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
-    run = RunFolder(tmp_path)
-    run.claim("checkpoint-4")
+    RunFolder(tmp_path).claim("checkpoint-4")
     note(tmp_path, "merged", "config.json")
     assert synced == [len("checkpoint-4\n"), len("checkpoint-4\nmerged\nconfig.json\n")]
     assert made_in(tmp_path) == {"checkpoint-4", "merged", "config.json"}
@@ -152,27 +139,23 @@ def test_a_run_stays_in_its_folder_though_a_link_to_it_moves(tmp_path):
     for name in ("mine", "other"):
         (tmp_path / name / "deeper").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "mine")
-    runs = [
-        claim_output_dir(str(tmp_path / "link"), "t", overwrite=True),
-        RunFolder(tmp_path / "link/deeper/../deeper"),
-    ]
+    link = str(tmp_path / "link")
+    runs = [claim_output_dir(link, "t", overwrite=True), RunFolder(tmp_path / "link/deeper/../deeper")]
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to(tmp_path / "other")
     for run in runs:
         run.claim("config.json").touch()
     assert names(tmp_path / "mine") == {"deeper", "config.json"} and names(tmp_path / "mine/deeper") == {"config.json"}
     assert names(tmp_path / "other") == {"deeper"}
+
+
+def test_a_path_that_is_no_folder_is_refused(tmp_path):
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
-    with pytest.raises(ValueError, match=r"circle cannot be written: .*; choose another folder"):
-        claim_output_dir(str(tmp_path / "circle"), "t", inputs={"the model": tmp_path})
-
-
-def test_a_folder_that_was_released_is_not_gone_on_with(tmp_path):
-    run = RunFolder(tmp_path)
-    run.check()
-    run.close()
-    with pytest.raises(ValueError, match=r"no longer holds output_dir .*because its run has ended; make a new trainer"):
-        run.check()
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("circle", "notes.txt"):
+        with pytest.raises(ValueError, match=f"output_dir .*{name}"):
+            claim_output_dir(str(tmp_path / name), "t", overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_what_a_run_reads_may_not_lie_in_its_folder(tmp_path):
@@ -182,9 +165,86 @@ def test_what_a_run_reads_may_not_lie_in_its_folder(tmp_path):
     for path in (tmp_path / "run", tmp_path / "link"):
         for file in (tmp_path / "run", tmp_path / "run" / "checkpoint-2", tmp_path / "link" / "checkpoint-2"):
             for how in ({}, {"overwrite": True}, {"resume": True}):
-                with pytest.raises(
-                    ValueError, match=r"the model .* lies inside output_dir .*choose another output_dir"
-                ):
+                with pytest.raises(ValueError, match=r"the model .* output_dir"):
                     claim_output_dir(str(path), "t", inputs={"the model": file}, **how)
     assert list((tmp_path / "run").iterdir()) == before
     claim_output_dir(str(tmp_path / "run" / "deeper"), "t", inputs={"the model": tmp_path / "run"}).close()
+
+
+# The lock: one holder, in this process and in all others.
+ASK = """
+import os, sys, time
+from pathlib import Path
+from fastgrpo.run.folder import RunFolder
+try:
+    folder = RunFolder(Path(sys.argv[1]))
+except ValueError as error:
+    print(error)
+"""
+
+
+def asked(folder, code=ASK, **how):
+    return subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, cwd=ROOT, **how)
+
+
+def test_a_folder_in_use_is_refused_and_names_the_process(tmp_path):
+    run = RunFolder(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for path in (tmp_path, tmp_path / "link"):  # in this process, which leaves the first its lock
+        with pytest.raises(ValueError, match=r"another trainer of this process; let its train\(\) end"):
+            RunFolder(path)
+    told = asked(tmp_path).communicate(timeout=60)[0].decode()
+    assert f"in use by a run that is still alive (process {os.getpid()} on {socket.gethostname()})" in told
+    run.check()
+    run.close()
+    with pytest.raises(ValueError, match="its run has ended; make a new trainer"):
+        run.check()
+    second = RunFolder(tmp_path)
+    run.close()  # which does not release the next one's
+    assert second.held and not run.held
+    second.close()
+    assert asked(tmp_path).communicate(timeout=60)[0] == b""
+
+
+def test_a_holder_that_nothing_refers_to_gives_its_folder_back(tmp_path):
+    class Trainer:
+        def __init__(self):
+            self.lock, self.circle = RunFolder(tmp_path), self
+
+    Trainer()
+    RunFolder(tmp_path).close()
+
+
+def test_what_is_not_a_lock_is_refused_and_keeps_its_content(tmp_path):
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("years of work")
+    made = (
+        lambda lock: lock.symlink_to(thesis),
+        lambda lock: lock.symlink_to(tmp_path / "nowhere"),
+        lambda lock: os.link(thesis, lock),
+        lambda lock: lock.write_text("4711\n"),  # of another program
+        os.mkfifo,
+        os.mkdir,
+    )
+    for number, make in enumerate(made):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / LOCK)
+        with pytest.raises(ValueError, match=rf"{number}/.lock is not the lock of a run"):
+            RunFolder(folder)
+    assert thesis.read_text() == "years of work" and not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "3" / LOCK).read_text() == "4711\n"
+
+
+def test_a_killed_process_leaves_no_lock_even_if_it_had_forked(tmp_path):
+    held = "    pid = os.fork()\n    print(pid, flush=True) if pid else 0\n    time.sleep(600)\nexcept"
+    with asked(tmp_path, ASK.replace("except", held)) as child:
+        forked = int(child.stdout.readline())
+        try:
+            with pytest.raises(ValueError, match=rf"is still alive \(process {child.pid} on "):
+                RunFolder(tmp_path)
+            child.kill()
+            child.wait(60)
+            RunFolder(tmp_path).close()
+        finally:
+            os.kill(forked, signal.SIGKILL)

@@ -1,0 +1,225 @@
+"""Any sequence of runs in one folder, with kills in the middle of a save, and a user who has files there too.
+
+What the runs did not make is never touched, the newest whole checkpoint is found, and nothing that was saved is lost.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.run import checkpoint, folder
+from fastgrpo.run.checkpoint import checkpoints, prune, step_of, verify, write_checkpoint
+from fastgrpo.run.folder import LOCK, MADE, NAMES, contents, made_in
+from fastgrpo.run.resume import newest_good, open_run, set_aside
+
+STATE = json.dumps({"command": "train", "config": dataclasses.asdict(GRPOConfig())})
+# What a user calls a file: N is the step of the next checkpoint, and L that of the last one.
+USER_NAMES = ("notes.txt", "checkpoint-mine", "checkpoint-N", ".tmp-checkpoint-N", "stale-checkpoint-L", "merged")
+
+
+MOMENTS = st.one_of(st.none(), st.none(), st.integers(1, 30))  # at which call of a save the process is killed
+
+
+class Killed(BaseException):
+    """The process ends here, without cleaning up."""
+
+
+@contextlib.contextmanager
+def killed_at(last):
+    """End the process at one of the calls that reach the disk; `last` counts them from 1, and None ends it never."""
+    calls = [0]
+
+    def counted(function):
+        def call(*arguments, **knobs):
+            calls[0] += 1
+            if last is not None and calls[0] >= last:
+                raise Killed
+            return function(*arguments, **knobs)
+
+        return call
+
+    remove = folder.RunFolder.remove
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", counted(lambda descriptor: None))
+        for owner, name in ((Path, "rename"), (Path, "write_text"), (Path, "mkdir"), (checkpoint, "_entry"),
+                            (folder, "note"), (folder, "remove"), (os, "unlink")):  # fmt: skip
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        # What a live process removes after an error, a dead one leaves.
+        patch.setattr(folder.RunFolder, "remove", lambda run, name: (last and calls[0] >= last) or remove(run, name))
+        patch.setattr(checkpoint, "CHUNK", 1 << 10)
+        yield
+
+
+class Runs(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.top = Path(tempfile.mkdtemp())
+        self.path, self.outside = self.top / "run", self.top / "outside"
+        self.path.mkdir()
+        self.outside.write_text("outside")
+        self.run, self.count = None, 0
+        self.mine = {}  # name -> what the user wrote there
+        self.saved, self.aside = {}, set()  # step -> the weights of its checkpoint, and those that were set aside
+
+    def teardown(self):
+        if self.run is not None:
+            self.run.close()
+        shutil.rmtree(self.top)
+
+    def config(self, **changes):
+        return GRPOConfig(output_dir=str(self.path), **changes)
+
+    def die(self):
+        self.run.close()
+        self.run = None
+
+    def tree(self):
+        """What is in the folder, beside the lock."""
+        return {path: path.read_bytes() for path in self.path.rglob("*") if path.is_file() and path.name != LOCK}
+
+    def weights(self, path):
+        return (path / "model.safetensors").read_text()
+
+    @rule(name=st.sampled_from(USER_NAMES), is_folder=st.booleans())
+    def the_user_writes_a_file(self, name, is_folder):
+        last = max([0, *self.saved])
+        name = name.replace("N", str(last + 1)).replace("L", str(last))
+        path = self.path / name
+        if os.path.lexists(path) or name in made_in(self.path):
+            return
+        self.count += 1
+        self.mine[name] = f"years of work {self.count}"
+        if is_folder:
+            path.mkdir()
+            path /= "file"
+        path.write_text(self.mine[name])
+
+    @precondition(lambda self: self.run is None)
+    @rule(overwrite=st.sampled_from([False, False, True]))
+    def a_new_run_begins(self, overwrite):
+        before, there = self.tree(), contents(self.path)
+        try:
+            self.run, found = open_run(self.config(overwrite_output_dir=overwrite), print)
+        except ValueError:
+            assert self.tree() == before
+            assert not overwrite or any(map(NAMES.fullmatch, self.mine))
+            return
+        assert found is None and (overwrite or not there)
+        self.saved, self.aside = {}, set()
+        assert {path.name for path in self.path.iterdir()} - {LOCK, MADE} == self.mine.keys()
+
+    @precondition(lambda self: self.run is None)
+    @rule(pick=st.none() | st.integers(0, 9))
+    def a_run_goes_on(self, pick):
+        """From the newest checkpoint, or from one that is named; later ones are set aside."""
+        steps, before = sorted(self.saved), self.tree()
+        step = steps[pick % len(steps)] if pick is not None and steps else max(steps, default=None)
+        named = "auto" if pick is None or not steps else str(self.path / f"checkpoint-{step}")
+        said = []
+        try:
+            self.run, found = open_run(self.config(resume_from_checkpoint=named), said.append)
+        except ValueError:
+            assert self.tree() == before
+            assert any(map(NAMES.fullmatch, self.mine)) or not steps
+            return
+        if found is None:  # a new run: there is nothing to go on from
+            assert not self.saved and not self.aside
+            return
+        assert step_of(found) == step
+        set_aside(self.run, step, said.append)
+        self.aside |= {self.saved.pop(later) for later in steps if later > step}
+
+    @precondition(lambda self: self.run is not None)
+    @rule(distance=st.sampled_from([1, 1, 3]), last=MOMENTS)
+    def it_saves(self, distance, last):
+        step = max([0, *self.saved]) + distance
+        self.count += 1
+        text, name = f"weights {self.count}", f"checkpoint-{step}"
+
+        def write(path):
+            for file in ("optimizer.pt", "rng.pt", "model.safetensors"):
+                (path / file).write_text(text)
+            (path / "trainer_state.json").write_text(STATE)
+
+        before = self.tree()
+        with killed_at(last):
+            try:
+                write_checkpoint(self.run, step, write)
+            except ValueError:
+                assert name in self.mine or f".tmp-{name}" in self.mine
+                assert {path.name for path in before} <= {path.name for path in self.tree()}
+            except Killed:
+                self.die()
+                if name not in self.mine and (self.path / name).exists():
+                    self.saved[step] = text
+            else:
+                self.saved[step] = text
+
+    @precondition(lambda self: self.run is not None)
+    @rule(
+        limit=st.integers(1, 4),
+        pick=st.none() | st.integers(0, 9),
+        last=MOMENTS,
+    )
+    def it_prunes(self, limit, pick, last):
+        steps = sorted(self.saved)
+        best = steps[pick % len(steps)] if pick is not None and steps else None
+        with killed_at(last):
+            try:
+                prune(self.run, limit, best)
+            except Killed:
+                self.die()
+        whole = {}
+        for step in steps:
+            with contextlib.suppress(ValueError):  # half deleted
+                verify(self.path / f"checkpoint-{step}", of_run=True)
+                whole[step] = self.saved[step]
+        assert not steps or {steps[-1], best or steps[-1]} <= whole.keys()
+        assert len(whole) >= min(len(steps), limit)
+        assert self.run is None or len(whole) <= max(limit, 2)
+        self.saved = whole
+
+    @precondition(lambda self: self.run is not None)
+    @rule()
+    def it_ends(self):
+        self.die()
+
+    @invariant()
+    def nothing_of_the_user_is_touched(self):
+        for name, text in self.mine.items():
+            path = self.path / name
+            assert (path / "file" if path.is_dir() else path).read_text() == text
+        assert self.outside.read_text() == "outside" and {*self.top.iterdir()} == {self.path, self.outside}
+
+    @invariant()
+    def nothing_saved_is_lost(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "CHUNK", 1 << 10)
+            for step, text in self.saved.items():
+                verify(self.path / f"checkpoint-{step}", of_run=True)
+                assert self.weights(self.path / f"checkpoint-{step}") == text
+            if self.saved or not checkpoints(self.path):
+                newest = newest_good(self.path, lambda line: None)
+                assert (newest and step_of(newest)) == max(self.saved, default=None)
+        stale = [path for path in self.path.glob("stale-*") if path.name not in self.mine]
+        assert self.aside <= {self.weights(path) for path in stale if (path / "model.safetensors").exists()}
+
+    @invariant()
+    def all_that_runs_made_is_noted(self):
+        """Else a run that overwrites the folder could not tell it from the user's."""
+        there = {path.name for path in self.path.iterdir()} - {LOCK, MADE}
+        assert there - made_in(self.path) <= self.mine.keys() and not made_in(self.path) & self.mine.keys()
+
+
+TestRuns = Runs.TestCase
+TestRuns.settings = settings(max_examples=100, stateful_step_count=25)
