@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-quantization real real-gsm8k real-bounded docs pages settings pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
+.PHONY: train test real real-gsm8k real-bounded docs pages settings pictures launches report-picture comparison-picture test-slow mutants machine-code liger-tests \
   soak bench bench-gpu bench-gpu-engine first-gpu lint clean
 
 train: $(VENV)/.installed
@@ -22,13 +22,6 @@ JOBS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
-
-# The tests of the quantization extra. They come last, because torchao writes to stderr in every process that finds it,
-# which other tests compare.
-QUANTIZATION_TESTS := tests/policy tests/whole/test_resume.py -k "int8 or nf4 or quantiz"
-test-quantization: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[quantization]'
-	$(BIN)/python -m pytest $(QUANTIZATION_TESTS) $(ARGS)
 
 # SmolLM2-135M-Instruct: about 35 minutes on 2 quiet cores, then GSM8K. A run that was stopped goes on when this is given
 # again.
@@ -60,10 +53,10 @@ real-gsm8k:
 	mv $(REAL)-gsm8k.md $(REAL_RESULTS)/gsm8k.md
 	cat $(REAL_RESULTS)/gsm8k.md
 
-# Whole runs over three seeds, the shuffled-reward control, and every kernel call for six GPUs: more than an hour on 2
-# cores.
-test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow $(ARGS)
+# What CI leaves to the night, in named parts: PARTS="aot site" runs these two. All of them take hours on 2 cores.
+test-slow: export OMP_NUM_THREADS ?= 1
+test-slow: $(VENV)/.installed-slow
+	$(BIN)/python tests/slow.py $(PARTS) -- -n $(JOBS) $(ARGS)
 
 # Errors planted one at a time in a copy of the tree; the tests that tests/mutants/mutants.yaml names must notice each.
 # ARGS="--jobs 4" runs more at a time, ARGS=NAME one of them.
@@ -85,7 +78,7 @@ soak: $(VENV)/.installed
 
 # The site, from docs/ and the docstrings: open site/index.html. It takes the pages as they are, because the tests hold
 # those that `make pages` writes to the code, and trying every architecture takes longer than a build.
-docs: $(VENV)/.installed
+docs: $(VENV)/.installed-slow
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # The pages of all settings, and the page of architectures, which tries them; tests compare them with the code.
@@ -141,11 +134,15 @@ lint: $(VENV)/.installed
 
 $(VENV)/.installed: setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,docs,integrations,rewards]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards]'
 	touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,docs,integrations,rewards,bench]'
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench]'
+	touch $@
+
+$(VENV)/.installed-slow: $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[train,dev,integrations,rewards,bench,docs,release]'
 	touch $@
 
 clean:

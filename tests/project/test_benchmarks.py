@@ -1,94 +1,58 @@
-"""`compare` measures what it says; all benchmarks run at a small size and write nothing."""
+"""Benchmarks measure what they say, and one contestant reaches no other; all of them run at a small size (slow)."""
 
-import itertools
 import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from paths import ROOT
 
-from benchmarks import bench_bounded, bench_growth, peers, report
+from benchmarks import first_gpu, growth, peers, report
 from benchmarks.batches import make_batch
-from benchmarks.compare import COMMIT_VARIABLE, SAME_RUN, STARTED_VARIABLE, append, compare, in_turns, rows_of
-from benchmarks.variants import bare_products, full_logits
+from benchmarks.compare import append, compare, in_turns, rows_of
+from benchmarks.contestants import Contestant, Failed, contest, taking_part
+from benchmarks.harness import at_least
+from benchmarks.variants import full_logits
 
-
-def test_results_have_the_documented_structure():
-    results = compare({"a": lambda: None, "b": lambda: torch.ones(10)}, rounds=3)
-    assert list(results) == ["a", "b"]
-    for result in results.values():
-        assert set(result) == {"rounds", "median_s", "p20", "p80", "peak_bytes"} and result["rounds"] == 3
-        assert 0 < result["p20"] <= result["median_s"] <= result["p80"]
+SMALL = {"FASTGRPO_BENCH_SMALL": "1"}
 
 
 def test_variants_run_in_turns():
     """One warm-up each, then each round starts with the next one."""
     calls = []
-    compare({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4)
+    results = compare({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4)
     assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
+    assert all(0 < result["p20"] <= result["median_s"] <= result["p80"] for result in results.values())
 
 
-def test_what_takes_part_no_longer_is_not_in_the_results():
+def test_a_variant_that_gives_up_is_not_in_the_results():
     clocks = {"stays": lambda: 1.0, "goes": iter((1.0, None)).__next__, "stays too": lambda: 2.0}
     results = in_turns(clocks, dict.fromkeys(clocks, 0), rounds=5)
     assert {name: result["rounds"] for name, result in results.items()} == {"stays": 5, "stays too": 5}
 
 
-def test_the_parts_of_a_run_have_its_date_and_commit():
-    """The results that the run has written would make each later process name another commit."""
-    code = "import json; from benchmarks.compare import rows_of; print(json.dumps(rows_of({}, {'a': ''})))"
-    variables = {STARTED_VARIABLE: "2026-02-02T00:00:00+00:00", COMMIT_VARIABLE: "abc"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, check=True
-    )
-    (row,) = json.loads(done.stdout)
-    assert (row["date"], row["commit"]) == ("2026-02-02T00:00:00+00:00", "abc")
-    (mine,) = rows_of({}, {"a": ""})
-    assert {STARTED_VARIABLE: mine["date"], COMMIT_VARIABLE: mine["commit"]} == SAME_RUN
+def test_peak_memory():
+    """Memory that was there before does not count; temporaries inside of an operator do."""
+    held, logits = torch.empty(10**6), torch.randn(1000, 500)
 
-
-def test_a_time_budget_ends_the_rounds():
-    results = compare({"sleep": lambda: time.sleep(0.02), "none": lambda: None}, rounds=100, seconds=0.05)
-    assert 1 <= results["sleep"]["rounds"] == results["none"]["rounds"] <= 4
-
-
-def test_seconds():
-    result = compare({"sleep": lambda: time.sleep(0.02)}, rounds=2)["sleep"]
-    assert result["p20"] >= 0.02 and result["median_s"] < 0.2
-
-
-def allocate_and_leave():
-    """At the peak 3,000,000 bytes are alive, 2,000,000 are left."""
-    temporary = torch.empty(250_000)
-    kept = torch.empty(500_000)
-    del temporary
-    return kept
-
-
-def test_peak_memory_of_known_allocations():
-    held = torch.empty(10**6)  # alive before: an input
+    def leave():
+        temporary = torch.empty(250_000)
+        kept = torch.empty(500_000)
+        del temporary
+        return kept
 
     def one_after_the_other():
         for _ in range(3):
             torch.empty(300_000)
 
-    # NaN-filling would allocate a scalar on the side.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    results = compare({"leave": allocate_and_leave, "in turn": one_after_the_other, "nothing": lambda: held}, 1)
-    assert results["leave"]["peak_bytes"] == 1_000_000
-    assert results["in turn"]["peak_bytes"] == 1_200_000
-    assert results["nothing"]["peak_bytes"] == 0
-
-
-def test_peak_memory_sees_inside_an_operator():
-    """logsumexp holds a temporary as large as its input, which no Python-level hook sees."""
-    logits = torch.randn(1000, 500)
-    peak = compare({"logsumexp": lambda: logits.logsumexp(-1)}, 1)["logsumexp"]["peak_bytes"]
-    assert 2_000_000 <= peak <= 2_100_000
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling would allocate a scalar on the side
+    calls = {"leave": leave, "in turn": one_after_the_other, "nothing": lambda: held}
+    results = compare(calls | {"logsumexp": lambda: logits.logsumexp(-1)}, 1)
+    peaks = {name: result["peak_bytes"] for name, result in results.items()}
+    assert 2_000_000 <= peaks.pop("logsumexp") <= 2_100_000
+    assert peaks == {"leave": 1_000_000, "in turn": 1_200_000, "nothing": 0}
 
 
 @pytest.mark.gpu
@@ -103,244 +67,154 @@ def test_peak_memory_and_time_on_cuda():
     assert result["peak_bytes"] == 2**22 and 0 < result["median_s"] < 1
 
 
-def test_rows_are_appended(tmp_path):
-    results = {"mine": {"rounds": 5, "median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}}
-    missing = rows_of({}, {"peer": "not installed"}, benchmark="test", n=4)
-    assert [(row["variant"], row["missing"], row["n"]) for row in missing] == [("peer", "not installed", 4)]
-    rows = rows_of(results, extras={"mine": {"tflops": 7}}, benchmark="test", n=4)
-    assert append(rows, "cpu", tmp_path) == append(rows, "cpu", tmp_path) == tmp_path / "cpu.jsonl"
-    lines = (tmp_path / "cpu.jsonl").read_text().splitlines()
-    assert len(lines) == 2 and json.loads(lines[0]) == json.loads(lines[1]) == rows[0]
-    assert rows[0]["rounds"] == 5 and rows[0]["tflops"] == 7
-    expected = {"variant": "mine", "ms_p20": 1, "ms_p50": 2, "ms_p80": 3, "peak_mib": 3, "benchmark": "test", "n": 4}
-    assert expected.items() <= rows[0].items()
-    assert {"commit", "torch", "python", "threads", "date"} <= rows[0].keys()
+def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
+    result = {"rounds": 5, "median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}
+    for median, date in ((0.009, "2026-01-01"), (0.002, "2026-02-02")):
+        results = {"fastgrpo": result | {"median_s": median}, "peer": result | {"median_s": 0.005}}
+        facts = {"benchmark": "step", "model": "tiny", "bars": {"fast": at_least(3.0, 1.5)}, "date": date}
+        append(rows_of(results, {"absent": "not installed"}, **facts), "cpu", tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n<!-- bench:step-cpu -->\nold\n<!-- /bench -->\nbelow\n")
+    report.main(tmp_path, readme)
+    assert "| fast | 3 | at least 1.5 | yes |" in capsys.readouterr().out
+    text = readme.read_text()
+    assert text.startswith("above\n") and text.endswith("below\n") and "old" not in text and "9.00" not in text
+    assert "| tiny | fastgrpo | 2.00 (1.00 to 3.00) | 1.00 | 3 |" in text
+    assert "| tiny | peer | 5.00 (1.00 to 3.00) | 2.50 | 3 |" in text and "Missing: absent (not installed)" in text
+
+
+def test_the_exponent_of_growth():
+    rows = [{"size": size, "ms_p50": 8 + size**1.5, "peak_mib": 7.0} for size in (1, 64, 4096, 16_384)]
+    assert growth.last_exponent(rows, "ms_p50") == pytest.approx(1.5, abs=1e-4)  # without the fixed cost of 8 ms
+    assert growth.exponent(rows, "peak_mib") == 0
+
+
+def test_the_filter_leaves_out_what_cut_cross_entropy_does():
+    """Of 256 tokens over 256 entries, tiles without an entry of softmax - onehot at the threshold add nothing."""
+    batch = make_batch(256, 16, 256, length=64, dtype=torch.float32, device="cpu")
+    gradients, kept = peers.filtered_gradients(batch)
+    assert kept == 1
+    torch.testing.assert_close(gradients, full_logits(batch), rtol=1e-3, atol=1e-7)
+    weight = batch.weight.detach().clone()
+    weight[:128], batch.hidden.data[:] = -20, batch.hidden.data.abs() + 0.1  # never drawn, and last in the order
+    rare = batch._replace(weight=weight.requires_grad_(), targets=batch.targets % 128 + 128)
+    (_, dw), kept = peers.filtered_gradients(rare)
+    assert kept == 0.5 and not dw[:128].any() and dw[128:].any()
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Contestants from tests/support/planted_contestants.py."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'support'}")
+    started = []
+
+    def start(*names):
+        started.extend(Contestant(name, "planted_contestants:entry", "cpu", variant=name) for name in names)
+        return started[-len(names) :]
+
+    with taking_part(started):
+        yield start
+
+
+def test_contestants_do_not_reach_one_another(planted):
+    """One replaces a function of torch in its own process; what fails is missing by name, unless it is ours."""
+    contestants = planted("fastgrpo", "patches", "dies", "cannot be made", "trl, second round")
+    found = contest(contestants, 2, {"absent": "not installed"})
+    assert found.results.keys() == {"fastgrpo", "patches"}
+    assert found.values == {"fastgrpo": [{"sum": 10.0}] * 3, "patches": [{"sum": -1.0}] * 3}
+    assert found.missing == {
+        "absent": "not installed",
+        "dies": "failed: its process ended with code 3",
+        "cannot be made": "failed: ImportError: no package",
+        "trl, second round": "failed: OSError: no memory",
+    }
+    # A kernel that its self-check distrusts is an error: plain PyTorch is not measured under our name.
+    assert found.about["fastgrpo"] == {"name": "fastgrpo", "self-check": "raise"}
+    with pytest.raises(Failed, match="OSError: no memory"):
+        contest(planted("fastgrpo, raises"), 1)
+
+
+def gpu_part(name, code, seconds=60):
+    return first_gpu.Part(name, (sys.executable, "-c", code), seconds, ("time", "memory"), first_gpu.read_json, {})
+
+
+def test_no_part_of_first_gpu_ends_the_others(capsys, monkeypatch):
+    """What a part printed before it ended counts; one that failed, was killed or took too long is named."""
+    bar = {"rows": [], "bars": {"time": {"value": 1.5, "at most": 2.0, "met": True}}, "note": "", "machine": {}}
+    told = f"print({json.dumps(json.dumps(bar))}, flush=True)"
+    parts = [
+        gpu_part("raises", f"{told}; raise OSError('no memory')"),
+        gpu_part("killed", f"{told}; import os, signal; os.kill(os.getpid(), signal.SIGKILL)"),
+        gpu_part("hangs", "import time; time.sleep(3600)", seconds=1),
+        gpu_part("works", told),
+    ]
+    monkeypatch.setattr(first_gpu, "SMALL", True)
+    monkeypatch.setattr(first_gpu, "parts", lambda: parts)
+    assert first_gpu.main([]) == 1 and first_gpu.main(["works"]) == 0 and first_gpu.main(["unknown"]) == 2
+    table = capsys.readouterr().out
+    for problem in ("raises: OSError: no memory", "killed: killed by SIGKILL", "hangs: not done after 1 s"):
+        assert problem in table
+    assert "| killed | time | 1.5 |  | at most 2 | yes |" in table
+    assert "| hangs | memory | - (not done after 1 s) |" in table and "| works | memory | - (not measured) |" in table
+
+
+def test_no_part_of_first_gpu_measures_plain_pytorch_under_the_name_of_a_kernel():
+    parts = first_gpu.parts()
+    level = {part.name: part.variables.get("FASTGRPO_SELF_CHECK") for part in parts}
+    assert {level[name] for name in ("head", "rollout", "step", "choices")} == {"raise"}
+    assert sum(part.reserved for part in parts) < first_gpu.SECONDS and parts[-1].reserved >= 30
+
+
+@pytest.mark.parametrize("last, met", [("pass", True), ("assert False", False), ("os.abort()", False)])
+def test_tests_that_died_are_no_success(tmp_path, last, met):
+    """A real run of pytest, whose second test passes, fails, or ends the process as a bad access does."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_planted.py").write_text(f"import os\ndef test_a(): pass\ndef test_b(): {last}\n")
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir=."]
+    ended = first_gpu.run_limited([*command, "tests/test_planted.py"], 60, dict(os.environ), str(tmp_path))
+    part = gpu_part("tests", "")._replace(bars=("failing",))
+    (row,) = first_gpu.bar_rows(first_gpu.Outcome(part, first_gpu.read_tests("failing")(ended), ended.problem, ""))
+    assert row["met"] is met
 
 
 def results_on_disk():
     return {path: path.read_bytes() for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """All benchmarks at their small size, in one process: file name -> the extra_info of its tests, and the output."""
-    before = results_on_disk()
-    path = tmp_path_factory.mktemp("benchmarks") / "report.json"
+@pytest.mark.slow
+def test_every_benchmark_runs_small_and_writes_nothing(tmp_path):
+    """They compare the gradients of their variants themselves."""
+    before, path = results_on_disk(), tmp_path / "report.json"
     command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [*command, f"--benchmark-json={path}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        # pytest-benchmark measures nothing in a process of pytest-xdist, and takes any below it for one.
-        env={**{k: v for k, v in os.environ.items() if k != "PYTEST_XDIST_WORKER"}, "FASTGRPO_BENCH_SMALL": "1"},
-    )
-    assert results_on_disk() == before
-    infos = {}
-    for run in json.loads(path.read_text())["benchmarks"] if path.exists() else ():
-        name = run["fullname"].split("::")[0].removeprefix("benchmarks/").removesuffix(".py")
-        infos.setdefault(name, []).append(run["extra_info"])
-    return infos, result
-
-
-def infos_of(small, name):
-    """The extra_info of every test of a benchmark file."""
-    infos, result = small
-    assert name in infos and f"FAILED benchmarks/{name}.py" not in result.stdout, result.stdout + result.stderr
-    for info in infos[name]:
-        assert all(f"missing: {name}: {reason}" in result.stdout for name, reason in info["missing"].items())
-        bars = info["bars"]  # of whatever is installed: full logits always, peers where they are
-        assert all(set(bar) in ({"value", "at most", "met"}, {"value", "at least", "met"}) for bar in bars.values())
-    return infos[name]
-
-
-def test_every_benchmark_runs_small(small):
-    infos, result = small
+    # pytest-benchmark measures nothing in a process of pytest-xdist, and takes any below it for one.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | SMALL
+    command.append(f"--benchmark-json={path}")
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert infos.keys() == {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
-
-
-def test_bench_loss(small):
-    """The gradients of all variants agree, and peers that are not installed are named."""
-    (info,) = infos_of(small, "bench_loss")
-    assert any("bare products" in name for name in info["bars"])
-    assert any("full logits" in name for name in info["bars"])
-    rows = [row for row in info["rows"] if "missing" not in row]
-    variants = {row["variant"] for row in rows}
-    assert {"fastgrpo", "full logits", "bare products"} <= variants
-    assert ("trl" in variants) != ("trl" in info["missing"])
-    assert {row["case"] for row in rows} == {"all rows", "40% of the rows"}
-    peaks = {(row["variant"], row["case"]): row["peak_mib"] for row in rows}
-    logits = 256 * 2048 * 4 / 2**20
-    assert logits <= peaks["fastgrpo", "all rows"] < 1.2 * logits  # one chunk: the logits, turned into their gradient
-    assert 2.5 * logits < peaks["full logits", "all rows"] < 4 * logits
-    assert peaks["fastgrpo", "40% of the rows"] < 0.5 * peaks["fastgrpo", "all rows"]
-
-
-def test_bench_trl(small):
-    """Both trainers have the same gradients, which the benchmark asserts, and each case is measured with both."""
-    (info,) = infos_of(small, "bench_trl")
-    rows = {(row["variant"], row["case"]): row for row in info["rows"]}
-    assert {variant for variant, _ in rows} == {"fastgrpo", "trl"} and len(rows) == 4 == len(info["bars"])
-    assert all(row["ms_p50"] > 0 and row["peak_mib"] > 0 and row["n"] == 256 for row in rows.values())
-    if not torch.cuda.is_available():
-        assert all(bar["met"] for name, bar in info["bars"].items() if name.startswith("peak memory"))
-
-
-def test_bench_head(small):
-    """Every variant computes the same gradients, or is named as missing; the errors are against fp64."""
-    infos = infos_of(small, "bench_head")
-    assert all(any("full logits" in name for name in info["bars"]) for info in infos)
-    assert len(infos) == 2
-    peers = {"trl", "liger", "cut-cross-entropy"}
-    mine = {"fastgrpo", "fastgrpo, chunks of 64", "fastgrpo, chunks of 128", "fastgrpo, forward only"}
-    others = {"full logits", "full logits, compiled", "bare products", "one product"}
-    for info in infos:
-        measured = [row for row in info["rows"] if "missing" not in row]
-        variants = {row["variant"] for row in measured}
-        assert mine | others <= variants <= mine | others | peers and peers - variants == set(info["missing"])
-        for row in measured:
-            assert row["ms_p50"] > 0 and row["tflops"] > 0
-            errors = {key: value for key, value in row.items() if key.startswith("error_")}
-            assert set(errors) == (
-                set()
-                if row["variant"] in ("bare products", "one product")
-                else {"error_logp"}
-                if row["variant"] == "fastgrpo, forward only"
-                else {"error_hidden", "error_weight"}
-            )
-            if torch.cuda.is_available():  # bf16 there
-                continue
-            assert all(error < 1e-5 for error in errors.values()), row
-    cases = {(row["n"], row["case"], row["active_rows"]) for info in infos for row in info["rows"]}
-    assert cases == {(256, "all rows", 256), (256, "42% of the rows", 107), (128, "all rows", 128)}
-
-
-def test_bench_attention(small):
-    """Both packings give the same gradients, at 64 + 4 * 15 inputs a group against 4 * 79."""
-    infos = infos_of(small, "bench_attention")
-    assert [row["case"] for info in infos for row in info["rows"]] == ["all rows"] * 2 + [
-        "all rows, layers recomputed"
-    ] * 2
-    for info in infos:
-        assert {row["variant"]: row["tokens"] for row in info["rows"]} == {"fastgrpo": 248, "a prompt each": 632}
-        assert all(0 < row["difference"] < 0.05 and row["ms_p50"] > 0 for row in info["rows"])
-
-
-def test_bench_decode(small):
-    """Both model sizes and every filter; without a GPU the Triton kernels are missing by name, and so are the bars."""
-    infos = infos_of(small, "bench_decode")
-    assert len(infos) == 6
-    for info in infos:
-        variants = {row["variant"] for row in info["rows"] if "missing" not in row}
-        assert variants & {"sdpa", "plain torch"}
-        assert ("fastgrpo" in variants) == torch.cuda.is_available() == bool(info["bars"])
-
-
-def test_bench_dtype(small):
-    """Both precisions take steps and draw, and bfloat16's log-probs are off by what its rounding explains."""
-    if torch.cuda.is_available():
-        pytest.skip("it compares the precisions of a CPU")
-    (info,) = infos_of(small, "bench_dtype")
-    rows = {row["variant"]: row for row in info["rows"]}
-    assert len(rows) == 4 and set(info["bars"]) == {"times float32, step", "times float32, rollout"}
-    row = rows["fastgrpo, bfloat16, step"]
-    assert 0 < row["error_logp_rounded"] <= row["error_logp_rounded_max"] < 0.05 and row["tokens_per_s"] > 0
-    assert "error_logp" not in rows["fastgrpo, float32, step"]
-
-
-def test_bench_bounded(small):
-    """Every tolerance keeps its bound, and a smaller one keeps more columns and errs less."""
-    if torch.cuda.is_available():
-        pytest.skip("the rows and the bars are those of a CPU")
-    infos = infos_of(small, "bench_bounded")
-    assert [info["rows"][0]["case"] for info in infos] == list(bench_bounded.CASES)
-    for info in infos:
-        rows = {row["variant"]: row for row in info["rows"] if "missing" not in row}
-        bounded = [rows[bench_bounded.named(tau)] for tau in bench_bounded.TAUS]
-        assert all(0 < row["kept"] <= 1 and 0 <= row["dropped_of_tolerance"] <= 1 for row in bounded)
-        assert bounded[0]["kept"] < 0.6 and bounded[0]["error_hidden"] > 1e-3
-        for coarse, fine in itertools.pairwise(bounded):
-            assert coarse["kept"] <= fine["kept"]
-            assert all(coarse[error] >= fine[error] for error in ("error_hidden", "error_weight"))
-        filtered = rows[bench_bounded.FILTERED]
-        assert "ms_p50" not in filtered and filtered["kept"] <= 1 and filtered["error_hidden"] < 0.1
-        shown = report.table(info["rows"], "cpu")
-        assert "| kept | dropped, of tau |" in shown and "| fastgrpo |" in shown
-        assert "Missing: cut" not in shown and " | 1.00 | " in next(
-            x for x in shown.splitlines() if "| fastgrpo |" in x
+    assert results_on_disk() == before
+    infos = [(run["fullname"], run["extra_info"]) for run in json.loads(path.read_text())["benchmarks"]]
+    files = {name.split("::")[0].split("/")[-1] for name, _ in infos}
+    assert files == {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    for name, info in infos:
+        assert all(f"missing: {peer}: {reason}" in result.stdout for peer, reason in info["missing"].items())
+        assert all(
+            set(bar) in ({"value", "at most", "met"}, {"value", "at least", "met"}) for bar in info["bars"].values()
         )
+        measured = [row for row in info["rows"] if "missing" not in row]
+        assert measured and all(row.get("ms_p50", 1) > 0 and row.get("peak_mib") != 0 for row in measured), name
+        if "bench_head" in name and not torch.cuda.is_available():  # bf16 there
+            errors = [value for row in measured for key, value in row.items() if key.startswith("error_")]
+            assert errors and max(errors) < 1e-5
 
 
-def test_the_filter_leaves_out_what_cut_cross_entropy_does():
-    """Of 256 tokens over 256 entries, tiles without an entry of softmax - onehot at the threshold add nothing."""
-    batch = make_batch(256, 16, 256, length=64, dtype=torch.float32, device="cpu")
-    exact = full_logits(batch)
-    (dh, dw), kept = peers.filtered_gradients(batch)
-    assert kept == 1
-    for mine, theirs in zip((dh, dw), exact, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-7)
-    weight = batch.weight.detach().clone()
-    weight[:128], batch.hidden.data[:] = -20, batch.hidden.data.abs() + 0.1  # never drawn, and last in the order
-    targets = batch.targets % 128 + 128
-    rare = batch._replace(weight=weight.requires_grad_(), targets=targets, old_logps=batch.old_logps)
-    (_, dw), kept = peers.filtered_gradients(rare)
-    assert kept == 0.5 and not dw[:128].any() and dw[128:].any()
-
-
-def test_bare_products_are_in_the_dtype_of_the_weight():
-    """An fp32 dW would take twice the bytes to write, and flatter the head that is compared to it."""
-    batch = make_batch(8, 4, 16, length=4, dtype=torch.bfloat16, device="cpu")
-    dh, dw = bare_products(batch)
-    assert dh.dtype == dw.dtype == torch.bfloat16 and dh.shape == batch.hidden.shape and dw.shape == batch.weight.shape
-
-
-def test_bench_rollout(small):
-    """Equal lengths and long-tailed ones, the engine's two CPU providers against transformers."""
-    (info,) = infos_of(small, "bench_rollout")
-    variants = ["fastgrpo, sdpa", "fastgrpo, products", "transformers generate"]
-    assert [(row["case"], row["variant"]) for row in info["rows"]] == [
-        (case, variant) for case in ("equal", "long-tailed") for variant in variants
-    ]
-    assert all(row["tokens_per_s"] > 0 for row in info["rows"])
-    assert all(name.startswith("times transformers generate, ") for name in info["bars"]) and len(info["bars"]) == 2
-
-
-def test_bench_step(small):
-    """A step's stages are told; TRL is there, or named as missing."""
-    (info,) = infos_of(small, "bench_step")
-    ours, trl = info["rows"]
-    assert ours["variant"] == "fastgrpo" and trl["variant"] == "trl"
-    assert {"rollout", "reward", "reference", "forward", "loss", "backward"} < set(ours["stages_ms"])
-    assert ("missing" in trl) == (not info["bars"])
-
-
-def test_bench_pretrained(small):
-    """The memory is that of the whole process, for both trainers."""
-    (info,) = infos_of(small, "bench_pretrained")
-    ours, trl = info["rows"]
-    assert ours["peak_mib"] > 100 and sum(ours["stages_ms"].values()) < 1.5 * ours["ms_p80"]
-    assert ("missing" in trl) == (not info["bars"]) and all(name.endswith("beta 0.04") for name in info["bars"])
-
-
-def test_bench_busy(small):
-    """Each variant has its own threads, on quiet cores and beside another process."""
-    (info,) = infos_of(small, "bench_busy")
-    assert [(row["case"], row["variant"]) for row in info["rows"]] == [
-        (case, variant) for case in ("quiet", "beside another process")
-        for variant in ("fastgrpo", "fastgrpo, sleeping", "fastgrpo, 1 thread")
-    ]  # fmt: skip
-    assert len(info["bars"]) == 2
-
-
-def test_bench_growth(small):
-    """Every axis has a row for each size, and a bar for time and for memory."""
-    if torch.cuda.is_available():
-        pytest.skip("it measures a CPU")
-    infos = infos_of(small, "bench_growth")
-    assert [(info["rows"][0]["part"], info["rows"][0]["axis"]) for info in infos] == [
-        (axis.part, axis.name) for axis in bench_growth.AXES
-    ]
-    for info in infos:
-        assert [row["size"] for row in info["rows"]] == [8, 16] and len(info["bars"]) == 2
-        assert all(row["peak_mib"] > 0 for row in info["rows"])
+@pytest.mark.slow
+def test_first_gpu_runs_small():
+    """What needs no GPU is measured; the rest says why not."""
+    command = [sys.executable, "-m", "benchmarks.first_gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | SMALL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    assert list(dict.fromkeys(name for name, *_ in lines)) == [part.name for part in first_gpu.parts()]
+    for name in ("check", "head", "rollout", "choices"):
+        values = [cells[1] for part, *cells in lines if part == name and not cells[0].endswith("active")]
+        assert values and all(float(value) >= 0 for value in values)

@@ -1,12 +1,14 @@
-"""The wheel, built from the sdist, holds every wing, the kernels under fastgrpo.kernels, and the recipes.
+"""The wheel, built from the sdist, holds what it should and works in environments without the rest (slow).
 
-All of it imports from there. In an environment of torch and Triton alone the loss works, and with the extra `train` the
-main job. An editable install works from a script beside the clone too, whose folder has the package's name.
+In an environment of torch and Triton only the loss works, and with the extra `train` the main job. An editable install
+works from a script beside the clone too, whose folder has the package's name.
 """
 
+import importlib.metadata
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,16 +17,79 @@ import venv
 import zipfile
 from pathlib import Path
 
-import clean
 import pytest
 import tiny
 import torch
 import yaml
+from packaging.requirements import Requirement
 from paths import ROOT
+from setuptools import find_packages
 
 import fastgrpo
 
 TOP = ("setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt")
+
+
+def test_the_notes_of_a_release_name_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == fastgrpo.__version__ and citation["license"] == "Apache-2.0"
+    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == fastgrpo.__version__
+
+
+def test_the_workflows_run_ci_and_every_slow_part():
+    """CI runs on the versions of Python that setup.py allows and the README names."""
+    ci, nightly = (yaml.safe_load((ROOT / ".github" / "workflows" / f"{x}.yml").read_text()) for x in ("ci", "nightly"))
+    (job,) = ci["jobs"].values()
+    assert job["steps"][-1]["run"] == ".ci/run" and os.access(ROOT / ".ci" / "run", os.X_OK)
+    versions = job["strategy"]["matrix"]["python"]
+    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "README.md").read_text()
+    assert f'python_requires=">={versions[0]}"' in (ROOT / "setup.py").read_text()
+    (job,) = nightly["jobs"].values()
+    parts = runpy.run_path(ROOT / "tests" / "slow.py")["PARTS"]
+    assert job["strategy"]["matrix"]["part"] == list(parts)
+    named = {word for part in parts.values() for word in part if word.startswith("tests/")}
+    assert all((ROOT / name).exists() for name in named)
+
+
+def test_every_folder_of_code_is_a_package():
+    """find_packages leaves out a folder without __init__.py."""
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "fastgrpo").rglob("*.py")}
+    assert {".".join(folder.parts) for folder in folders} == set(find_packages(ROOT, include=["fastgrpo*"]))
+
+
+# Environments of links to what is installed here, so that they cost neither a download nor a copy.
+
+
+def normal(name):
+    """The name of a distribution in its normal form."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def wanted(requirements, extras):
+    """The requirements that hold here with some extras."""
+    parsed, extras = map(Requirement, requirements or ()), {"", *extras}
+    return [r for r in parsed if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
+
+
+def make_environment(folder, metadata, *extras):
+    """Make one with all that a wheel requires. Returns its Python, and the names of the distributions in it."""
+    venv.create(folder, symlinks=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    waiting, seen, found = wanted(importlib.metadata.PathDistribution(metadata.parent).requires, extras), set(), {}
+    while waiting:
+        requirement = waiting.pop()
+        key = normal(requirement.name), frozenset(requirement.extras)
+        if key not in seen:
+            seen.add(key)
+            found[key[0]] = distribution = importlib.metadata.distribution(requirement.name)
+            waiting += wanted(distribution.requires, requirement.extras)
+    for distribution in found.values():
+        for top in {file.parts[0] for file in distribution.files if file.parts[0] not in ("..", "__pycache__")}:
+            link = packages / top
+            if not top.endswith(".pth") and not link.is_symlink():  # a .pth file could lead to everything else
+                link.symlink_to(Path(distribution.locate_file(top)))
+    return folder / "bin" / "python", set(found)
 
 
 @pytest.fixture(scope="module")
@@ -58,89 +123,33 @@ def wheel(built):
     return unpacked
 
 
-def run_python(wheel, code):
-    """A fresh interpreter outside of the checkout, the wheel ahead of any other fastgrpo."""
-    environment = {**os.environ, "PYTHONPATH": str(wheel), "PYTHONSAFEPATH": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=wheel.parent, env=environment
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.split()
-
-
 def files(folder, pattern):
     return {str(path.relative_to(folder)) for path in folder.rglob(pattern)}
 
 
-def test_the_sdist_holds_what_the_wheel_needs_and_the_notes(built, wheel):
+@pytest.mark.slow
+def test_the_distributions_hold_the_code_and_nothing_else(built, wheel):
     (packed,) = built.glob("*.tar.gz")
     with tarfile.open(packed) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    assert held >= set(TOP)
-    assert {path.removeprefix("fastgrpo/") if "/kernels/" in path else path for path in files(wheel, "*.py")} <= held
-    assert not [name for name in held if "__pycache__" in name]
-
-
-def test_the_notes_of_a_release_agree_with_the_version():
-    """The newest section of the changelog and the citation name it."""
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == fastgrpo.__version__ and citation["license"] == "Apache-2.0"
-    assert citation["title"] == "fastgrpo" and citation["message"] and citation["authors"]
-    sections = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert sections[0] == fastgrpo.__version__
-
-
-def test_the_workflow_runs_what_every_change_has_to_pass():
-    """On the versions of Python that setup.py allows and the README names."""
-    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
-    *prepare, last = [step["run"] for step in job["steps"] if "run" in step]
-    assert last == ".ci/run" and all(command.startswith("sudo sysctl -w kernel.") for command in prepare)
-    assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    versions = job["strategy"]["matrix"]["python"]
-    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "README.md").read_text()
-    assert f'python_requires=">={versions[0]}"' in (ROOT / "setup.py").read_text()
-
-
-def test_every_file_of_the_checkout_is_in_the_wheel(wheel):
-    """A folder without __init__.py is no package to find_packages and would stay behind."""
-    expected = {f"fastgrpo/{path}" for path in files(ROOT / "fastgrpo", "*.py")}
-    expected |= {f"fastgrpo/kernels/{path}" for path in files(ROOT / "kernels", "*.py")}
-    assert files(wheel, "*.py") == expected
+    code = {f"fastgrpo/{path}" for path in files(ROOT / "fastgrpo", "*.py")}
+    kernels = files(ROOT / "kernels", "*.py")
+    assert held >= set(TOP) | code | {f"kernels/{path}" for path in kernels}
+    assert files(wheel, "*.py") == code | {f"fastgrpo/kernels/{path}" for path in kernels}
     recipes = {f"fastgrpo/recipes/{path}" for path in files(ROOT / "fastgrpo" / "recipes", "*.yaml")}
     assert recipes and files(wheel, "*.yaml") == recipes
-
-
-def test_every_wing_is_in_the_wheel(wheel):
-    wings = {path.name for path in (ROOT / "fastgrpo").iterdir() if path.is_dir() and any(path.glob("*.py"))}
-    assert len(wings) >= 10
-    assert wings | {"kernels", "recipes"} == {path.name for path in (wheel / "fastgrpo").iterdir() if path.is_dir()}
-    assert all((wheel / "fastgrpo" / wing / "__init__.py").exists() for wing in wings)
-
-
-def test_nothing_else_is_in_the_wheel(wheel):
     assert {path.name.split("-")[0] for path in wheel.iterdir()} == {"fastgrpo"}
-    assert not (wheel / "kernels").exists()
 
 
+@pytest.mark.slow
 def test_every_module_imports_from_the_wheel(wheel):
-    modules = sorted(
-        path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in files(wheel, "*.py")
-    )
-    code = f"""
-import importlib
-for name in {modules!r}:
-    print(importlib.import_module(name).__file__)
-"""
-    assert all(Path(path).is_relative_to(wheel) for path in run_python(wheel, code))
-
-
-def test_the_kernels_are_the_wheels_own(wheel):
-    code = """
-import fastgrpo, fastgrpo.kernels.head_torch as chunked
-print(chunked.__file__, *fastgrpo.__path__)
-"""
-    package = str(wheel / "fastgrpo")
-    assert run_python(wheel, code) == [f"{package}/kernels/head_torch.py", package]
+    names = sorted(name.removesuffix(".py").replace("/", ".") for name in files(wheel, "*.py"))
+    code = f"import importlib\nfor name in {names!r}: print(importlib.import_module(name).__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(wheel), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=wheel.parent, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert all(Path(path).is_relative_to(wheel) for path in result.stdout.split())
 
 
 def install(python, *arguments):
@@ -175,22 +184,18 @@ print(*sorted({m.name for m in pkgutil.iter_modules() if m.name not in sys.stdli
 """
 
 
-def test_with_torch_and_triton_alone_the_loss_works(built, wheel, tmp_path):
+@pytest.mark.slow
+def test_with_torch_and_triton_only_the_loss_works(built, wheel, tmp_path):
     """Nothing else can be imported there, NumPy included. A command says which extra it lacks."""
-    (packed,) = built.glob("*.whl")
-    python, there = clean.make(tmp_path / "env", *clean.requirements_of(*wheel.glob("*.dist-info/METADATA")))
+    (packed,), (metadata,) = built.glob("*.whl"), wheel.glob("*.dist-info/METADATA")
+    python, there = make_environment(tmp_path / "env", metadata)
     install(python, "--no-index", packed)  # pip checks the ranges of the requirements
     names, modules = (line.split() for line in run_in(python, tmp_path, "-c", WHAT_IS_THERE).stdout.splitlines())
-    assert {clean.named(name) for name in names} == there | {"fastgrpo"}
+    assert set(map(normal, names)) == there | {"fastgrpo"}
     assert {"torch", "triton"} <= there and not there & {"numpy", "transformers", "pytest", "psutil"}
-    assert {"torch", "triton", "fastgrpo"} <= set(modules)
     assert not set(modules) & {"numpy", "transformers", "datasets", "tokenizers", "kernels", "tests", "trl"}
-
     loss = run_in(python, tmp_path, "-c", LOSS)
     assert loss.stdout == "True\n", loss.stderr
-    (metadata,) = wheel.glob("*.dist-info/METADATA")
-    version = next(line.split()[1] for line in metadata.read_text().splitlines() if line.startswith("Version:"))
-    assert run_in(python, tmp_path, "-m", "fastgrpo", "--version").stdout == f"fastgrpo {version}\n"
     train = run_in(python, tmp_path, "-m", "fastgrpo.train", "--max_steps", "2")
     assert train.returncode == 2 and "pip install 'fastgrpo[train]'" in train.stderr, train.stderr
 
@@ -212,10 +217,10 @@ def check_job(python, folder):
     assert any((folder / "run" / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_with_the_extra_train_the_main_job_works(built, wheel, tmp_path):
-    (packed,) = built.glob("*.whl")
-    (metadata,) = wheel.glob("*.dist-info/METADATA")
-    python, there = clean.make(tmp_path / "env", *clean.requirements_of(metadata, "train"))
+    (packed,), (metadata,) = built.glob("*.whl"), wheel.glob("*.dist-info/METADATA")
+    python, there = make_environment(tmp_path / "env", metadata, "train")
     assert not there & {"pytest", "trl", "lightning", "peft", "accelerate", "build"}
     install(python, "--no-index", f"fastgrpo[train] @ {packed.as_uri()}")
     check_job(python, tmp_path)
@@ -262,6 +267,7 @@ def test_installing_changes_no_newer_torch_or_triton(built, tmp_path, monkeypatc
     assert versions["transformers"] != "5.24.0"
 
 
+@pytest.mark.slow
 def test_a_script_beside_the_clone_imports_the_package(clone):
     """The clone's folder `fastgrpo` on the script's path must not be taken for a namespace package."""
     folder = clone.parent

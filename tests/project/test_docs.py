@@ -1,0 +1,125 @@
+"""README, CONTRIBUTING and docs/: links, files and flags exist, and what is made from the code equals the code."""
+
+import dataclasses
+import importlib
+import re
+
+import pytest
+from paths import ROOT
+from torch.distributed.run import get_args_parser
+
+import fastgrpo
+from benchmarks import predictions, report, scale
+from fastgrpo import chat, distill, doctor, evaluate, sft
+from fastgrpo import report as report_command
+from fastgrpo.config.page import from_trl, page
+from fastgrpo.config.settings import TrainConfig
+
+README = ROOT / "README.md"
+MORE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+PAGES = [README, *MORE, *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {path: path.read_text() for path in PAGES}
+PUBLIC = ("fastgrpo", *(f"fastgrpo.{wing}" for wing in ("config", "data", "rewards", "trainer")))
+COMMANDS = [evaluate, chat, sft, distill, doctor, report_command]
+
+
+def anchors(text):
+    """The headings of a page, as GitHub's links name them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere():
+    wrong = []
+    for path, text in TEXTS.items():
+        for target in re.findall(r"\]\((?!http)([^)]+)\)", text):
+            name, _, anchor = target.partition("#")
+            linked = path.parent / name if name else path
+            if not linked.exists() or (anchor and anchor not in anchors(linked.read_text())):
+                wrong.append(f"{path.name}: {target}")
+    assert not wrong
+
+
+def test_files_in_code_spans_exist():
+    """Capitals in a name stand for something else: TASK, MODULE."""
+    names = r"`((?:fastgrpo|kernels|tests|benchmarks|docs)/[\w/.-]+)`"
+    wrong = [
+        f"{path.name}: {name}"
+        for path, text in TEXTS.items()
+        for name in re.findall(names, text)
+        if not re.search(r"[A-Z]{3}", name) and not (ROOT / name).exists()
+    ]
+    assert not wrong
+
+
+def test_flags_in_code_spans_exist(capsys):
+    known = {f"--{field.name}" for field in dataclasses.fields(TrainConfig)}
+    known |= {"--config", "--debug", "--model", "--check", *get_args_parser()._option_string_actions}  # of torchrun
+    for command in (*COMMANDS, fastgrpo.train):
+        with pytest.raises(SystemExit):
+            command.main(["--help"])
+        known.update(re.findall(r"(?<![\w-])--?\w+", capsys.readouterr().out))
+    wrong = [
+        f"{path.name}: {span}"
+        for path, text in TEXTS.items()
+        for span in re.findall(r"`(--[^`\n]+)`", text)
+        if not set(re.findall(r"--\w+", span)) <= known
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name, made", [("settings", page), ("from-trl", from_trl)])
+def test_a_generated_page_equals_the_code(name, made):
+    assert made() == (ROOT / "docs" / f"{name}.md").read_text(), "run `make settings`"
+
+
+def test_tables_of_benchmarks_equal_the_results():
+    """Each text between <!-- NAME --> and its end is what `python -m benchmarks.{predictions,scale,report}` prints."""
+    tables = {"predictions": predictions.table() + "\n", "scale": scale.table() + "\n"}
+    for file in report.RESULTS.glob("*.jsonl"):
+        found = report.newest(file)
+        made = {name: report.table(rows, file.stem) for name, rows in found.items()} | {
+            "summary": report.summary(found)
+        }
+        tables |= {f"bench:{name}-{file.stem}": f"{table}\n" for name, table in made.items()}
+    shown = {}
+    for path, text in TEXTS.items():
+        for name, table in re.findall(r"<!-- ((?:bench:)?[\w-]+) -->\n(.*?)<!-- /", text, re.DOTALL):
+            shown[name] = table
+            assert table == tables[name], f"{path.name}: {name} is stale"
+    assert shown.keys() == tables.keys()
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    found = report.newest(report.RESULTS / "cpu.jsonl")
+    (mine, trl), (my_loss, trl_loss) = (
+        [next(row for row in found[name] if row["variant"] == variant) for variant in ("fastgrpo", "trl")]
+        for name in ("pretrained", "linear_grpo_loss")
+    )
+    figures = (
+        f"**{trl['ms_p50'] / mine['ms_p50']:.2f} times** as fast",
+        f"**{mine['peak_mib'] / trl['peak_mib']:.2f} times** the memory",
+        f"**{my_loss['peak_mib']:.0f} MiB**", f"{trl_loss['peak_mib']:,.0f} MiB",
+        f"{trl_loss['ms_p50'] / my_loss['ms_p50']:.2f} times as fast", f"TRL {trl['trl'].rpartition('.')[0]}",
+    )  # fmt: skip
+    assert [figure for figure in figures if figure not in TEXTS[README]] == []
+
+
+def test_readme_has_at_most_750_words():
+    assert len(TEXTS[README].split()) <= 750
+
+
+def test_the_api_reference_has_exactly_the_public_names():
+    documented = set()
+    for path in (ROOT / "docs" / "api").glob("*.md"):
+        for name in re.findall(r"^::: (\S+)", TEXTS[path], re.MULTILINE):
+            module, _, attribute = name.rpartition(".")
+            try:
+                thing = importlib.import_module(name)
+            except ModuleNotFoundError:
+                thing = getattr(importlib.import_module(module), attribute)
+            documented |= {id(thing), *(id(value) for key, value in vars(thing).items() if not key.startswith("_"))}
+    for package in map(importlib.import_module, PUBLIC):
+        for name in set(package.__all__) - {"__version__"}:
+            thing = getattr(package, name)
+            assert thing.__doc__ and id(thing) in documented, f"no page of docs/api has {package.__name__}.{name}"
