@@ -70,7 +70,7 @@ machine-code: $(VENV)/.installed
 # Liger's own tests of its GRPO losses, with ours in their place: two minutes on a CPU. ARGS=--all-sizes adds the large
 # batches, which run where there is a GPU and take hours elsewhere.
 liger-tests: $(VENV)/.installed
-	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python tests/support/liger_tests.py -q $(ARGS)
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m benchmarks.liger_tests -q $(ARGS)
 
 # 500 steps of the embedded example with failing rewards, SIGTERMs and resumes: memory stays flat, no step is lost.
 soak: $(VENV)/.installed
@@ -83,7 +83,7 @@ docs: $(VENV)/.installed-slow
 
 # The pages of all settings, and the page of architectures, which tries them; tests compare them with the code.
 pages: settings
-	$(BIN)/python tests/support/architectures.py > docs/architectures.md
+	$(BIN)/python -m benchmarks.architectures > docs/architectures.md
 
 settings: $(VENV)/.installed
 	$(BIN)/python -m fastgrpo.config.page from-trl > docs/from-trl.md
@@ -92,11 +92,11 @@ settings: $(VENV)/.installed
 
 # The pictures of the pages that explain; docs/pictures/ has them.
 pictures: $(VENV)/.installed
-	PYTHONPATH=.:tests/support $(BIN)/python -m chunk_picture
+	$(BIN)/python docs/pictures/chunk.py
 
 # How many kernels a decode step launches, a layer and besides; a test compares the table with the code.
 launches: $(VENV)/.installed
-	PYTHONPATH=.:tests/support $(BIN)/python -m launches > tests/rollout/launches.json
+	$(BIN)/python -m benchmarks.launches > tests/rollout/launches.json
 
 # The picture of a report that the README shows, by Debian's Chromium: make report-picture RUN=runs/arithmetic-1
 REPORT_PICTURE := docs/pictures/report.png

@@ -3,15 +3,15 @@
 from contextlib import nullcontext
 from threading import Thread
 
-import architectures
 import pytest
 import tiny
 import torch
 import triton
-from launches import meta_gpu
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 from triton.runtime.jit import JITFunction
 
+from benchmarks import architectures
+from benchmarks.launches import meta_gpu
 from fastgrpo.policy import dry_run as module
 from fastgrpo.policy.dry_run import dry_run, without_weights
 from fastgrpo.policy.liger_layers import apply_liger

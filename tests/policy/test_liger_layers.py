@@ -3,12 +3,12 @@
 import sys
 from types import ModuleType, SimpleNamespace
 
-import architectures
 import pytest
 import tiny
 import torch
-from launches import meta_gpu
 
+from benchmarks import architectures
+from benchmarks.launches import meta_gpu
 from fastgrpo.policy import device
 from fastgrpo.policy import liger_layers as liger
 from fastgrpo.policy.attention import PackedAttention

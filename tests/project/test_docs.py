@@ -9,7 +9,7 @@ from paths import ROOT
 from torch.distributed.run import get_args_parser
 
 import fastgrpo
-from benchmarks import predictions, report, scale
+from benchmarks import architectures, predictions, report, scale
 from fastgrpo import chat, distill, doctor, evaluate, sft
 from fastgrpo import report as report_command
 from fastgrpo.config.page import from_trl, page
@@ -20,6 +20,7 @@ MORE = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/
 PAGES = [README, *MORE, *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text() for path in PAGES}
 PUBLIC = ("fastgrpo", *(f"fastgrpo.{wing}" for wing in ("config", "data", "rewards", "trainer")))
+NOW = ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "bloom")  # the other architectures are slow
 COMMANDS = [evaluate, chat, sft, distill, doctor, report_command]
 
 
@@ -71,6 +72,15 @@ def test_flags_in_code_spans_exist(capsys):
 @pytest.mark.parametrize("name, made", [("settings", page), ("from-trl", from_trl)])
 def test_a_generated_page_equals_the_code(name, made):
     assert made() == (ROOT / "docs" / f"{name}.md").read_text(), "run `make settings`"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in NOW else pytest.param(name, marks=pytest.mark.slow) for name in architectures.ARCHITECTURES],
+)
+def test_the_page_of_architectures_is_true(name):
+    """The engine and training compute what the model's own forward pass computes, or refuse the model."""
+    assert architectures.row(name) in TEXTS[ROOT / "docs" / "architectures.md"], "run `make pages`"
 
 
 def test_tables_of_benchmarks_equal_the_results():

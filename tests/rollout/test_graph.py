@@ -2,13 +2,13 @@
 
 from contextlib import contextmanager
 
-import architectures
 import pytest
 import tiny
 import torch
-from launches import meta_gpu
 from triton.runtime.jit import JITFunction
 
+from benchmarks import architectures
+from benchmarks.launches import meta_gpu
 from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import add_lora

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from launches import launches, table
+
+from benchmarks.launches import launches, table
 
 TABLE = json.loads((Path(__file__).parent / "launches.json").read_text())
 

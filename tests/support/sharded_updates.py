@@ -273,8 +273,7 @@ def bf16_passes_have_fp32_masters(ranks):
 @check(rare=True)
 def gradients_of_every_architecture(ranks):
     """Also of mixtures of experts, some of which see no token of a rank, and of models with layers of several kinds."""
-    from architectures import ARCHITECTURES, tiny_model  # its imports take long
-
+    from benchmarks.architectures import ARCHITECTURES, tiny_model  # its imports take long
     from fastgrpo.policy.load import prepare
 
     warnings.simplefilter("ignore", UserWarning)  # torch warns of layers that return a view, as OPT's do

@@ -2,11 +2,11 @@
 
 import math
 
-import architectures
 import pytest
 import tiny
 import torch
 
+from benchmarks import architectures
 from fastgrpo import GRPOConfig, GRPOTrainer
 
 CASES = {

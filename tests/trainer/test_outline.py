@@ -1,11 +1,11 @@
 """Models without weights: of a folder, of a model in memory, and those whose memory cannot be planned."""
 
-import architectures
 import pytest
 import tiny
 import torch
 from transformers import CONFIG_MAPPING
 
+from benchmarks import architectures
 from fastgrpo.config.settings import GRPOConfig
 from fastgrpo.policy import dry_run
 from fastgrpo.policy.dry_run import unplannable

@@ -1,6 +1,6 @@
 """Runs Liger-Kernel's own tests of its GRPO losses with ours in their place: `make liger-tests`.
 
-    python tests/support/liger_tests.py [--all-sizes] [arguments of pytest, such as -k luspo]
+    python -m benchmarks.liger_tests [--all-sizes] [arguments of pytest, such as -k luspo]
 
 The tests come with Liger's source distribution (BSD-2), which pip downloads into a temporary folder; nothing of it is
 kept. This file is also the plugin that pytest loads there: it swaps the two names before the tests import them, leaves
@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 VERSION = "0.8.5"
 FILES = ("test/chunked_loss/test_grpo_loss.py", "test/transformers/test_grpo_loss.py")
 
@@ -126,35 +126,32 @@ def pytest_sessionfinish(session):
 
 
 def main(arguments):
-    """Fetch Liger's source distribution, and run its two test files.
-
-    Args:
-        arguments: Further arguments of pytest.
-
-    Returns:
-        The exit code of pytest.
-    """
+    """Fetch Liger's source distribution and run its two test files. Returns the exit status of pytest."""
     installed = metadata.version("liger_kernel")
     if installed != VERSION:
         raise SystemExit(f"these are the tests of liger-kernel {VERSION}, and {installed} is installed")
     with tempfile.TemporaryDirectory() as folder:
         download = [
             sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-binary",
-            ":all:",
+            *["-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"],
         ]
         download += [*shlex.split(os.environ.get("PIP_ARGS", "")), f"liger-kernel=={VERSION}", "--dest", folder]
         subprocess.run(download, check=True)
         (archive,) = Path(folder).glob("*.tar.gz")
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
-        command = [sys.executable, "-m", "pytest", *FILES, "-p", "liger_tests", "-p", "no:cacheprovider", *arguments]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            *FILES,
+            "-p",
+            "benchmarks.liger_tests",
+            "-p",
+            "no:cacheprovider",
+            *arguments,
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         tests = Path(folder) / f"liger_kernel-{VERSION}"
         return subprocess.run(command, cwd=tests, env=environment, check=False).returncode
 

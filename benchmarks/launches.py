@@ -1,4 +1,4 @@
-"""How many kernels a decode step launches on a GPU, counted without one: `python -m launches` prints the table.
+"""Counts the kernels that a decode step launches on a GPU, without one: `python -m benchmarks.launches`.
 
 The step runs on the `meta` device, where nothing is computed, and every operator passes the dispatcher. One that only
 returns views of its inputs, or memory that nobody has written yet, launches nothing; every other one counts as one
@@ -17,15 +17,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 
-import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
+from benchmarks.architectures import tiny_model
 from fastgrpo.kernels import launch
 from fastgrpo.policy import liger_layers
 from fastgrpo.policy.device import cast
+from fastgrpo.policy.load import prepare
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.attention import TOKENS_BEFORE_HEADS, DecodeAttention, GroupDecode
@@ -99,7 +100,7 @@ def meta_gpu(*modules: str) -> Iterator[None]:
 def of_step(architecture: str, provider: str, lora: bool, liger: bool, layers: int) -> list[str]:
     """Run the layers of one decode step in bf16, from embedding to last norm; returns what it launches, in order."""
     with meta_gpu():
-        model = tiny.model(architecture, num_hidden_layers=layers)
+        model = prepare(tiny_model(architecture, num_hidden_layers=layers)).module
         cast(model, torch.bfloat16)
         if liger:
             liger_layers.apply_liger(model, True)
@@ -116,14 +117,7 @@ def of_step(architecture: str, provider: str, lora: bool, liger: bool, layers: i
 
 
 def table(liger: bool) -> dict[str, dict[str, int]]:
-    """Count for every architecture, provider, with and without adapters.
-
-    Args:
-        liger: Whether to count with liger-kernel's layers.
-
-    Returns:
-        By the names of architecture, provider and options: launches a layer, and those outside of the layers.
-    """
+    """Count the launches of a layer and those outside of layers, with liger-kernel's layers or without."""
     counts = {}
     for architecture, provider, lora in product(ARCHITECTURES, PROVIDERS, (False, True)):
         two, three = (len(of_step(architecture, provider, lora, liger, layers)) for layers in (2, 3))

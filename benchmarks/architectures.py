@@ -1,22 +1,18 @@
 """Tiny models of many architectures, and docs/architectures.md, which tells what became of each when it was tried.
 
-`python tests/support/architectures.py > docs/architectures.md`, or `make pages`, writes the page. A verdict is no list
-that somebody keeps: the engine draws from the tiny model, and its log-probs, and those that training computes, are
-compared with the model's own forward pass.
+`make pages` writes the page. For a verdict, the engine draws from the tiny model. Its log-probs, and those of training,
+are compared with the model's own forward pass.
 """
 
 from dataclasses import dataclass
 
 import torch
 import transformers
-from launches import meta_gpu
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.attention import Unfit
-from fastgrpo.policy.dry_run import DryRun, dry_run
-from fastgrpo.policy.liger_layers import apply_liger
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
@@ -151,14 +147,6 @@ def verdict(name):
     if policy.grouped:
         notes.append("decodes without CUDA graphs, except in bf16 on Hopper and Blackwell data-center GPUs")
     return Verdict("works", "; ".join(notes))
-
-
-def dry_runs_with_liger(name) -> tuple[DryRun, DryRun]:
-    """What the dry run finds in a model with liger-kernel's layers, and in one that is made after it."""
-    with meta_gpu(class_of(name).__module__):
-        first = tiny_model(name)
-        apply_liger(first, True)
-        return dry_run(first), dry_run(tiny_model(name))
 
 
 def agrees(policy, backend):
