@@ -116,6 +116,7 @@ def planted(monkeypatch):
         yield start
 
 
+@pytest.mark.slow
 def test_contestants_do_not_reach_one_another(planted):
     """One replaces a function of torch in its own process; what fails is missing by name, unless it is ours."""
     contestants = planted("fastgrpo", "patches", "dies", "cannot be made", "trl, second round")

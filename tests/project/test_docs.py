@@ -9,7 +9,6 @@ import pytest
 from paths import ROOT
 from torch.distributed.run import get_args_parser
 
-import fastgrpo
 from benchmarks import architectures, predictions, report, scale
 from fastgrpo import chat, distill, doctor, evaluate, sft, train
 from fastgrpo import report as report_command

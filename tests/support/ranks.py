@@ -17,33 +17,25 @@ from paths import ROOT
 LIMIT = 60.0  # seconds that a case may take
 START = 120.0  # seconds that processes may take to import what they need, on a busy machine
 STANDALONE = ("--standalone",)  # torchrun finds a free port by itself
+HANGING = {}  # the ranks of a case that never end
 # Variables of a launcher that runs the tests themselves must not reach the ranks.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Job:
-    """What a launcher started, and what its ranks said.
+    """A launcher in a session of its own, and the output of its ranks in a folder.
 
     Every process of a job inherits a variable of its environment, and is known by it: torchrun gives each rank a
     session of its own, and a rank whose parent has ended is a child of another process.
-
-    Attributes:
-        process: The launcher, which leads a session of its own.
-        folder: Holds the output of each rank.
     """
 
     def __init__(self, command, folder, environment):
         self.folder, self.mark = Path(folder), f"JOB_{uuid.uuid4().hex}"
         with open(self.folder / "launcher", "w", encoding="utf-8") as out:
             self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment | {self.mark: "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                command, cwd=ROOT, env=environment | {self.mark: "1"}, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
     def wait(self, limit=START + LIMIT):
         """Wait for the launcher's end, and return its exit code."""
@@ -63,10 +55,9 @@ class Job:
 
     def told(self):
         """What all wrote, for the message of a failing test."""
-        parts = [f"--- launcher\n{self.launcher()}"]
-        for path in sorted(self.folder.glob("*/attempt_*/*/std*.log")):
-            parts.append(f"--- {path.relative_to(self.folder)}\n{path.read_text(encoding='utf-8')}")
-        return "\n".join(parts)
+        paths = sorted(self.folder.glob("*/attempt_*/*/std*.log"))
+        texts = [f"--- {path.relative_to(self.folder)}\n{path.read_text(encoding='utf-8')}" for path in paths]
+        return "\n".join([f"--- launcher\n{self.launcher()}", *texts])
 
     def alive(self):
         """The processes of this job that live, the launcher among them."""
@@ -89,17 +80,7 @@ class Job:
 
 @contextmanager
 def start(command, *, count=2, launcher=STANDALONE, **environment):
-    """Start ranks by torchrun.
-
-    Args:
-        command: What each rank runs: the path of a script, or -m and a module, and arguments.
-        count: How many ranks one launcher starts.
-        launcher: Options of torchrun.
-        environment: Variables of the ranks, beside those of this process.
-
-    Yields:
-        The job. Whatever happens, nothing that it started lives on.
-    """
+    """Start ranks by torchrun: each runs a script, or -m and a module. Yields the job, of which nothing lives on."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*launcher, "--nproc_per_node", str(count), "--log_dir", folder, "--redirects", "3"]
         run = [sys.executable, "-m", "torch.distributed.run", *arguments, *map(str, command)]
@@ -109,16 +90,7 @@ def start(command, *, count=2, launcher=STANDALONE, **environment):
 
 @contextmanager
 def started(command, folder, **environment):
-    """Start a launcher.
-
-    Args:
-        command: The launcher and its arguments.
-        folder: Where output is collected.
-        environment: Variables of the ranks, beside those of this process.
-
-    Yields:
-        The job. Whatever happens, nothing that it started lives on.
-    """
+    """Start a launcher whose output goes to a folder. Yields the job, of which nothing lives on."""
     kept = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
     job = Job(command, folder, {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment})
@@ -131,15 +103,9 @@ def started(command, folder, **environment):
 def fork(cases, folder, count=3, at_once=4, limit=LIMIT):
     """Fork ranks for each of several cases, from a process that has imported what they need.
 
-    Nobody ends the ranks that are left when one has failed, as torchrun would: they must end by themselves.
-
-    Args:
-        cases: What each rank of a case does, by the name of the case.
-        folder: Where each rank's output goes, in CASE/RANK, and the exit codes of all, in codes.json: None for those
-            that had to be killed.
-        count: How many ranks a case has.
-        at_once: How many cases run at the same time.
-        limit: Seconds that a case may take, after which its ranks are killed.
+    `cases` has what each rank of a case does, by the case's name. A rank's output goes to CASE/RANK in the folder, and
+    the exit codes of all to codes.json: None for ranks that had to be killed after `limit` seconds. Nobody ends the
+    ranks that are left when one has failed, as torchrun would: they must end by themselves.
     """
     keeper, ports = _keep_stores(len(cases))
     codes = {case: {} for case in cases}
@@ -181,9 +147,6 @@ def _fork_some(cases, folder, count, codes, limit):
             os.waitpid(pid, 0)
 
 
-HANGING = {}  # the ranks of a case that never end
-
-
 def _keep_stores(count):
     """Fork a process that keeps stores, as torchrun does, and return it and their ports."""
     import torch.distributed as dist
@@ -222,16 +185,9 @@ def _be_rank(body, path, rank, count, port):
 
 
 def forked(script, folder, *argv, limit=30 * LIMIT):
-    """Run a script of cases, which calls `fork` with the folder that it is given.
+    """Run a script of tests/support that calls `fork` with an empty folder.
 
-    Args:
-        script: Its name in tests/support.
-        folder: An empty folder.
-        argv: Further arguments of the script.
-        limit: Seconds after which the script itself is thought to hang. `fork` ends each of its cases much earlier.
-
-    Returns:
-        A function that returns the exit codes and the outputs of the ranks of a case, by its name.
+    Returns a function from the name of a case to the exit codes and the outputs of its ranks.
     """
     command = [sys.executable, str(ROOT / "tests" / "support" / script), *map(str, (folder, *argv))]
     with started(command, folder) as job:

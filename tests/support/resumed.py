@@ -30,23 +30,11 @@ def curriculum():
 def make_trainer(tmp_path, name, reward=noisy, seed=0, **settings):
     """A run of 8 steps; `seed` stands for whatever else the process did with the global generators."""
     defaults = {
-        "output_dir": str(tmp_path / str(name)),
-        "max_steps": 8,
-        "prompts_per_step": 4,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 3e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 3,
-        "beta": 0.05,
-        "num_iterations": 2,
-        "logging_steps": 3,
-        "eval_steps": 4,
-        "save_steps": 2,
-        "device": "cpu",
-        "dtype": "float32",
-        "gradient_checkpointing": False,
-    }
+        "output_dir": str(tmp_path / str(name)), "max_steps": 8, "prompts_per_step": 4, "num_generations": 4,
+        "max_completion_length": 6, "learning_rate": 3e-3, "lr_scheduler_type": "cosine", "warmup_steps": 3,
+        "beta": 0.05, "num_iterations": 2, "logging_steps": 3, "eval_steps": 4, "save_steps": 2, "device": "cpu",
+        "dtype": "float32", "gradient_checkpointing": False,
+    }  # fmt: skip
     model = tmp_path / "model"
     if not model.exists():
         tiny.save(model)
@@ -127,8 +115,6 @@ def same(mine, theirs):
 
 
 ADAPTERS = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear"}
-
-
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 
 
@@ -151,11 +137,9 @@ def crash(step):
 def write_manifest(path):
     """List the files of a checkpoint folder anew, as they are now."""
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST]
-    entries = {
-        str(file.relative_to(path)): {
-            "bytes": file.stat().st_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        }
+    found = (
+        (file, {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
         for file in files
-    }
+    )
+    entries = {str(file.relative_to(path)): facts for file, facts in found}
     (path / MANIFEST).write_text(json.dumps({"files": entries}))

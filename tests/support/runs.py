@@ -22,16 +22,10 @@ GIVEN = ("callbacks", "peft_config", "reward_processing_classes", "optimizers", 
 
 def make_trainer(tmp_path, reward=share_of_a, rows=PROMPTS, eval_rows=None, chat=False, **settings):
     defaults = {
-        "output_dir": str(tmp_path / "run"),
-        "max_steps": 2,
-        "prompts_per_step": 4,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "device": "cpu",
+        "output_dir": str(tmp_path / "run"), "max_steps": 2, "prompts_per_step": 4, "num_generations": 4,
+        "max_completion_length": 6, "learning_rate": 1e-3, "logging_steps": 1, "device": "cpu",
         "gradient_checkpointing": False,
-    }
+    }  # fmt: skip
     given = {name: settings.pop(name) for name in GIVEN if name in settings}
     model = settings.pop("model", None) or str(tiny.save(tmp_path / "model", chat))
     if not isinstance(model, str):

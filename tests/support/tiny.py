@@ -1,20 +1,8 @@
 """Small models and tokenizers made on the spot, shared by the tests of the engine."""
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
 
 from fastgrpo.policy.load import prepare
 
@@ -24,38 +12,31 @@ CHAT_TEMPLATE = (
 )
 # One that reads a keyword argument, and refuses to go without it.
 MOODY_TEMPLATE = "{% if mood is not defined %}{{ raise_exception('no mood') }}{% endif %}[{{ mood }}]" + CHAT_TEMPLATE
-ARCHITECTURES = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-    "smollm3-like": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True, "attention_bias": False}),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"tie_word_embeddings": True, "no_rope_layers": [1, 0]}),
+ARCHITECTURES = {  # the classes' names without Config and ForCausalLM, and settings
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "smollm3-like": ("Llama", {"tie_word_embeddings": True, "attention_bias": False}),
+    "smollm3": ("SmolLM3", {"tie_word_embeddings": True, "no_rope_layers": [1, 0]}),
 }
 
 
 def config(name="qwen2", **changes):
     """A 2-layer config with grouped-query attention."""
-    config_class, _, own = ARCHITECTURES[name]
+    family, own = ARCHITECTURES[name]
     settings = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": None,
-        "eos_token_id": 1,
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
         "pad_token_id": 0,
-    }
-    return config_class(**{**settings, **own, **changes})
+    }  # fmt: skip
+    return getattr(transformers, f"{family}Config")(**{**settings, **own, **changes})
 
 
 def model(name="qwen2", seed=0, gradient_checkpointing=False, **changes):
     """A random-weight policy, ready for the engine. Weights are scaled up so that its choices are not near ties."""
     torch.manual_seed(seed)
-    policy = ARCHITECTURES[name][1](config(name, **changes))
+    policy = getattr(transformers, f"{ARCHITECTURES[name][0]}ForCausalLM")(config(name, **changes))
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.ndim == 2:
@@ -70,7 +51,7 @@ def tokenizer(chat=False):
     core = Tokenizer(models.BPE(vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>")
     if chat:
         fast.chat_template = CHAT_TEMPLATE
     return fast
