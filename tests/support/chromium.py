@@ -149,14 +149,9 @@ def main():
     parser.add_argument("picture", type=Path, help="the PNG")
     parser.add_argument("--width", type=int, default=1280, help="of the picture in pixels")
     parser.add_argument("--height", type=int, default=1600, help="of the picture in pixels")
-    parser.add_argument("--dark", action="store_true", help="in dark colours")
-    parser.add_argument("--place", default="", help="the part of the address behind #, such as samples?step=30")
     args = parser.parse_args()
     with opened() as browser:
-        page = args.report.resolve().as_uri() + ("#" + args.place if args.place else "")
-        browser.open(page, args.width, args.height, args.dark)
-        if args.place:
-            browser.run(f"document.getElementById({args.place.partition('?')[0]!r}).scrollIntoView()")
+        browser.open(args.report.resolve(), args.width, args.height)
         time.sleep(1)  # plotly draws after the page has loaded
         browser.picture(args.picture)
     print(args.picture)

@@ -137,9 +137,6 @@ def crash(step):
 def write_manifest(path):
     """List the files of a checkpoint folder anew, as they are now."""
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name != MANIFEST]
-    found = (
-        (file, {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
-        for file in files
-    )
-    entries = {str(file.relative_to(path)): facts for file, facts in found}
+    found = {str(file.relative_to(path)): file.read_bytes() for file in files}
+    entries = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in found.items()}
     (path / MANIFEST).write_text(json.dumps({"files": entries}))
