@@ -56,4 +56,4 @@ def nan_in_uninitialised_memory(request):
 @pytest.fixture
 def without_curves(monkeypatch):
     """Runs that draw no picture at their end: matplotlib takes longer than eight steps of a tiny model."""
-    monkeypatch.setattr("fastgrpo.run.curves.draw_curves", lambda *_: None)
+    monkeypatch.setattr("fastgrpo.run.curves.draw_curves", lambda *_, **__: None)

@@ -71,7 +71,13 @@ def test_results_become_tables_of_their_newest_run(tmp_path, capsys):
     result = {"rounds": 5, "median_s": 0.002, "p20": 0.001, "p80": 0.003, "peak_bytes": 3 * 2**20}
     for median, date in ((0.009, "2026-01-01"), (0.002, "2026-02-02")):
         results = {"fastgrpo": result | {"median_s": median}, "peer": result | {"median_s": 0.005}}
-        facts = {"benchmark": "step", "model": "tiny", "bars": {"fast": at_least(3.0, 1.5)}, "date": date}
+        facts = {
+            "benchmark": "step",
+            "model": "tiny",
+            "dtype": "float32",
+            "bars": {"fast": at_least(3.0, 1.5)},
+            "date": date,
+        }
         append(rows_of(results, {"absent": "not installed"}, **facts), "cpu", tmp_path)
     readme = tmp_path / "README.md"
     readme.write_text("above\n<!-- bench:step-cpu -->\nold\n<!-- /bench -->\nbelow\n")

@@ -38,7 +38,10 @@ from fastgrpo.__main__ import COMMANDS
 from fastgrpo.__main__ import main as overview
 from fastgrpo.config import recipe
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(
     r"(?ms)(?:^ *<!-- (?P<mark>(?:run by|needs|file:?) [^\n]+?) -->\n\s*)?^(?P<indent> {0,8})(?P<fence>```+)"
     r"(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *(?P=fence) *$"
