@@ -12,8 +12,8 @@ import torch
 from benchmarks.batches import Batch
 from fastgrpo import group_advantages
 from fastgrpo.data.prompts import to_prompt
+from fastgrpo.data.records import Batch as Packed
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch as Packed
 from fastgrpo.policy.load import load_policy, stop_token_ids
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine

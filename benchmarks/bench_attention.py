@@ -22,9 +22,9 @@ from benchmarks.compare import compare, rows_of
 from benchmarks.harness import CUDA, DEVICE, DTYPE, SMALL, at_most, finish, name_of
 from benchmarks.models import QWEN, Size, random_model
 from fastgrpo import linear_grpo_loss
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, micro_batches
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.load import prepare
+from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.varlen import kernel_for
 

@@ -26,8 +26,7 @@ from benchmarks.contestants import Contest, Contestant, Entry, contest, taking_p
 from benchmarks.harness import CUDA, SMALL, Bar, at_least, finish
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.data.prompts import to_prompt
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.load import cast, load_policy
 from fastgrpo.policy.model import Policy
 from fastgrpo.rewards.gsm8k import correctness, digits_reward, format_reward, length_reward

@@ -112,10 +112,10 @@ def ours(engine: RolloutEngine, prompts: list[list[int]], lengths: list[int]) ->
     sampling = SamplingParams(max_tokens=NEW_TOKENS, seed=0)
     for i, prompt in enumerate(prompts):
         engine.add_request(prompt, GROUP, sampling, request_id=i, max_tokens=lengths[i * GROUP : (i + 1) * GROUP])
-    outputs = []
+    outputs = {}
     while engine.has_unfinished_requests():
-        outputs += engine.step()
-    assert sum(len(rollout.ids) for output in outputs for rollout in output.rollouts) == sum(lengths)
+        outputs |= engine.step()
+    assert sum(len(rollout.ids) for rollouts in outputs.values() for rollout in rollouts) == sum(lengths)
 
 
 class StopAt(StoppingCriteria):

@@ -1,10 +1,10 @@
 """Chooses the backend of a loss, and checks the first use of each kernel.
 
-`run` is the one place that calls a kernel or its plain PyTorch twin. No test of ours can cover every GPU, driver and
-compiler. So each variant of a kernel (its dtype, its options, the shape of the head) is compared with plain PyTorch on
-the first rows of its first call. If it does not compile, does not fit the GPU, or disagrees, one warning says so, and
-plain PyTorch computes from then on. The environment variable FASTGRPO_SELF_CHECK chooses: 1 (the default on GPUs), 0
-(never), raise (an error instead of the warning). In Triton's interpreter, on a CPU, the default is 0.
+`select` is the one place that chooses between a kernel and its plain PyTorch twin. No test of ours can cover every GPU,
+driver and compiler. So each variant of a kernel (its dtype, its options, the shape of the head) is compared with plain
+PyTorch on the first rows of its first call. If it does not compile, does not fit the GPU, or disagrees, one warning
+says so, and plain PyTorch computes from then on. The environment variable FASTGRPO_SELF_CHECK chooses: 1 (the default
+on GPUs), 0 (never), raise (an error instead of the warning). In Triton's interpreter, on a CPU, the default is 0.
 
 The gradients of weight and bias are not compared: they are PyTorch's own products of the exponentials that also make
 the gradient of the hidden states, which is compared.
@@ -106,17 +106,17 @@ def compacts(compact: str | None, backend: str, tokens: torch.Tensor) -> bool:
     return compact == "sync" or backend == "chunked" or tokens.device.type == "cpu"
 
 
-def run(
+def select(
     name: str, backend: str, kernel: Callable[..., Loss], plain: Callable[..., Loss], states: torch.Tensor,
     rows: PolicyRows, head: Sequence[torch.Tensor | None] = (), objective: Objective | None = None, *,
     by_name: bool = False, check: bool = True, **options: Any,
-) -> tuple[torch.Tensor | None, dict[str, torch.Tensor | None], PolicyRows]:  # fmt: skip
-    """Compute an operation by its kernel if the self-check trusts it, else in plain PyTorch.
+) -> tuple[Callable[..., Loss], PolicyRows]:  # fmt: skip
+    """Choose the kernel of an operation if the self-check trusts it, else plain PyTorch.
 
     `kernel` and `plain` map (states, rows, *head) to the loss and the values of the kept rows. The states are hidden
     states [N, D], logits [N, V] or log-probs [N]. With `by_name` the caller asked for "triton", so that a failed check
     is an error. Ranks that share a vocabulary do not `check`, because they would have to fail together. `options` name
-    what else the kernel is compiled for. Returns what was computed, and the rows that it is about.
+    what else the kernel is compiled for. Returns the choice, and the rows that it is to compute.
     """
     if backend == "triton" and check and len(rows.targets) and not torch.compiler.is_compiling():
         gradient = any(needed(states, *head))
@@ -141,7 +141,7 @@ def run(
         remedy = 'backend="auto" goes on without it.' if by_name else None
         if not trusted(name, states.device, variant, compare, remedy):
             backend, rows = "chunked", _compacted(rows)
-    return *(kernel if backend == "triton" else plain)(states, rows, *head), rows
+    return kernel if backend == "triton" else plain, rows
 
 
 def _compacted(rows):

@@ -87,9 +87,11 @@ def linear_logprob(
         )  # fmt: skip
         return None, {"logps": logps, "entropy": entropy}
 
-    _, outputs, _ = dispatch.run(
-        "linear_logprob", path, kernel, plain, hidden.reshape(-1, hidden.shape[-1]), rows, (weight, bias),
-        by_name=backend == "triton", check=process_group is None, entropy=return_entropy, softcap=bool(logit_softcap),
+    states, head = hidden.reshape(-1, hidden.shape[-1]), (weight, bias)
+    compute, rows = dispatch.select(
+        "linear_logprob", path, kernel, plain, states, rows, head, by_name=backend == "triton",
+        check=process_group is None, entropy=return_entropy, softcap=bool(logit_softcap),
     )  # fmt: skip
+    _, outputs = compute(states, rows, *head)
     logps = outputs["logps"].view(targets.shape)
     return (logps, outputs["entropy"].view(targets.shape)) if return_entropy else logps

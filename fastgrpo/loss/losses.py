@@ -178,11 +178,12 @@ def linear_grpo_loss(
             needed(states, weight, bias), return_entropy, vocabulary, logit_softcap, reference, backward_tolerance,
         )  # fmt: skip
 
-    result = dispatch.run(
-        "linear_grpo_loss", path, kernel, plain, hidden.reshape(-1, hidden.shape[-1]), kept, (weight, bias), objective,
-        by_name=backend == "triton", check=process_group is None, entropy=return_entropy, softcap=bool(logit_softcap),
+    states, head = hidden.reshape(-1, hidden.shape[-1]), (weight, bias)
+    compute, kept = dispatch.select(
+        "linear_grpo_loss", path, kernel, plain, states, kept, head, objective, by_name=backend == "triton",
+        check=process_group is None, entropy=return_entropy, softcap=bool(logit_softcap),
     )  # fmt: skip
-    return _output(*result, targets)
+    return _output(*compute(states, kept, *head), kept, targets)
 
 
 def logits_grpo_loss(
@@ -246,11 +247,12 @@ def logits_grpo_loss(
             states, kept, objective, head_torch.chunk_rows(vocab_size), return_entropy, inplace
         )
 
-    result = dispatch.run(
-        "logits_grpo_loss", path, kernel, plain, logits.reshape(-1, vocab_size), kept, objective=objective,
-        by_name=backend == "triton", entropy=return_entropy, inplace=inplace,
+    states = logits.reshape(-1, vocab_size)
+    compute, kept = dispatch.select(
+        "logits_grpo_loss", path, kernel, plain, states, kept, objective=objective, by_name=backend == "triton",
+        entropy=return_entropy, inplace=inplace,
     )  # fmt: skip
-    return _output(*result, targets)
+    return _output(*compute(states, kept), kept, targets)
 
 
 def grpo_loss(
@@ -304,10 +306,11 @@ def grpo_loss(
     def plain(states, kept):
         return objectives.PolicyLoss.apply(_kept(states, kept), kept, objective, objectives.policy_loss_fwd)
 
-    result = dispatch.run(
-        "grpo_loss", path, kernel, plain, logps.reshape(-1), kept, objective=objective, by_name=backend == "triton"
+    states = logps.reshape(-1)
+    compute, kept = dispatch.select(
+        "grpo_loss", path, kernel, plain, states, kept, objective=objective, by_name=backend == "triton"
     )
-    return _output(*result, logps)
+    return _output(*compute(states, kept), kept, logps)
 
 
 def _kept(logps, kept):

@@ -14,12 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.kernels.head_torch import linear_fp32
 from fastgrpo.loss.inputs import to_device
 from fastgrpo.loss.logprobs import linear_logprob
 from fastgrpo.policy.attention import PackedAttention, attention_of
-from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.lora import ADAPTER, has_adapters, refuse_wrappers
 
 

@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, micro_batches
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import adapters_off, has_adapters
+from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import HeadWeights, Policy
 from fastgrpo.policy.shard import local
 from fastgrpo.ranks import ALONE, Ranks

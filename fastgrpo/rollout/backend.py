@@ -3,7 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,19 +30,6 @@ class Request:
     prompt_ids: list[int]
     limits: list[int]
     sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A finished group.
-
-    Attributes:
-        request_id: The number of its request.
-        rollouts: Its completions.
-    """
-
-    request_id: int
-    rollouts: list[Sample]
 
 
 class RolloutBackend(ABC):
@@ -174,11 +161,11 @@ class RolloutBackend(ABC):
         return bool(self.unfinished)
 
     @abstractmethod
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> dict[int, list[Sample]]:
         """Work for a while.
 
         Returns:
-            The groups that finished meanwhile.
+            The completions of the groups that finished meanwhile, by request_id.
         """
 
     def metrics(self) -> dict[str, float]:
@@ -225,7 +212,7 @@ class RolloutBackend(ABC):
                 self.add_request(prompt, num_generations, sampling, request_id=request_id)
             work = left = self.work_left()
             while self.has_unfinished_requests():
-                groups |= {output.request_id: output.rollouts for output in self.step()}
+                groups |= self.step()
                 if progress is not None:
                     progress((left - self.work_left()) / work)
                     left = self.work_left()
@@ -233,44 +220,3 @@ class RolloutBackend(ABC):
             for request_id in list(self.unfinished):
                 self.abort_request(request_id)
         return [rollout for request_id in request_ids for rollout in groups[request_id]]
-
-
-def first_finished(
-    engine: RolloutBackend,
-    prompts: Mapping[int, Sequence[int]],
-    num_generations: int,
-    sampling: SamplingParams,
-    count: int,
-    finished: Callable[[int, list[Sample]], object] | None = None,
-) -> tuple[dict[int, list[Sample]], int]:
-    """Draw completions of all prompts until `count` prompts have finished, and abort the others.
-
-    Args:
-        engine: An idle backend.
-        prompts: Lists of token ids by their request_id, which decides the draws.
-        num_generations: Completions of each prompt.
-        sampling: How to draw.
-        count: How many prompts are wanted.
-        finished: A function that is called with the request_id and the rollouts of each of these prompts as soon as
-            it has finished, or None.
-
-    Returns:
-        The rollouts of each finished prompt by its request_id, in rising order; and the number of tokens that
-        were drawn of the others.
-    """
-    groups, lost = {}, 0
-    try:
-        for request_id, prompt in prompts.items():
-            engine.add_request(prompt, num_generations, sampling, request_id=request_id)
-        while len(groups) < count:
-            for output in engine.step():
-                if len(groups) < count:
-                    groups[output.request_id] = output.rollouts
-                    if finished is not None:
-                        finished(output.request_id, output.rollouts)
-                else:  # it finished in the same step as the last one that was wanted
-                    lost += sum(len(rollout.ids) for rollout in output.rollouts)
-    finally:
-        for request_id in list(engine.unfinished):
-            lost += engine.abort_request(request_id)
-    return dict(sorted(groups.items())), lost

@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from fastgrpo.data.records import Sample
-from fastgrpo.rollout.backend import RequestOutput, RolloutBackend
+from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import OFF, SamplingParams, filter_logps
 
 
@@ -66,10 +66,10 @@ class HFBackend(RolloutBackend):
         raise AssertionError("nothing runs between two steps")
 
     @torch.no_grad()
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> dict[int, list[Sample]]:
         """Draw all completions of the waiting groups that fit into one batch."""
         if not self.waiting:
-            return []
+            return {}
         count, requests = len(self.waiting[0].limits), []
         while self.waiting and len(self.waiting[0].limits) == count:
             if (len(requests) + 1) * count > self.max_num_seqs:
@@ -121,10 +121,7 @@ class HFBackend(RolloutBackend):
             self._rollout(prompt_ids, i, drawn[i], limit, sampling, logps, kept)
             for i, (prompt_ids, limit) in enumerate(limits)
         ]
-        return [
-            RequestOutput(request.request_id, rollouts[i * count : (i + 1) * count])
-            for i, request in enumerate(requests)
-        ]
+        return {request.request_id: rollouts[i * count : (i + 1) * count] for i, request in enumerate(requests)}
 
     @staticmethod
     def _rollout(prompt_ids, i, ids, limit, sampling, logps, kept):

@@ -4,7 +4,6 @@
 condition has held for a number of steps in a row.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,13 +129,12 @@ class Watch:
         self.streaks, self.told = Counter(), set()
         self.skipped = 0  # how many updates in a row have been skipped up to now
 
-    def observe(self, values: dict[str, float], norms: list[float]) -> list[str]:
-        """Look at one step and return the warnings that it completes."""
-        for norm in norms:
-            if math.isnan(norm):
-                self.skipped += 1
-            elif norm > 0:
-                self.skipped = 0
+    def observe(self, values: dict[str, float]) -> list[str]:
+        """Look at the metrics of one step and return the warnings that it completes."""
+        if values.get("grad_norm", 0.0) > 0:  # one of the step's updates moved the weights
+            self.skipped = 0
+        else:
+            self.skipped += int(values["skipped_updates"])
         if self.skipped >= MAX_SKIPPED:
             last = self.checkpoints.newest
             raise ValueError(

@@ -16,8 +16,7 @@ Shapes: S samples, those of a prompt side by side, G samples a group; F reward f
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,7 +32,7 @@ from fastgrpo.loss.advantages import decoupled_advantages, group_advantages, pro
 from fastgrpo.policy.fit import check_prompts
 from fastgrpo.ranks import ALONE, Ranks
 from fastgrpo.rewards.call import Judging, Rewards, reward_matrix
-from fastgrpo.rollout.backend import RolloutBackend, first_finished
+from fastgrpo.rollout.backend import RolloutBackend
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.log import RunLog
 from fastgrpo.run.metrics import SAMPLE_COLUMNS
@@ -43,25 +42,6 @@ from fastgrpo.run.resume import digest_of_rows
 # The distance between the seeds of two batches of one step. torch's CPU generator reads 32 bits of a seed. Modulo
 # 2**32, the multiples of the golden ratio stay far from one another, and so from the seeds of the next steps.
 BATCH_STRIDE = 0x9E3779B1
-
-
-@dataclass(frozen=True)
-class Collected:
-    """All that was drawn for a step.
-
-    Attributes:
-        samples: [S] samples with rewards and advantages.
-        trained: The index of each sample that the step trains on, group by group.
-        rows: How many prompts were taken from the source, including those of aborted groups.
-        num_tokens: Prompt and completion tokens, including the drawn tokens of aborted groups.
-        metrics: What was measured, by name.
-    """
-
-    samples: list[Sample]
-    trained: list[list[int]]
-    rows: int
-    num_tokens: int
-    metrics: dict[str, float]
 
 
 class Collector:
@@ -82,12 +62,16 @@ class Collector:
         self.sampling, self.args, self.timer, self.ranks = sampling, args, timer, ranks
         self.stepped = False  # whether any function has logged step rewards
 
-    def __call__(self, state: TrainerState) -> Collected:
-        """Draw until there are enough groups that teach something, and give them their advantages."""
-        args, samples, teaching = self.args, [], []
+    def __call__(self, state: TrainerState) -> tuple[list[Sample], dict[str, float]]:
+        """Draw until there are enough groups that teach something, and give these their advantages.
+
+        Count in `state` the rows that were taken, and the tokens of prompts and completions, with those of aborted
+        groups. Return all samples that finished, of which the step trains on the `trained` ones, and the metrics.
+        """
+        args, samples, spread, teaching = self.args, [], [], []
         counts, logged, live, taken, lost = Counter(), defaultdict(list), [], 0, 0
-        batches = args.dynamic_sampling or 1
-        for batch in range(batches):
+        size = args.num_generations
+        for batch in range(args.dynamic_sampling or 1):
             wanted = args.prompts_per_step - sum(teaching)
             taken += args.oversampled(wanted)
             judged, measured, lost_now = self._draw(state, batch, wanted)
@@ -97,40 +81,39 @@ class Collector:
                 counts.update({f"rewards/{name}/{what}": count for name, count in of_functions.items()})
             for name, values in judged.logged.items():
                 logged[name] += values
-            drawn = judged.completions
-            if args.dynamic_sampling:  # advantages among the batch say which of its groups teach
-                drawn = with_advantages(drawn, self.rewards, args)
-                teaching += [any(s.informative and not s.masked for s in group) for group in self._groups(drawn)]
+            samples += judged.completions
+            differ = have_spread(judged.completions, self.rewards, args)
+            spread += differ
+            if args.dynamic_sampling:
+                in_loss = [not _left_out(sample, args) for sample in judged.completions]
+                teaching += [differs and any(in_loss[i * size : (i + 1) * size]) for i, differs in enumerate(differ)]
             else:
                 teaching += [True] * wanted
-            samples += drawn
             if sum(teaching) == args.prompts_per_step:
                 break
         columns = dict.fromkeys(chain.from_iterable(s.extras for s in samples))  # None where a batch logged no such
         samples = [dataclasses.replace(s, extras=columns | s.extras) for s in samples]
         # Take the earliest groups that teach, then the earliest dropped ones, and keep them in the order of their draw.
         chosen = sorted(sorted(range(len(teaching)), key=lambda i: not teaching[i])[: args.prompts_per_step])
-        by_group = self._groups(range(len(samples)))
-        trained = [list(by_group[group]) for group in chosen]
-        indices = list(chain.from_iterable(trained))
-        final = with_advantages([samples[i] for i in indices], self.rewards, args)  # among all that are trained on
-        for i, sample in zip(indices, final, strict=True):
-            samples[i] = sample
+        trained = [i for group in chosen for i in range(group * size, (group + 1) * size)]
+        for i, sample in zip(trained, with_advantages([samples[i] for i in trained], self.rewards, args), strict=True):
+            samples[i] = dataclasses.replace(sample, trained=True)
+        state.count(taken, sum(map(len, samples)) + lost, of=len(self.source))
         metrics = dict(counts) | {name: sum(values) / len(values) for name, values in logged.items()}
         metrics |= length_metrics(samples) | _means(live)
-        metrics |= reward_metrics(samples, self.rewards.total(reward_matrix(samples)), args.num_generations)
+        metrics |= reward_metrics(samples, self.rewards.total(reward_matrix(samples)), spread)
         if args.dynamic_sampling:
             metrics |= {
                 "dynamic_sampling/num_gen_batches": len(live),
-                "dynamic_sampling/dropped_groups": len(teaching) - len(trained),
-                "dynamic_sampling/filled_groups": len(trained) - sum(teaching),
+                "dynamic_sampling/dropped_groups": len(teaching) - len(chosen),
+                "dynamic_sampling/filled_groups": len(chosen) - sum(teaching),
             }
         if args.oversampling_factor > 1:
             metrics |= {
                 "oversampling/aborted_groups": taken - len(teaching),
                 "oversampling/aborted_tokens": lost,
             }
-        return Collected(samples, trained, taken, sum(map(len, samples)) + lost, metrics)
+        return samples, metrics
 
     def _draw(self, state, batch, count):
         """Draw and judge one batch of `count` groups: what was judged, what the rollout measured, tokens aborted."""
@@ -185,11 +168,6 @@ class Collector:
                 "process reward model (prm:DIR) in reward_funcs, or leave process_rewards out"
             )
 
-    def _groups(self, values):
-        """Split S values into the G values of each group."""
-        size = self.args.num_generations
-        return [values[i : i + size] for i in range(0, len(values), size)]
-
     def state_dict(self) -> dict[str, Any]:
         """Return whether any function has logged step rewards."""
         return {"stepped": self.stepped}
@@ -206,6 +184,37 @@ def _means(measured):
     }
 
 
+def first_finished(
+    engine: RolloutBackend,
+    prompts: Mapping[int, Sequence[int]],
+    num_generations: int,
+    sampling: SamplingParams,
+    count: int,
+    finished: Callable[[int, list[Sample]], object] | None = None,
+) -> tuple[dict[int, list[Sample]], int]:
+    """Draw completions of all prompts until `count` prompts have finished, and abort the others.
+
+    `finished` is called with the request_id and the rollouts of each of these prompts as soon as it has finished.
+    Return these rollouts by request_id, in rising order, and the number of tokens that were drawn of the others.
+    """
+    groups, lost = {}, 0
+    try:
+        for request_id, prompt in prompts.items():
+            engine.add_request(prompt, num_generations, sampling, request_id=request_id)
+        while len(groups) < count:
+            for request_id, rollouts in engine.step().items():
+                if len(groups) < count:
+                    groups[request_id] = rollouts
+                    if finished is not None:
+                        finished(request_id, rollouts)
+                else:  # it finished in the same step as the last one that was wanted
+                    lost += sum(len(rollout.ids) for rollout in rollouts)
+    finally:
+        for request_id in list(engine.unfinished):
+            lost += engine.abort_request(request_id)
+    return dict(sorted(groups.items())), lost
+
+
 def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfig) -> list[Sample]:
     """Turn the rewards of samples that are trained on together into advantages, of completions or of their tokens.
 
@@ -214,10 +223,7 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
     and a token's advantage is the sum of both. A function that logged steps counts only by these: what it returned is
     their summary.
     """
-    masked = [args.mask_truncated_completions and sample.truncated for sample in samples]
-    stepped = sorted({name for s in samples for name in s.steps}) if args.process_rewards == "token" else []
-    per_function = reward_matrix(samples)
-    per_function[:, [rewards.names.index(name) for name in stepped]] = math.nan
+    per_function, stepped = _verdicts(samples, rewards, args)
     if args.multi_objective_aggregation == "normalize_then_sum":
         advantages = decoupled_advantages(per_function, rewards.weights, args.num_generations, clip=args.advantage_clip)
     else:
@@ -229,10 +235,39 @@ def with_advantages(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfi
             clip=None if stepped else args.advantage_clip,
         )
     done = [
-        dataclasses.replace(sample, advantage=advantage, token_advantages=None, masked=out)
-        for sample, advantage, out in zip(samples, advantages.tolist(), masked, strict=True)
+        dataclasses.replace(sample, advantage=advantage, masked=_left_out(sample, args))
+        for sample, advantage in zip(samples, advantages.tolist(), strict=True)
     ]
     return _with_steps(done, stepped, rewards, args) if stepped else done
+
+
+def have_spread(samples: Sequence[Sample], rewards: Rewards, args: GRPOConfig) -> list[bool]:
+    """Tell of each group whether its rewards differ, so that advantages are not 0."""
+    verdicts, stepped = _verdicts(samples, rewards, args)
+    counts = {name: weight != 0 for name, weight in zip(rewards.names, rewards.weights, strict=True)}
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        verdicts = verdicts[:, list(counts.values())]
+    else:
+        verdicts = rewards.total(verdicts)[:, None]
+    size, spread = args.num_generations, []
+    for start in range(0, len(samples), size):
+        group = samples[start : start + size]
+        given = [set(column[~column.isnan()].tolist()) for column in verdicts[start : start + size].T]
+        given += [{r for s in group for _, r in s.steps.get(name, ())} for name in stepped if counts[name]]
+        spread.append(any(len(values) > 1 for values in given))
+    return spread
+
+
+def _verdicts(samples, rewards, args):
+    """Return the verdicts [S, F], NaN for the functions that count by their step rewards only, and these functions."""
+    stepped = sorted({name for s in samples for name in s.steps}) if args.process_rewards == "token" else []
+    per_function = reward_matrix(samples)
+    per_function[:, [rewards.names.index(name) for name in stepped]] = math.nan
+    return per_function, stepped
+
+
+def _left_out(sample, args):
+    return args.mask_truncated_completions and sample.truncated
 
 
 def _with_steps(samples, stepped, rewards, args):
@@ -252,20 +287,22 @@ def _with_steps(samples, stepped, rewards, args):
     ]
 
 
-def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, group_size: int) -> dict[str, float]:
-    """Measure how the samples of a step were rewarded; `totals` [S] are NaN where no reward was given."""
+def reward_metrics(samples: Sequence[Sample], totals: torch.Tensor, spread: Sequence[bool]) -> dict[str, float]:
+    """Measure how the samples of a step were rewarded.
+
+    `totals` [S] are NaN where no reward was given. `spread` tells of each group whether its rewards differ.
+    """
     per_function = reward_matrix(samples)
     advantages = torch.tensor([sample.advantage for sample in samples], dtype=torch.float64)
     # The size of an advantage is the mean over the tokens where each has its own.
     sizes = [abs(s.advantage) if s.token_advantages is None else _mean_size(s.token_advantages) for s in samples]
-    informative = torch.tensor([sample.informative for sample in samples])
-    spread = informative.view(-1, group_size).any(1).double().mean().item()
+    informative = sum(spread) / len(spread)
     values = {
         "reward": totals.nanmean().item(),
-        "reward_std": totals.view(-1, group_size).std(1).nanmean().item(),
+        "reward_std": totals.view(len(spread), -1).std(1).nanmean().item(),
         "accuracy": (per_function[:, 0] >= 1).double().mean().item(),
-        "frac_reward_zero_std": 1 - spread,
-        "frac_informative": spread,
+        "frac_reward_zero_std": 1 - informative,
+        "frac_informative": informative,
         "advantage/mean": advantages.mean().item(),
         "advantage/abs_mean": torch.tensor(sizes, dtype=torch.float64).mean().item(),
     }
@@ -306,20 +343,19 @@ def logged_groups(groups: int, group_size: int, most: int) -> list[int]:
 
 def log_samples(
     step: int,
-    collected: Collected,
-    trained: Sequence[Sample],
+    samples: Sequence[Sample],
     args: GRPOConfig,
     ranks: Ranks,
     log: RunLog,
     text: TokenText,
 ) -> None:
     """Write some groups to samples.jsonl, with the ratios of the last update, gathered from all ranks."""
-    size, samples = args.num_generations, list(collected.samples)
+    size, samples = args.num_generations, list(samples)
     groups = logged_groups(len(samples) // size, size, len(samples) if args.log_completions else KEPT_SAMPLES)
     needed = {group * size + i for group in groups for i in range(size)}
     mine = {
         i: (sample.ratios.cpu(), sample.clipped.cpu())
-        for i, sample in zip(chain.from_iterable(collected.trained), trained, strict=True)
+        for i, sample in enumerate(samples)
         if sample.ratios is not None and i in needed
     }
     for known in ranks.gather(mine, "the ratios of the samples that are logged"):

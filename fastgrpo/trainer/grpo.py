@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 import fastgrpo.trainer.setup as setup
 from fastgrpo.config.settings import GRPOConfig, TrainingConfig
-from fastgrpo.data.records import Stateful, TrainerState
+from fastgrpo.data.records import Sample, Stateful, TrainerState
 from fastgrpo.data.rows import Rows, as_rows
 from fastgrpo.data.sources import Source, as_source
 from fastgrpo.data.token_text import TokenText
@@ -44,10 +44,10 @@ from fastgrpo.run.signals import StopSignals
 from fastgrpo.run.snapshot import GlobalRNG, HostCopies, Snapshot, restore
 from fastgrpo.run.terminal import is_terminal
 from fastgrpo.trainer.callbacks import Arguments, Callbacks
-from fastgrpo.trainer.collect import Collected, Collector, log_samples, rates
+from fastgrpo.trainer.collect import Collector, log_samples, rates
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.results import card_of, finish, log_metrics, push_to_hub, save_metrics, save_model, save_state
-from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner, UpdateResult
+from fastgrpo.trainer.update import AdaptiveEntropy, GRPOUpdate, Learner
 
 Reward = Callable | PreTrainedModel | str
 
@@ -90,9 +90,7 @@ class GRPOTrainer:
     # What the bar and the line of a logged step show: a short name -> the metric.
     shown: ClassVar = {"reward": "reward", "accuracy": "accuracy", "kl": "kl", "length": "completions/mean_length"}
     needed_rows: ClassVar[str] = "rows with a `prompt` column"
-    unmeasured: ClassVar[str] = (
-        "no held-out rows: accuracy is not measured; a folder with train.jsonl and test.jsonl has some"
-    )
+    unmeasured: ClassVar[str] = "no held-out rows: accuracy is not measured; the test.jsonl of a folder has some"
 
     def __init__(
         self,
@@ -405,44 +403,46 @@ class GRPOTrainer:
         started = time.perf_counter()
         self.timer.start()
         with self.ranks.waiting(f"step {self.state.global_step + 1}"):
-            collected = self.collect()
-            updated = self.update(collected)
-            values = self.report(collected, updated)
+            samples, collected = self.collect()
+            samples, updated = self.update(samples)
+            values = self.report(samples, updated | collected)
         if "memory/peak_gib" in values:
             values["memory/peak_gib"] = max(self.ranks.gather(values["memory/peak_gib"], "the peak of the memory"))
-        tokens = sum(len(sample.ids) for sample in collected.samples)
-        values |= rates(tokens, values["time/rollout"], time.perf_counter() - started)
+        drawn = sum(len(sample.ids) for sample in samples)
+        values |= rates(drawn, values["time/rollout"], time.perf_counter() - started)
         self.profiler.step(values, left=self.state.max_steps - self.state.global_step)
         return values
 
-    def collect(self) -> Collected:
-        """Draw and judge the samples of a step, and compute their advantages."""
+    def collect(self) -> tuple[list[Sample], dict[str, float]]:
+        """Draw and judge the samples of a step, and compute their advantages. Return them and the metrics."""
         return self.collector(self.state)
 
-    def update(self, collected: Collected) -> UpdateResult:
-        """Train on collected samples: the policy, and the reference where it follows the policy."""
-        groups = [[collected.samples[i] for i in group] for group in collected.trained]
-        updated = self.updates(groups, with_entropy=self._logged)
+    def update(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
+        """Train on collected samples: the policy, and the reference where it follows the policy.
+
+        Return the samples, with what the update adds to those that it trained on, and the metrics.
+        """
+        trained, size = [sample for sample in samples if sample.trained], self.args.num_generations
+        groups = [trained[i : i + size] for i in range(0, len(trained), size)]
+        updated, metrics = self.updates(groups, with_entropy=self._logged)
+        updated = iter(updated)
+        samples = [next(updated) if sample.trained else sample for sample in samples]
         if self.args.sync_ref_model and (self.state.global_step + 1) % self.args.ref_model_sync_steps == 0:
             self.reference.sync(self.policy, self.args.ref_model_mixup_alpha)
-        return updated
+        return samples, metrics
 
-    def report(self, collected: Collected, updated: UpdateResult) -> dict[str, float]:
-        """Count the step, log samples and warnings, and return the metrics of the step by name."""
+    def report(self, samples: Sequence[Sample], values: dict[str, float]) -> dict[str, float]:
+        """End the step: log samples and warnings, and return the metrics of the step by name."""
         state, step = self.state, self.state.global_step + 1
-        values = updated.metrics | collected.metrics
         if "accuracy" in values:
             values |= self.source.metrics()
             news = self.source.observe(values["accuracy"])
             if news:
                 self.log.say(f"step {step}: {news}")
         if self._logged:
-            self._log_samples(step, collected, updated)
+            self._log_samples(step, samples)
         state.global_step = step
-        state.num_tokens += collected.num_tokens
-        rows = round(state.epoch * len(self.source)) + collected.rows  # in whole rows, so that no rounding adds up
-        state.epoch = rows / len(self.source)
-        for warning in self.watch.observe(values, updated.norms):
+        for warning in self.watch.observe(values):
             if warning.startswith("warning"):
                 self.log.warn(step, warning)
             else:  # a note, such as that a loss near 0 is as it should be
@@ -454,8 +454,8 @@ class GRPOTrainer:
         step = self.state.global_step + 1
         return self.args.logs(step) or step == self.state.max_steps
 
-    def _log_samples(self, step, collected, updated):
-        log_samples(step, collected, updated.samples, self.args, self.ranks, self.log, self.token_text)
+    def _log_samples(self, step, samples):
+        log_samples(step, samples, self.args, self.ranks, self.log, self.token_text)
 
     # Evaluations.
 

@@ -19,18 +19,17 @@ from fastgrpo.config.settings import SFTConfig
 from fastgrpo.data.prompts import is_example, to_examples
 from fastgrpo.data.records import Sample
 from fastgrpo.data.sources import Curriculum, Source
-from fastgrpo.policy.batch import Dealer
 from fastgrpo.policy.fit import examples_of
 from fastgrpo.policy.load import stop_token_ids
+from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rewards.call import Rewards, rewards_settings
 from fastgrpo.run.curves import SUPERVISED_PANELS
 from fastgrpo.run.health import MAX_SKIPPED
-from fastgrpo.trainer.collect import Collected
 from fastgrpo.trainer.grpo import GRPOTrainer
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import Learner, UpdateResult
+from fastgrpo.trainer.update import Learner
 
 
 class SFTTrainer(GRPOTrainer):
@@ -106,25 +105,26 @@ class SFTTrainer(GRPOTrainer):
     def _own_parts(self):
         return {}
 
-    def collect(self) -> Collected:
+    def collect(self) -> tuple[list[Sample], dict[str, float]]:
         """Take the samples of a step from the rows."""
         rows = self.source.take(self.args.batch_size)
         how = self.tokenizer, self.stops, self.args.template_kwargs
         samples = [sample for row in rows for sample in to_examples(row, *how)]
-        return Collected(samples, [list(range(len(samples)))], len(rows), sum(map(len, samples)), {})
+        self.state.count(len(rows), sum(map(len, samples)), of=len(self.source))
+        return samples, {}
 
-    def update(self, collected: Collected) -> UpdateResult:
+    def update(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
         """Learn the collected samples."""
         learning_rate = self.learner.learning_rate
-        loss, norm = learn(self.policy, self.learner, collected.samples)
+        loss, norm = learn(self.policy, self.learner, samples)
         norm = norm.item()
         skipped = norm != norm
         values = {"learning_rate": learning_rate, "skipped_updates": float(skipped)}
         if not skipped:
             values |= {"loss": loss, "grad_norm": norm}
-        return UpdateResult(collected.samples, [norm], values)
+        return samples, values
 
-    def _log_samples(self, step, collected, updated):
+    def _log_samples(self, step, samples):
         """Write no samples: what is learned is in the training data."""
 
     def _measure(self, rows, prefix):

@@ -13,7 +13,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -21,10 +20,10 @@ from typing import Any
 import torch
 
 from fastgrpo.config.settings import GRPOConfig
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.loss.losses import GRPOLossOutput, linear_grpo_loss
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.batch import Batch, Dealer
+from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Reference, Scoring, score
 from fastgrpo.ranks import ALONE, Ranks
@@ -281,23 +280,6 @@ def quantile(values: torch.Tensor, share: float) -> float:
     return ordered[at].lerp(ordered[min(at + 1, len(values) - 1)], place - at).item()
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """What the updates of one rollout did.
-
-    Attributes:
-        samples: The samples in their order, with their weights, and with the ratios of their tokens and which of them
-            the last update clipped.
-        norms: The gradient norm of each update: NaN where it was skipped, 0 where there was nothing to learn from.
-        metrics: loss, policy_loss, kl, entropy, ratios, clip ratios, rollout/logp_gap, grad_norm, skipped_updates and
-            learning_rate. All but the last two leave skipped updates out.
-    """
-
-    samples: list[Sample]
-    norms: list[float]
-    metrics: dict[str, float]
-
-
 class GRPOUpdate:
     """Turns the samples of a rollout into optimizer updates."""
 
@@ -329,8 +311,16 @@ class GRPOUpdate:
         self.entropy, self.backward_tolerance, self.corrects_sampler = entropy, backward_tolerance, corrects_sampler
         self.flops = update_flops(policy.module.base_model, policy.head.weight)
 
-    def __call__(self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True) -> UpdateResult:
-        """Make all updates of one rollout."""
+    def __call__(
+        self, groups: Sequence[Sequence[Sample]], with_entropy: bool = True
+    ) -> tuple[list[Sample], dict[str, float]]:
+        """Make all updates of one rollout.
+
+        Returns:
+            The samples in their order, with their weights, and with the ratios of their tokens and which of them the
+            last update clipped; and the metrics. All of these but skipped_updates and learning_rate leave skipped
+            updates out.
+        """
         samples = list(chain.from_iterable(groups))
         if not self.corrects_sampler:
             samples = [dataclasses.replace(sample, sampler_logps=None) for sample in samples]
@@ -376,7 +366,7 @@ class GRPOUpdate:
             metrics["entropy_coef"] = self.entropy.coef
         if self.objective.beta == 0:
             metrics.pop("kl", None)  # there is no reference to measure it against
-        return UpdateResult(samples, norms, metrics)
+        return samples, metrics
 
     def token_weights(self, minibatch: Sequence[Sample], step_tokens: float) -> tuple[torch.Tensor, ...]:
         """Compute the objective's weight of each token over one update.

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, prompt_groups
+from fastgrpo.data.records import Batch, Sample, prompt_groups
 
 
 def test_packing_by_hand():

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Dealer
+from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.ranks import Ranks
 
 

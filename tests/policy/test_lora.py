@@ -9,8 +9,8 @@ from runs import PROMPTS, lines, samples_of
 from transformers import AutoModelForCausalLM
 
 from fastgrpo import GRPOConfig, GRPOTrainer
+from fastgrpo.data.records import Batch
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.load import read_weights
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, make_reference, score

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch, micro_batches
+from fastgrpo.data.records import Batch, Sample
+from fastgrpo.policy.micro_batches import micro_batches
 
 
 def inputs(samples, indices, share_prompt=True):

@@ -6,8 +6,7 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from fastgrpo import linear_logprob
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.load import prepare
 from fastgrpo.policy.model import Policy

@@ -6,8 +6,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.load import prepare
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams

@@ -8,7 +8,7 @@ import torch
 from runs import PROMPTS, lines, make_trainer, samples_of, share_of_a
 
 from fastgrpo import GRPOConfig, GRPOTrainer
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import (
     AdaptersOff,

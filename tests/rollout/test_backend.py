@@ -21,10 +21,10 @@ def test_requests_wait_again_after_a_failure(backend, monkeypatch):
         patch.setattr(type(model.base_model), "forward", lambda *a, **k: (_ for _ in ()).throw(MemoryError("full")))
         with pytest.raises(MemoryError, match="full"):
             rollouts.step()
-    outputs = []
+    outputs = {}
     while rollouts.has_unfinished_requests():
-        outputs += rollouts.step()
-    seen = [rollout.ids for output in sorted(outputs, key=lambda o: o.request_id) for rollout in output.rollouts]
+        outputs |= rollouts.step()
+    seen = [rollout.ids for i in sorted(outputs) for rollout in outputs[i]]
     assert len(seen) == len(expected)
     if isinstance(rollouts, RolloutEngine):
         assert seen == [rollout.ids for rollout in expected]
@@ -128,14 +128,13 @@ def test_groups_are_added_taken_and_cancelled_on_the_way(backend):
     rollouts.abort_request(first)
     rollouts.abort_request(first)
     while rollouts.has_unfinished_requests():
-        outputs += rollouts.step()
-    by_id = {output.request_id: output.rollouts for output in outputs}
-    assert set(by_id) - {first} == {second, third}
-    assert [len(rollout.ids) for rollout in by_id[second]] == [10, 4]
+        outputs |= rollouts.step()
+    assert set(outputs) - {first} == {second, third}
+    assert [len(rollout.ids) for rollout in outputs[second]] == [10, 4]
     if not isinstance(rollouts, HFBackend):  # its draws depend on the batch
-        assert first not in by_id
-        assert by_id[second][1].ids == expected[3].ids[:4]
-        assert [rollout.ids for rollout in by_id[third]] == [rollout.ids for rollout in expected[4:6]]
+        assert first not in outputs
+        assert outputs[second][1].ids == expected[3].ids[:4]
+        assert [rollout.ids for rollout in outputs[third]] == [rollout.ids for rollout in expected[4:6]]
 
 
 @pytest.mark.parametrize(
@@ -298,10 +297,8 @@ def test_a_soak_leaks_nothing_and_loses_no_sequence():
             engine.add_request(prompt, n, sampling, request_id=i, max_tokens=limits)
             wanted[i] = limits
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                limits = wanted.pop(output.request_id)
-                assert len(output.rollouts) == len(limits)
-                for rollout, limit in zip(output.rollouts, limits, strict=True):
+            for i, rollouts in engine.step().items():
+                for rollout, limit in zip(rollouts, wanted.pop(i), strict=True):
                     assert 1 <= len(rollout.ids) <= limit and len(rollout.logps) == len(rollout.ids)
                     assert (rollout.finish_reason == "stop") == (rollout.ids[-1] in sampling.stop_token_ids)
                     assert rollout.finish_reason == "stop" or len(rollout.ids) == limit

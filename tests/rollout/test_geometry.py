@@ -151,10 +151,10 @@ def test_the_longest_prompt_and_the_largest_group_need_not_fit_together():
     engine.budget = Geometry(2, 5, 1, 192, 2, False).tokens * kv_token_bytes(model.config, model.dtype)
     engine.add_request([5] * 190, 1, SamplingParams(max_tokens=5, seed=0))
     engine.add_request([6] * 3, 20, SamplingParams(max_tokens=5, seed=0))
-    outputs = []
+    outputs = {}
     while engine.has_unfinished_requests():
-        outputs += engine.step()
-    assert [len(output.rollouts) for output in outputs] == [1, 20]
+        outputs |= engine.step()
+    assert [len(rollouts) for rollouts in outputs.values()] == [1, 20]
 
 
 @pytest.mark.parametrize("share", [0, 1.5])

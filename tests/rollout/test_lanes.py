@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastgrpo.rollout.lanes import Lanes
+from fastgrpo.rollout.engine import Lanes
 
 CPU = torch.device("cpu")
 NO_STOP = torch.tensor([], dtype=torch.int64)

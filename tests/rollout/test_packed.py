@@ -7,8 +7,7 @@ import tiny
 import torch
 from drawing import PROMPTS
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine

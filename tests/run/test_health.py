@@ -57,7 +57,7 @@ def with_changes(changes):
 
 
 def told(watch, changes, steps):
-    return [watch.observe(with_changes(changes), [0.5]) for _ in range(steps)]
+    return [watch.observe(with_changes(changes)) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
@@ -96,7 +96,7 @@ def test_what_was_seen_survives_a_resume():
     args, texts = GRPOConfig(), []
     watch = Watch(args, NO_CHECKPOINTS)
     for _ in range(12):
-        texts += watch.observe(with_changes({"frac_informative": 0.0, "grad_norm": 0.0, "skipped_updates": 0}), [0.0])
+        texts += watch.observe(with_changes({"frac_informative": 0.0, "grad_norm": 0.0, "skipped_updates": 0}))
         state, watch = json.loads(json.dumps(watch.state_dict())), Watch(args, NO_CHECKPOINTS)
         watch.load_state_dict(state)
     assert sum("no group had rewards that differ" in text for text in texts) == 1
@@ -104,16 +104,19 @@ def test_what_was_seen_survives_a_resume():
 
 def test_the_last_good_checkpoint_is_named(tmp_path):
     checkpoints = SimpleNamespace(newest=None)
-    nan = float("nan")
     watch = Watch(GRPOConfig(), checkpoints)
-    # An update without teaching samples (0) is none; one that moved the weights begins the count anew, in its step too.
-    for norms in ([nan, nan], [nan, 0.5], [nan, nan], [nan, 0.0], [0.0, 0.0], [0.5, nan, nan], [nan] * 4, [0.0, nan]):
-        watch.observe(with_changes({}), norms)
-    with pytest.raises(ValueError, match=r"10 updates in a row .*not finite[^\n]*\n  no checkpoint had been saved"):
-        watch.observe(with_changes({}), [nan, 0.0, nan, nan])
+
+    def observe(skipped, norm):
+        return watch.observe(with_changes({"skipped_updates": skipped, "grad_norm": norm}))
+
+    # A step of which an update moved the weights (a norm above 0) begins the count anew.
+    for skipped, norm in ((9, 0.0), (1, 0.5), (2, 0.0), (0, 0.0), (6, 0.0)):
+        observe(skipped, norm)
+    with pytest.raises(ValueError, match=r"11 updates in a row .*not finite[^\n]*\n  no checkpoint had been saved"):
+        observe(3, 0.0)
     checkpoints.newest = tmp_path / "checkpoint-10"
-    with pytest.raises(ValueError, match=r"12 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10$"):
-        watch.observe(with_changes({}), [nan, nan])
+    with pytest.raises(ValueError, match=r"13 updates in a row[^\n]*\n  the last good checkpoint is .*checkpoint-10$"):
+        observe(2, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

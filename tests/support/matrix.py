@@ -167,7 +167,7 @@ def trajectory(case, ranks=ALONE):
     passes = {"updates_per_rollout": case.minibatches, "num_iterations": STEPS, **dict(case.selection)}
     entropy = AdaptiveEntropy(ADAPTIVE) if case.adaptive else None
     update = GRPOUpdate(policy, reference, learner, objective, temperature=0.9, entropy=entropy, **passes)
-    metrics = update(SAMPLES[case.samples]()).metrics
+    metrics = update(SAMPLES[case.samples]())[1]
     return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
 
 

@@ -12,7 +12,7 @@ from ranked import check
 from sharded_updates import MICRO_BATCHES, distance, loss_of, model, passes, policies, sample, trained, whole
 from torch.distributed.tensor import DTensor
 
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import (
     AdaptersOff,

@@ -10,8 +10,7 @@ from ranked import check
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import ADAPTER, adapters_off, add_lora
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.shard import local, shard

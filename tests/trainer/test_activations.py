@@ -5,8 +5,7 @@ import tiny
 import torch
 from transformers import Qwen3MoeConfig
 
-from fastgrpo.data.records import Sample
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.model import Policy
 from fastgrpo.trainer import memory as activations
 from fastgrpo.trainer.memory import activation_bytes

@@ -101,7 +101,7 @@ def test_a_token_gets_the_outcome_of_the_other_functions_and_its_steps():
     assert first.token_advantages.dtype == torch.float32
     bounded = advantages(STEPPED, advantage_clip=0.3, **BOTH)
     assert all(c.token_advantages.abs().max() == torch.tensor(0.3) for c in bounded)
-    sizes = reward_metrics([first, second], torch.tensor([1.25, 0.75], dtype=torch.float64), 2)
+    sizes = reward_metrics([first, second], torch.tensor([1.25, 0.75], dtype=torch.float64), [True])
     size = (sum(map(abs, expected[0])) / 4 + sum(map(abs, expected[1])) / 2) / 2
     assert sizes["advantage/abs_mean"] == pytest.approx(size, rel=1e-6) and sizes["frac_informative"] == 1
 

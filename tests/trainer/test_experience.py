@@ -11,11 +11,11 @@ import torch
 from fastgrpo import GRPOConfig, GRPOTrainer
 from fastgrpo.rewards.call import Rewards, reward_matrix
 from fastgrpo.rewards.overlong import make_soft_overlong_punishment
-from fastgrpo.rollout.backend import first_finished
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.run.profiling import STAGES
+from fastgrpo.trainer.collect import first_finished
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -44,21 +44,18 @@ def make_trainer(folder, tmp_path, pattern, reward=by_plan, **settings):
 
 
 def stepped(trainer):
-    """(metrics, Collected) of one step."""
+    """(metrics, all samples) of one step."""
     kept, make = [], trainer.collector
     trainer.collector = lambda state: kept.append(make(state)) or kept[-1]
     values = trainer.step()
     trainer.collector = make
-    return values, kept[0]
+    return values, kept[0][0]
 
 
 def rows_of(experience, trainer):
     """The number of the row of each group that the step trained on."""
-    return [int(trainer.tokenizer.decode(experience.samples[group[0]].prompt_ids)) for group in experience.trained]
-
-
-def rollouts(experience):
-    return experience.samples
+    first = [sample for sample in experience if sample.trained][::4]
+    return [int(trainer.tokenizer.decode(sample.prompt_ids)) for sample in first]
 
 
 def lines(run, name="metrics.jsonl"):
@@ -79,7 +76,7 @@ def test_groups_without_spread_are_replaced(folder, tmp_path):
     assert values["frac_informative"] == pytest.approx(4 / 7) == 1 - values["frac_reward_zero_std"]
     assert values["reward"] == pytest.approx((4 * 0.5 + 3 * 0.25) / 7)
     assert values["accuracy"] == pytest.approx(4 / 7 / 2)
-    lengths = [len(rollout.ids) for rollout in rollouts(experience)]
+    lengths = [len(rollout.ids) for rollout in experience]
     assert len(lengths) == 28 and values["completions/mean_length"] == sum(lengths) / 28
     assert trainer.state.num_tokens == values["num_tokens"] == sum(lengths) + 2 * 28
     assert trainer.source.drawn == 7 and trainer.state.epoch == 7 / 14
@@ -111,19 +108,19 @@ def test_dropped_groups_do_not_count_in_the_normalizer_and_those_that_fill_up_do
     updated, update = [], trainer.updates
     trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     _, experience = stepped(trainer)
-    trained = updated[0].samples
-    assert len(trained) == 16 and len(experience.samples) == 24
+    trained = updated[0][0]
+    assert len(trained) == 16 and len(experience) == 24
     tokens = sum(len(sample.ids) for sample in trained)
     for sample in trained:
         expected = 1 / tokens if loss_type == "dapo" else 1 / 16 / len(sample.ids)
         torch.testing.assert_close(sample.weights, torch.full_like(sample.weights, expected))
-    assert experience.trained == [list(range(i, i + 4)) for i in range(0, 16, 4)]
+    assert [i for i, sample in enumerate(experience) if sample.trained] == [*range(16)]
 
 
 def test_those_that_train_together_are_scaled_together(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1001" + "11" + "1" * 8, scale_rewards="batch")
     _, experience = stepped(trainer)
-    advantages = torch.tensor([experience.samples[i].advantage for group in experience.trained for i in group])
+    advantages = torch.tensor([sample.advantage for sample in experience if sample.trained])
     rewards = torch.tensor([0.0, 1.0] * 8)
     torch.testing.assert_close(advantages, (rewards - 0.5) / (rewards.std() + 1e-4), atol=1e-6, rtol=0)
 
@@ -153,7 +150,7 @@ def test_every_batch_draws_from_a_seed_of_its_own(folder, tmp_path, backend):
         dynamic_sampling=3,
     )  # fmt: skip
     _, experience = stepped(trainer)
-    drawn = [tuple(rollout.ids) for rollout in rollouts(experience)]  # three times the same four prompts
+    drawn = [tuple(rollout.ids) for rollout in experience]  # three times the same four prompts
     assert len(drawn) == 48 and len(set(drawn)) == 48
 
 
@@ -168,9 +165,7 @@ def test_refills_may_go_without_a_reward_and_lack_columns(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1110" + "0" * 10, reward, dynamic_sampling=3)
     values, experience = stepped(trainer)
     assert values["dynamic_sampling/num_gen_batches"] == 3 and values["batch"] == (16 + 4 + 4) / 3
-    assert [completion.extras for completion in experience.samples] == [
-        {"mark": mark} for mark in [*range(16), *[None] * 8]
-    ]
+    assert [completion.extras for completion in experience] == [{"mark": mark} for mark in [*range(16), *[None] * 8]]
     assert values["reward"] == pytest.approx((3 * 0.5 + 0.25) / 4)
     nothing = make_trainer(folder, tmp_path / "b", "1" * 8, lambda completions, **_: [None] * len(completions))
     with pytest.raises(ValueError, match="all rewards are None"):
@@ -254,10 +249,10 @@ def test_oversampling_keeps_as_many_groups_as_asked_for(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, "1" * 20, dynamic_sampling=0, oversampling_factor=1.6)
     trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
-    assert len(experience.trained) == 4 and len(experience.samples) == 16  # of 6.4, rounded up
+    assert sum(sample.trained for sample in experience) == 16 and len(experience) == 16  # of 6.4, rounded up
     assert values["oversampling/aborted_groups"] == 3 and trainer.source.drawn == 7
     assert trainer.state.epoch == 7 / 20
-    finished = sum(len(rollout.ids) + 2 for rollout in rollouts(experience))
+    finished = sum(len(rollout.ids) + 2 for rollout in experience)
     assert values["num_tokens"] == finished + values["oversampling/aborted_tokens"]
     assert values["oversampling/aborted_tokens"] >= 12
     assert not any(name.startswith("dynamic_sampling/") for name in values)
@@ -288,7 +283,7 @@ def test_soft_overlong_punishment_stands_beside_the_rewards(folder, tmp_path):
     )  # fmt: skip
     trainer.collector.sampling = dataclasses.replace(trainer.sampling, stop_token_ids=tuple(range(0, 258, 3)))
     values, experience = stepped(trainer)
-    punished = [-max(len(rollout.ids) - 2, 0) / 4 for rollout in rollouts(experience)]
+    punished = [-max(len(rollout.ids) - 2, 0) / 4 for rollout in experience]
     assert len(set(punished)) > 2 and -1 in punished
     assert values["rewards/soft_overlong_punishment/mean"] == pytest.approx(sum(punished) / 16)
     assert values["reward"] == pytest.approx(sum(2 * 0.5 * (i != 1) + p for i, p in enumerate(punished)) / 16)
@@ -310,7 +305,7 @@ def test_a_completion_that_nothing_judges_is_not_punished_either(folder, tmp_pat
         soft_punish_cache=4, dynamic_sampling=0,
     )  # fmt: skip
     _, experience = stepped(half)
-    per_function = reward_matrix(experience.samples)
+    per_function = reward_matrix(experience)
     assert per_function[::2].isnan().all() and not per_function[1::2].isnan().any()
 
 
@@ -335,13 +330,13 @@ def test_all_of_it_at_once(folder, tmp_path):
     updated, update = [], trainer.updates
     trainer.updates = lambda groups, with_entropy: updated.append(update(groups, with_entropy)) or updated[0]
     values, experience = stepped(trainer)
-    masked = [sample for sample in updated[0].samples if sample.masked]
-    truncated = [rollout for rollout in rollouts(experience) if rollout.truncated]
-    assert 0 < len(masked) <= len(truncated) == len(experience.samples) * values["completions/clipped_ratio"]
+    masked = [sample for sample in updated[0][0] if sample.masked]
+    truncated = [rollout for rollout in experience if rollout.truncated]
+    assert 0 < len(masked) <= len(truncated) == len(experience) * values["completions/clipped_ratio"]
     assert all(not sample.weights.any() for sample in masked)
-    weight = sum(sample.weights.sum().item() for sample in updated[0].samples)
+    weight = sum(sample.weights.sum().item() for sample in updated[0][0])
     assert weight == pytest.approx(2)  # 1 for each update: masked tokens do not count in DAPO's normalizer
-    assert len(experience.trained) == 4 and values["grad_norm"] > 0
+    assert sum(sample.trained for sample in experience) == 16 and values["grad_norm"] > 0
     assert sum(values[f"time/{stage}"] for stage in STAGES) == pytest.approx(values["step_time"], rel=0.03)
 
 

@@ -17,7 +17,7 @@ from fastgrpo.policy.ref_model import Scoring, make_reference, score
 from fastgrpo.run.curves import draw_curves
 from fastgrpo.run.metrics import METRICS
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
-from fastgrpo.trainer.update import GRPOUpdate, Learner, UpdateResult
+from fastgrpo.trainer.update import GRPOUpdate, Learner
 
 pytestmark = pytest.mark.usefixtures("without_curves")
 
@@ -59,7 +59,7 @@ def gradient_and_loss(max_tokens, loss_type, level, beta, drop=False, seed=0):
 
     step, optimizer.step = optimizer.step, keep
     samples = samples_of(seed=seed)
-    return gradients, update([samples[:3], samples[3:]]).metrics
+    return gradients, update([samples[:3], samples[3:]])[1]
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
@@ -106,10 +106,10 @@ def test_every_update_after_the_first_meets_the_rollout_policy_as_the_old_one():
     update.loss = lambda batch, *how: seen.append(batch.old_logps is None) or loss(batch, *how)
     updated = update([samples[:3], samples[3:]])
     assert seen == [True, False, False, False, False, False]
-    for sample, logps in zip(updated.samples, expected, strict=True):
+    for sample, logps in zip(updated[0], expected, strict=True):
         if sample.advantage:
             torch.testing.assert_close(sample.old_logps, logps, atol=1e-5, rtol=0)
-    assert updated.metrics["ratio/max"] > 1.01
+    assert updated[1]["ratio/max"] > 1.01
 
 
 def test_without_passes_no_old_logps_are_made(monkeypatch):
@@ -118,7 +118,7 @@ def test_without_passes_no_old_logps_are_made(monkeypatch):
         "fastgrpo.trainer.update.score", lambda model, samples, *_: pytest.fail("scored") if samples else []
     )
     samples = samples_of()
-    metrics = update([samples]).metrics
+    metrics = update([samples])[1]
     assert all(sample.old_logps is None for sample in samples)
     assert metrics["ratio/mean"] == metrics["ratio/max"] == 1 and "kl" not in metrics
 
@@ -255,7 +255,7 @@ def test_an_update_without_samples_moves_nothing():
     update = make_update(Objective())
     before = [p.clone() for p in update.policy.module.parameters()]
     samples = [Sample(s.prompt_ids, s.ids, 0.0) for s in samples_of()]
-    metrics = update([samples]).metrics
+    metrics = update([samples])[1]
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, update.policy.module.parameters(), strict=True))
 
@@ -273,7 +273,7 @@ def advantages_of(trainer):
 
     def update(groups, with_entropy):
         seen.extend(groups)
-        return UpdateResult([sample for group in groups for sample in group], [], {})
+        return [sample for group in groups for sample in group], {"skipped_updates": 0}
 
     trainer.updates = update
     trainer.step()
@@ -375,7 +375,7 @@ def test_every_prompt_of_a_run_goes_through_the_chat_template_with_its_arguments
         return GRPOTrainer(str(path), share_of_a, args, rows, rows)
 
     run = trainer("calm", chat_template_kwargs={"mood": "calm"})
-    shown = {run.tokenizer.decode(c.prompt_ids) for c in run.collector(run.state).samples}
+    shown = {run.tokenizer.decode(c.prompt_ids) for c in run.collector(run.state)[0]}
     assert shown == {"[calm]<user>ab\n<assistant>", "[calm]<user>c\n<assistant>"}
     assert run.train()["accuracy_after"] is not None
     with pytest.raises(ValueError, match="no mood"):

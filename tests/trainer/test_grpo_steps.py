@@ -9,10 +9,10 @@ import tiny
 import torch
 from runs import lines, make_trainer, samples_of
 
+from fastgrpo.data.records import Batch
 from fastgrpo.kernels import reference
 from fastgrpo.loss.advantages import process_advantages
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 from fastgrpo.trainer.update import GRPOUpdate, Learner
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_formula_over_minibatches_and_passes(loss_typ
             torch.cat([first[i] for i in minibatch]),
             None,
             torch.cat([sample.token_advantages.double() for sample in mine]),
-            torch.cat([updated.samples[i].weights.double() for i in minibatch]),
+            torch.cat([updated[0][i].weights.double() for i in minibatch]),
             objective,
         )
         loss.backward()

@@ -9,9 +9,8 @@ import torch
 from runs import make_trainer, samples_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.loss.objective import Objective
-from fastgrpo.policy.batch import Batch
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import make_reference
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
@@ -99,7 +98,7 @@ def test_their_tokens_count_in_the_normalizer():
     samples = [dataclasses.replace(s, advantage=s.advantage * (i < 3)) for i, s in enumerate(samples_of())]
     updated = make_update(policy())([samples[:3], samples[3:]])
     tokens = sum(len(sample.ids) for sample in samples)
-    weights = updated.samples[0].weights
+    weights = updated[0][0].weights
     assert weights.tolist() == pytest.approx([1 / tokens] * len(weights))
 
 

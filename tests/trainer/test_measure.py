@@ -26,7 +26,7 @@ def completion(length=2, reason="stop", right=1.0, style=0.5, advantage=0.0, **c
 def test_rewards_that_were_not_given_are_left_out_of_the_means():
     group = [completion(advantage=1.0), completion(right=0.0, style=NAN, advantage=-1.0)]
     flat = [completion(right=NAN, style=NAN), completion(right=1.0, style=NAN)]
-    values = reward_metrics(group + flat, torch.tensor([1.5, 0.0, NAN, 1.0], dtype=torch.float64), 2)
+    values = reward_metrics(group + flat, torch.tensor([1.5, 0.0, NAN, 1.0], dtype=torch.float64), [True, False])
     assert values["reward"] == pytest.approx(2.5 / 3)
     assert values["reward_std"] == pytest.approx(1.5 / math.sqrt(2))  # of the group that both rewards were given for
     assert values["accuracy"] == 0.5  # a completion without a verdict is not right
@@ -38,7 +38,7 @@ def test_rewards_that_were_not_given_are_left_out_of_the_means():
 
 
 def test_what_nothing_was_given_for_is_absent():
-    values = reward_metrics([completion(style=NAN)] * 2, torch.tensor([NAN, NAN], dtype=torch.float64), 2)
+    values = reward_metrics([completion(style=NAN)] * 2, torch.tensor([NAN, NAN], dtype=torch.float64), [False])
     assert values.keys().isdisjoint({"reward", "reward_std", "rewards/style/mean", "rewards/style/std"})
     assert not any(math.isnan(value) for value in values.values())
 

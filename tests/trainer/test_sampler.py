@@ -8,8 +8,7 @@ import torch
 from runs import lines, make_trainer
 
 from fastgrpo import Objective
-from fastgrpo.data.records import Prompt
-from fastgrpo.policy.batch import Batch
+from fastgrpo.data.records import Batch, Prompt
 from fastgrpo.policy.model import Policy
 from fastgrpo.rollout.engine import RolloutEngine
 from fastgrpo.rollout.sampling import SamplingParams

@@ -181,7 +181,7 @@ def test_an_update_is_the_plain_computation(coef, beta):
     optimizer, seen = update.learner.optimizer, []
     step = optimizer.step
     optimizer.step = lambda *arguments: seen.extend(m.grad.clone() for m in optimizer.masters) or step(*arguments)
-    metrics = update([samples]).metrics
+    metrics = update([samples])[1]
     expected = plain_loss(truth, samples, 0.4, coef, beta)
     expected.backward()
     assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-5)

@@ -13,9 +13,9 @@ from runs import share_of_a
 
 from fastgrpo import SFTConfig, SFTTrainer, linear_grpo_loss
 from fastgrpo.data.prompts import to_examples
-from fastgrpo.data.records import Sample
+from fastgrpo.data.records import Batch, Sample
 from fastgrpo.data.sources import Curriculum, Level, ShuffledRows
-from fastgrpo.policy.batch import Batch, Dealer
+from fastgrpo.policy.micro_batches import Dealer
 from fastgrpo.policy.model import Policy
 from fastgrpo.run.checkpoint import checkpoints
 from fastgrpo.trainer.supervised import learn, mean_loss

@@ -1,0 +1,123 @@
+"""Micro-batches: which samples go through the policy together, and on which rank.
+
+Micro-batches are filled to their token budget as bins with items, the largest group first, each where it leaves the
+least room (best fit decreasing). Each rank computes the micro-batches of all ranks from the lengths of all samples. So
+the number of passes needs no communication.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fastgrpo.data.records import Sample, prompt_groups
+from fastgrpo.ranks import ALONE, Ranks
+
+
+def micro_batches(samples: Sequence[Sample], max_tokens: int, share_prompt: bool = True) -> list[list[int]]:
+    """Split samples into micro-batches of at most `max_tokens` inputs each; returns the indices of each one's samples.
+
+    Samples that share a prompt count it once and stay in one micro-batch. They are spread over several only if they
+    exceed `max_tokens` by themselves, or if they fit nowhere whole and there is already one micro-batch more than their
+    tokens need at least. If all fit, they are one micro-batch in their order.
+    """
+    groups, start = [], 0
+    for group in prompt_groups(samples, share_prompt):
+        groups.append((start, len(group[0].prompt_ids), [len(sample.ids) - 1 for sample in group]))
+        start += len(group)
+    sizes = [prompt + sum(own) for _, prompt, own in groups]
+    bins = _Bins(max_tokens, most=-(-sum(sizes) // max_tokens) + 1)
+    for i in sorted(range(len(groups)), key=lambda i: (-sizes[i], i)):
+        first, prompt, own = groups[i]
+        place = bins.fitting(sizes[i])
+        if place is None and len(bins.left) < bins.most and sizes[i] <= max_tokens:
+            place = bins.another()
+        if place is None:
+            bins.spread(first, prompt, own)
+        else:
+            bins.put(place, range(first, first + len(own)), sizes[i])
+    return sorted(map(sorted, bins.held))
+
+
+class _Bins:
+    """Micro-batches that are being filled."""
+
+    def __init__(self, size, most):
+        self.size, self.most = size, most
+        self.left, self.held = [], []  # of each one the tokens that are left, and the indices of its samples
+
+    def fitting(self, tokens):
+        """Return the micro-batch with the least room that has room for so many tokens; None where there is none."""
+        return min((i for i, left in enumerate(self.left) if left >= tokens), key=self.left.__getitem__, default=None)
+
+    def another(self):
+        self.left.append(self.size)
+        self.held.append([])
+        return len(self.left) - 1
+
+    def put(self, place, indices, tokens):
+        self.held[place] += indices
+        self.left[place] -= tokens
+
+    def spread(self, first, prompt, own):
+        """Put the samples of a group one by one where the most room is left."""
+        place = None
+        for index, tokens in enumerate(own, first):
+            if place is None or self.left[place] < tokens:
+                place = max(range(len(self.left)), key=self.left.__getitem__, default=None)
+                full = place is None or self.left[place] < prompt + tokens
+                if full or len(self.left) < self.most:
+                    place = self.another()
+                self.put(place, (), prompt)
+            self.put(place, (index,), tokens)
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals samples to ranks. `lockstep` says whether all ranks make equally many passes, as `Policy.lockstep` does."""
+
+    max_tokens: int
+    share_prompt: bool = True
+    ranks: Ranks = ALONE
+    lockstep: bool = False
+
+    def shares(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Deal samples to the ranks, so that each gets about as many tokens.
+
+        The samples of a prompt stay together, unless they alone are more than the share of a rank. The largest groups
+        are dealt first, each to the rank that has the fewest tokens so far.
+        """
+        size = self.ranks.size
+        if size == 1:
+            return [list(range(len(samples)))]
+        pieces, start = [], 0
+        total = sum(map(len, samples))
+        for group in prompt_groups(samples, self.share_prompt):
+            parts = min(len(group), -(-sum(map(len, group)) * size // max(total, 1)))
+            bounds = [start + len(group) * i // parts for i in range(parts + 1)]
+            pieces += [range(*pair) for pair in pairwise(bounds)]
+            start += len(group)
+        costs = [sum(len(samples[i]) for i in piece) for piece in pieces]
+        shares, loads = [[] for _ in range(size)], [0] * size
+        for i in sorted(range(len(pieces)), key=lambda i: (-costs[i], i)):
+            rank = loads.index(min(loads))
+            shares[rank] += pieces[i]
+            loads[rank] += costs[i]
+        return [sorted(share) for share in shares]
+
+    def meet(self, what: str) -> None:
+        """Wait on the host until all ranks are there, where their passes wait for each other."""
+        if self.lockstep:
+            self.ranks.meet(what)
+
+    def passes(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Split the share of this rank into micro-batches."""
+        mine = shares[self.ranks.rank]
+        parts = [[mine[i] for i in part] for part in self._split(samples, mine)]
+        return parts + [[]] * ((self.agreed(samples, shares) or 0) - len(parts))
+
+    def agreed(self, samples: Sequence[Sample], shares: Sequence[Sequence[int]]) -> int | None:
+        """Count the passes that each rank makes in lockstep."""
+        return max(len(self._split(samples, share)) for share in shares) if self.lockstep else None
+
+    def _split(self, samples, share):
+        return micro_batches([samples[i] for i in share], self.max_tokens, self.share_prompt)
