@@ -2,9 +2,8 @@
 
     python counted_ranks.py FOLDER MODEL CASES      forks two ranks; CASES is JSON: the settings of each run by its name
 
-Every collective of torch.distributed goes through torch's dispatcher, which tells its tensors and its process group.
-Those of the ranks' host group carry objects and flags, as integers, or floating-point tensors of a CPU. The others
-carry tensors.
+Every collective of torch.distributed goes through torch's dispatcher. Those of the ranks' host group carry objects and
+flags, as integers, or floating-point tensors of a CPU. The others carry tensors.
 """
 
 import functools
@@ -68,8 +67,7 @@ class Counted(TorchDispatchMode):
         setattr(owner, method, called)
 
 
-def spread(completions, **_):
-    """A reward that differs within every group, so that all of them are learned from."""
+def spread(completions, **_):  # within every group, so that all of them are learned from
     return [float(sum(map(ord, text)) % 13) for text in completions]
 
 

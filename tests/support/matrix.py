@@ -36,31 +36,18 @@ WHOLE = 10**6  # a token budget that holds everything
 
 @dataclass(frozen=True)
 class Case:
-    """One way to make the three updates.
-
-    Attributes:
-        loss_type: The objective.
-        beta: The coefficient of the KL.
-        samples: A key of `SAMPLES`.
-        parallel: ddp or fsdp2.
-        budget: Tokens of a micro-batch.
-        knobs: Further knobs of the objective, as pairs.
-        minibatches: How many updates a pass over the samples makes.
-        lora: Whether adapters are trained.
-        selection: What selects tokens, as pairs.
-        adaptive: Whether the coefficient of the entropy bonus follows the entropy.
-    """
+    """One way to make the three updates."""
 
     loss_type: str
     beta: float
-    samples: str = "ragged"
-    parallel: str = "ddp"
-    budget: int = WHOLE
-    knobs: tuple = ()
-    minibatches: int = 1
+    samples: str = "ragged"  # a name for `samples_of`
+    parallel: str = "ddp"  # or fsdp2
+    budget: int = WHOLE  # tokens of a micro-batch
+    knobs: tuple = ()  # of the objective, as pairs
+    minibatches: int = 1  # updates of a pass over the samples
     lora: bool = False
-    selection: tuple = ()
-    adaptive: bool = False
+    selection: tuple = ()  # what selects tokens, as pairs
+    adaptive: bool = False  # the coefficient of the entropy bonus follows the entropy
 
     @property
     def truth(self):
@@ -76,44 +63,27 @@ def group(rng, prompt, lengths, advantages, **more):
     ]
 
 
-def ragged():
-    """Groups of very different lengths, one of them without spread, one of them masked."""
+def samples_of(name):
+    """Groups of very different lengths ("ragged", one without spread and one masked), and three odd ones."""
     rng = random.Random(1)
-    return [
-        group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)),
-        group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5)),
-        group(rng, 4, (7, 8, 9), (0.0, 0.0, 0.0)),
-        group(rng, 6, (20, 30, 1), (-1.0, 0.4, 0.6)),
-        group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True),
-        group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9)),
-    ]
-
-
-def few():
-    """One completion of one group teaches something without a KL: all ranks but one have nothing to do."""
-    rng = random.Random(2)
-    return [group(rng, 4, (6, 6), (0.0, 0.0)), group(rng, 5, (9, 2), (1.5, 0.0))]
-
-
-def apart():
-    """One group of single tokens, and one of long completions: ranks make very different numbers of passes."""
-    rng = random.Random(5)
-    return [group(rng, 3, (1, 1), (1.0, -1.0)), group(rng, 3, (200, 190, 180), (0.5, 0.5, -1.0))]
-
-
-def none():
-    """No group has spread: without a KL there is nothing to learn on any rank."""
-    return [group(random.Random(3), 4, (6, 5), (0.0, 0.0)), group(random.Random(4), 4, (3, 9), (0.0, 0.0))]
-
-
-SAMPLES = {"ragged": ragged, "few": few, "apart": apart, "none": none}
+    if name == "ragged":
+        return [
+            group(rng, 5, (1, 1, 2), (1.0, -0.5, -0.5)),
+            group(rng, 9, (120, 3, 60), (0.7, -1.2, 0.5)),
+            group(rng, 4, (7, 8, 9), (0.0, 0.0, 0.0)),
+            group(rng, 6, (20, 30, 1), (-1.0, 0.4, 0.6)),
+            group(rng, 3, (11, 12, 13), (1.0, -1.0, 0.2), masked=True),
+            group(rng, 8, (16, 5, 40), (1.1, -0.2, -0.9)),
+        ]
+    if name == "few":  # without a KL, all ranks but one have nothing to do
+        return [group(rng, 4, (6, 6), (0.0, 0.0)), group(rng, 5, (9, 2), (1.5, 0.0))]
+    if name == "apart":  # single tokens and long completions: ranks make very different numbers of passes
+        return [group(rng, 3, (1, 1), (1.0, -1.0)), group(rng, 3, (200, 190, 180), (0.5, 0.5, -1.0))]
+    return [group(rng, 4, (6, 5), (0.0, 0.0)), group(rng, 4, (3, 9), (0.0, 0.0))]  # "none": nothing to learn
 
 
 def cases(size, count=2):
-    """The ways in which so many ranks compute, in two sizes: "small" for every commit, "whole" for all of them.
-
-    Of the small ones, two ranks compute each, and one or four ranks every third.
-    """
+    """The ways in which so many ranks compute: all ("whole"), or few ("small"), of which 1 or 4 ranks take a third."""
     losses = LOSS_TYPES if size == "whole" else ("grpo", "dapo", "luspo", "vespo")
     budgets = (WHOLE, 150, 40) if size == "whole" else (WHOLE, 60) if count == 2 else (60,)
     parallels = ("ddp", "fsdp2") if count > 1 else ("fsdp2",)  # with ddp, one rank is one process
@@ -137,11 +107,7 @@ def cases(size, count=2):
 
 
 def trajectory(case, ranks=ALONE):
-    """The gradients, the weights and the metrics of three updates on one rollout.
-
-    Returns:
-        A dict: `gradients` and `weights`, [U, W] for U updates, and `metrics`.
-    """
+    """The gradients and weights, [U, W] for U updates, and the metrics of three updates on one rollout."""
     policy = Policy(tiny.model("llama", tie_word_embeddings=True))
     if case.lora:
         add_lora(policy.module, r=4, target_modules=["all-linear"])
@@ -167,7 +133,7 @@ def trajectory(case, ranks=ALONE):
     passes = {"updates_per_rollout": case.minibatches, "num_iterations": STEPS, **dict(case.selection)}
     entropy = AdaptiveEntropy(ADAPTIVE) if case.adaptive else None
     update = GRPOUpdate(policy, reference, learner, objective, temperature=0.9, entropy=entropy, **passes)
-    metrics = update(SAMPLES[case.samples]())[1]
+    metrics = update(samples_of(case.samples))[1]
     return {"gradients": torch.stack(gradients), "weights": torch.stack(weights), "metrics": metrics}
 
 

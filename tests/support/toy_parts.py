@@ -2,6 +2,7 @@
 
 import functools
 import random
+from types import SimpleNamespace
 
 import tiny
 import torch
@@ -15,6 +16,7 @@ from fastgrpo.run.snapshot import GlobalRNG
 from fastgrpo.trainer.optim import MasterAdamW, make_schedule
 
 STEPS = 3
+SOURCE = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)  # of rows, without a state
 NEVER = "model.norm.weight"  # this parameter never gets a gradient, so AdamW has no state of it
 
 
@@ -36,14 +38,6 @@ class Follower:
         self.measured = state["measured"]
         for name in self.weights.keys() & state.keys():
             fill(self.weights[name], state[name])
-
-
-class Nothing:
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        assert state == {}
 
 
 def gradient(name, step, shape):
@@ -76,7 +70,7 @@ def make_parts(dtype, mesh=None, ranks=ALONE, seed=0, trained=True):
                 fill(value, whole[name])
     return {
         "policy": policy, "optimizer": optimizer, "schedule": schedule, "progress": TrainerState(STEPS, 10, 0.3, 6),
-        "source": Nothing(), "reference": Follower(policy, seed), "rng": GlobalRNG(),
+        "source": SOURCE, "reference": Follower(policy, seed), "rng": GlobalRNG(),
     }  # fmt: skip
 
 
@@ -104,30 +98,25 @@ def addresses(parts):
 def differences(mine, expected):
     """What differs between the parts and those of a whole run in one process, to the last bit."""
     pairs = {}
-    for part in ("optimizer", "reference"):
-        named = [
-            parts[part].named_state() if part == "optimizer" else parts[part].state_dict() for parts in (mine, expected)
-        ]
-        if named[0].keys() != named[1].keys():
-            return [f"{part}: {sorted(named[0].keys() ^ named[1].keys())}"]
-        pairs |= {f"{part}.{name}": (named[0][name], value) for name, value in named[1].items()}
+    for part, method in (("optimizer", "named_state"), ("reference", "state_dict")):
+        got, want = (getattr(parts[part], method)() for parts in (mine, expected))
+        if got.keys() != want.keys():
+            return [f"{part}: {sorted(got.keys() ^ want.keys())}"]
+        pairs |= {f"{part}.{name}": (got[name], value) for name, value in want.items()}
     weights = expected["policy"].state_dict()
     pairs |= {name: (value, weights[name]) for name, value in mine["policy"].module.state_dict().items()}
-    found = []
-    for name, (value, whole) in pairs.items():
-        if isinstance(whole, torch.Tensor):
-            if not name.startswith("optimizer"):
-                value = value.to(whole.dtype)  # the parts of a policy are in fp32, as its masters are
-            part = torch.empty_like(value)
-            fill(part, whole)
-            same = torch.equal(local(value), local(part))
-        else:
-            same = value == whole
-        if not same:
-            found.append(name)
-    if mine["schedule"].state_dict() != expected["schedule"].state_dict():
-        found.append("schedule")
-    return found
+    pairs["schedule"] = mine["schedule"].state_dict(), expected["schedule"].state_dict()
+    return [name for name, (value, whole) in pairs.items() if not _same(name, value, whole)]
+
+
+def _same(name, value, whole):
+    if not isinstance(whole, torch.Tensor):
+        return value == whole
+    if not name.startswith("optimizer"):
+        value = value.to(whole.dtype)  # the parts of a policy are in fp32, as its masters are
+    part = torch.empty_like(value)
+    fill(part, whole)
+    return torch.equal(local(value), local(part))
 
 
 def draws():
