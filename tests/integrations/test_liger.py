@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 
-import liger_cases
 import pytest
 import torch
-from liger_cases import CASES, CLOSE, FULL, RAGGED, TEMPERATURE, batch, gap, is_right, run_class, truth
 from paths import ROOT
 
+from benchmarks import liger_cases
+from benchmarks.liger_cases import CASES, CLOSE, FULL, RAGGED, TEMPERATURE, batch, gap, is_right, run_class, truth
 from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss
 
 

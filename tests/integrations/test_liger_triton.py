@@ -8,7 +8,8 @@ import inspect
 
 import pytest
 import torch
-from liger_cases import (
+
+from benchmarks.liger_cases import (
     CASES,
     CLOSE,
     FULL,
@@ -21,7 +22,6 @@ from liger_cases import (
     run_function,
     truth,
 )
-
 from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 
 

@@ -7,12 +7,12 @@ Run by test_interpreted.py, in a process with TRITON_INTERPRET=1.
 
 import math
 
-import liger_cases
 import pytest
 import torch
 from loss_runs import OBJECTIVES, N, V, check_compiled, device_only_mask, run, same
 
 import fastgrpo.loss.losses
+from benchmarks import liger_cases
 from fastgrpo import logits_grpo_loss
 from fastgrpo.integrations.liger import LigerFusedLinearGRPOLoss, triton_grpo_loss
 

@@ -1,6 +1,6 @@
 """Batches in Liger-Kernel's terms, their truth in fp64, and the table in docs/integrations.md of Liger's differences.
 
-    TRITON_INTERPRET=1 python tests/support/liger_cases.py [--search]
+    TRITON_INTERPRET=1 python -m benchmarks.liger_cases [--search]
 
 prints the table, or what it misses of Liger's differences over `CASES`. The truth is kernels/reference.py over the
 tokens of the mask, differentiated by autograd. Liger's class runs on the CPU as it is, and its Triton function under
