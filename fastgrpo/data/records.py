@@ -53,8 +53,8 @@ class Sample:
     Attributes:
         prompt_ids: Token ids of the prompt.
         ids: [T] token ids of the completion, the stop token included.
-        advantage: The factor of its policy gradient, 0 where the step does not train on it; where its tokens have factors
-            of their own, their mean.
+        advantage: The factor of its policy gradient; where its tokens have factors of their own, their mean. It is 0
+            where the step does not train on it.
         logps: fp32 log-probs of the draws, in nats, under the full softmax at the sampling temperature.
         sampler_logps: fp32 log-probs under the distribution that was drawn from, which filters and penalties change.
         finish_reason: "stop" where a stop token ended it, "length" where it reached its limit.
