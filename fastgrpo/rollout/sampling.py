@@ -285,8 +285,9 @@ def filter_logps(all_logps: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0,
     if top_p < 1:
         ordered = kept.sort(dim=-1, descending=True).values
         probs = torch.softmax(ordered, dim=-1)
-        # A token stays if the mass of the likelier ones is below top_p, so the likeliest token always stays.
+        # A token stays if the mass of the likelier ones is below top_p.
         stays = probs.cumsum(-1) - probs < top_p
+        stays[..., 0] = True  # the likeliest one, also for a top_p that fp32 rounds to 0
         threshold = ordered.masked_fill(~stays, torch.inf).amin(-1, keepdim=True)
         kept = kept.masked_fill(kept < threshold, -torch.inf)
     if min_p > 0:

@@ -1,73 +1,157 @@
-"""Packing: which state predicts which token, and the token budget."""
+"""Packing: which state predicts which token. Micro-batches: the token budget. Dealing: shares of the ranks."""
+
+import math
+import random
+from dataclasses import replace
+from itertools import count, islice
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastgrpo.data.records import Batch, Sample, prompt_groups
+from fastgrpo.policy.micro_batches import Dealer, micro_batches
+from fastgrpo.ranks import Ranks
+
+PER_TOKEN = {"weights": "weights", "old_logps": "old_logps", "ref_logps": "ref_logps", "logps": "rollout_logps",
+             "sampler_logps": "sampler_logps", "entropy_weights": "entropy_weights"}  # fmt: skip
 
 
-def test_packing_by_hand():
-    samples = [
-        Sample([10, 11, 12], [13, 14], 0.5, weights=torch.tensor([0.1, 0.2])),
-        Sample([20], [21, 22, 23], -1.0, weights=torch.tensor([0.3, 0.4, 0.5])),
-    ]
-    batch = Batch.pack(samples, "cpu")
-    assert batch.input_ids.tolist() == [10, 11, 12, 13, 20, 21, 22]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2]
-    assert batch.lengths == [4, 3] and batch.branches == []
-    assert batch.rows.tolist() == [2, 3, 4, 5, 6]
-    assert batch.targets.tolist() == [13, 14, 21, 22, 23]
-    assert batch.cu_seqlens.tolist() == [0, 2, 5]
-    assert batch.advantages.tolist() == [0.5, -1.0]
-    torch.testing.assert_close(batch.weights, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]))
-    assert batch.old_logps is None and batch.ref_logps is None
+@st.composite
+def groups(draw, most=8):
+    """Groups in any lengths. The prompt of group i is made of i, and no completion token occurs twice."""
+    tokens, made = count(100), []
+    for i in range(draw(st.integers(1, 6))):
+        prompt, lengths = [i] * draw(st.integers(1, 6)), draw(st.lists(st.integers(1, most), min_size=1, max_size=5))
+        made.append([Sample(prompt, list(islice(tokens, n)), i - 2.0) for n in lengths])
+    return made
 
 
-def test_every_target_follows_the_token_whose_state_predicts_it():
-    samples = [Sample([1] * p, list(range(100, 100 + c)), 0.0) for p, c in [(1, 1), (4, 7), (2, 3)]]
-    batch = Batch.pack(samples, "cpu")
-    whole = [s.prompt_ids + s.ids for s in samples]
-    predicted = [sequence[i + 1] for sequence in whole for i in range(len(sequence) - 1)]
-    assert [predicted[row] for row in batch.rows.tolist()] == batch.targets.tolist()
+def flat(groups):
+    return [sample for group in groups for sample in group]
 
 
-def test_a_shared_prompt_by_hand():
-    """Shared prompts come first, then their branches, then other sequences; `rows` keeps the order of the samples."""
-    samples = [
-        Sample([50], [51, 52], 0.0),
-        Sample([10, 11, 12], [13, 14], 0.0),
-        Sample([10, 11, 12], [15], 0.0),
-        Sample([10, 11, 12], [16, 17, 18], 0.0),
-        Sample([30, 31], [32], 0.0),
-        Sample([30, 31], [33], 0.0),
-        Sample([40], [41, 42], 0.0),
-        Sample([40], [43, 44], 0.0),
-        Sample([60, 61], [62], 0.0),
-        Sample([60, 61], [63, 64], 0.0),
-    ]
-    batch = Batch.pack(samples, "cpu")
-    shared, branches, alone = [10, 11, 12, 40], [13, 16, 17, 41, 43], [50, 51, 30, 31, 60, 61, 63]
-    assert batch.input_ids.tolist() == shared + branches + alone
-    assert batch.position_ids.tolist() == [0, 1, 2, 0, 3, 3, 4, 1, 1, 0, 1, 0, 1, 0, 1, 2]
-    assert batch.lengths == [3, 1, 1, 2, 1, 1, 2, 2, 3]
-    assert batch.branches == [[1, 2], [1, 1]]
-    rows = [[9, 10], [2, 4], [2], [2, 5, 6], [12], [12], [3, 7], [3, 8], [14], [14, 15]]
-    assert batch.rows.tolist() == [row for sample in rows for row in sample]
+def tokens_seen(batch):
+    """The tokens that each packed token attends to, itself last, by the layout that PackedAttention reads."""
+    sequences = [part.tolist() for part in batch.input_ids.split(batch.lengths)]
+    prompts = sequences[: len(batch.branches)]
+    before = [[] for _ in prompts] + [p for p, own in zip(prompts, batch.branches, strict=True) for _ in own]
+    branches = [length for own in batch.branches for length in own]
+    assert batch.lengths[len(prompts) : len(before)] == branches
+    before += [[] for _ in sequences[len(before) :]]
+    return [start + own[: i + 1] for start, own in zip(before, sequences, strict=True) for i in range(len(own))]
+
+
+@given(groups(), st.booleans())
+def test_each_token_is_predicted_by_the_state_of_its_prefix(groups, share_prompt):
+    samples = flat(groups)
+    batch = Batch.pack(samples, "cpu", share_prompt)
+    seen = tokens_seen(batch)
+    assert batch.position_ids.tolist() == [len(tokens) - 1 for tokens in seen]
+    expected = [sample.prompt_ids + sample.ids[:t] for sample in samples for t in range(len(sample.ids))]
+    assert [seen[row] for row in batch.rows.tolist()] == expected
     assert batch.targets.tolist() == [token for sample in samples for token in sample.ids]
-    assert batch.cu_seqlens.tolist() == [0, 2, 4, 5, 8, 9, 10, 12, 14, 15, 17]
+    of_samples = batch.targets.tensor_split(batch.cu_seqlens[1:-1])
+    assert [values.tolist() for values in of_samples] == [sample.ids for sample in samples]
+    prompts = sum(len(group[0].prompt_ids) * (1 if share_prompt else len(group)) for group in groups)
+    assert len(batch.input_ids) == prompts + sum(len(sample.ids) - 1 for sample in samples)  # the least there can be
 
 
-def test_unshared_packing_repeats_the_prompt():
-    samples = [Sample([10, 11], [12, 13], 0.0), Sample([10, 11], [14, 15], 0.0)]
-    batch = Batch.pack(samples, "cpu", share_prompt=False)
-    assert batch.input_ids.tolist() == [10, 11, 12, 10, 11, 14]
-    assert batch.lengths == [3, 3] and batch.branches == []
+@given(groups(), st.booleans(), st.booleans())
+def test_values_of_tokens_keep_the_order_of_the_samples(groups, by_token, some_counted):
+    samples = []
+    for number, sample in enumerate(flat(groups)):
+        ids = torch.tensor(sample.ids)
+        values = {name: ids + 1000.0 * i for i, name in enumerate(PER_TOKEN)}
+        values |= {"token_advantages": ids / 8} if by_token else {}
+        values |= {"counted": torch.full(ids.shape, number % 2.0)} if some_counted else {}
+        samples.append(replace(sample, **values))
+    batch, ids = Batch.pack(samples, "cpu"), torch.tensor([token for sample in samples for token in sample.ids])
+    for i, name in enumerate(PER_TOKEN.values()):
+        assert torch.equal(getattr(batch, name), ids + 1000.0 * i), name
+    advantages, lengths = torch.tensor([s.advantage for s in samples]), torch.tensor([len(s.ids) for s in samples])
+    expected = ids / 8 if by_token else advantages.repeat_interleave(lengths) if some_counted else advantages
+    if some_counted:
+        expected = expected * (torch.arange(len(samples)) % 2).repeat_interleave(lengths)
+    assert torch.equal(batch.advantages, expected)
 
 
 def test_groups_are_neighbours_with_equal_prompts():
     samples = [Sample(list(prompt), [0], 0.0) for prompt in ([1, 2], [1, 2], [1], [1, 2])]
     assert [len(group) for group in prompt_groups(samples)] == [2, 1, 1]
     assert [len(group) for group in prompt_groups(samples, share_prompt=False)] == [1, 1, 1, 1]
+
+
+def inputs(samples, share_prompt=True):
+    return len(Batch.pack(samples, "cpu", share_prompt).input_ids)
+
+
+@given(groups(most=20), st.integers(1, 60), st.booleans())
+def test_micro_batches_keep_the_budget_and_split_no_group_in_vain(groups, budget, share_prompt):
+    samples = flat(groups)
+    parts = micro_batches(samples, budget, share_prompt)
+    assert sorted(i for part in parts for i in part) == list(range(len(samples)))
+    assert parts == sorted(map(sorted, parts))
+    for part in parts:  # a sample that exceeds the budget by itself stands alone
+        assert len(part) == 1 or inputs([samples[i] for i in part], share_prompt) <= budget
+    total = inputs(samples, share_prompt)
+    assert (len(parts) == 1) == (total <= budget or len(samples) == 1)
+    for group in groups if share_prompt else ():
+        places = {tuple(part) for part in parts for i in part if samples[i].prompt_ids == group[0].prompt_ids}
+        assert len(places) == 1 or inputs(group) > budget or len(parts) > math.ceil(total / budget)
+
+
+@pytest.mark.parametrize("count, budget", [(8, 8192), (32, 16384), (128, 8192)])
+def test_one_micro_batch_more_than_the_least_is_enough_for_lengths_like_gsm8ks(count, budget):
+    """Prompts of 50 to 250 tokens, and completions log-normal around 200 up to 1,024."""
+    rng, samples = random.Random(count), []
+    for i in range(count):
+        prompt = [i] * rng.randint(50, 250)
+        lengths = [min(1024, max(1, round(rng.lognormvariate(math.log(200), 0.6)))) for _ in range(8)]
+        samples += [Sample(prompt, [i] * n, 0.0) for n in lengths]
+    parts = micro_batches(samples, budget)
+    assert len(parts) <= math.ceil(inputs(samples) / budget) + 1
+    assert sum(len({i // 8 for i in part}) for part in parts) - count <= 0.05 * count  # groups that are split
+
+
+def dealers(size, lockstep=False, share_prompt=True):
+    return [Dealer(50, share_prompt, Ranks(rank, size), lockstep) for rank in range(size)]
+
+
+@given(groups(most=20), st.integers(1, 8))
+def test_ranks_agree_on_balanced_shares(groups, size):
+    samples = flat(groups)
+    shares = [dealer.shares(samples) for dealer in dealers(size)]
+    assert all(share == shares[0] for share in shares)
+    assert sorted(i for share in shares[0] for i in share) == list(range(len(samples)))
+    assert all(share == sorted(share) for share in shares[0])
+    total, largest = sum(map(len, samples)), max(sum(map(len, group)) for group in groups)
+    loads = [sum(len(samples[i]) for i in share) for share in shares[0]]
+    assert max(loads) <= total / size + largest
+    for group in groups:
+        holders = [share for share in shares[0] if any(samples[i].prompt_ids == group[0].prompt_ids for i in share)]
+        assert len(holders) == 1 or sum(map(len, group)) > total / size
+
+
+@given(groups(most=60), st.integers(1, 4), st.booleans())
+def test_ranks_in_lockstep_make_equally_many_passes(groups, size, lockstep):
+    samples = flat(groups)
+    passes = [dealer.passes(samples, dealer.shares(samples)) for dealer in dealers(size, lockstep)]
+    assert sorted(i for of_rank in passes for part in of_rank for i in part) == list(range(len(samples)))
+    assert not lockstep or len({len(of_rank) for of_rank in passes}) == 1
+    assert lockstep or all(part for of_rank in passes for part in of_rank)
+
+
+def test_a_group_that_is_more_than_a_share_is_divided():
+    samples = [Sample([1] * 3, [5] * 40, 1.0) for _ in range(8)]
+    assert sorted(map(len, dealers(4)[0].shares(samples))) == [2, 2, 2, 2]
+
+
+def test_no_samples_make_no_passes():
+    assert micro_batches([], 10) == []
+    assert dealers(2)[0].shares([]) == [[], []]
+    assert dealers(2, lockstep=True)[1].passes([], [[], []]) == []
 
 
 @pytest.mark.gpu

@@ -7,10 +7,8 @@ import tiny
 import tiny_gguf
 import torch
 
-from fastgrpo import chat, doctor
 from fastgrpo.policy.gguf import find_gguf
 from fastgrpo.policy.load import load_model, load_policy, load_tokenizer, read_config, stop_token_ids
-from fastgrpo.policy.model import Policy
 from fastgrpo.train import main
 
 pytestmark = pytest.mark.usefixtures("without_curves")
@@ -23,24 +21,18 @@ def written(tmp_path_factory):
     return path, *tiny_gguf.save(path)
 
 
-def same(weights, others):
-    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-def test_weights_and_config_are_those_of_the_model(written):
-    path, model, _ = written
-    for source in (path, str(path), path.parent):
-        assert same(model.state_dict(), load_model(source, device="cpu").state_dict())
+def test_weights_config_and_tokenizer_are_those_of_the_model(written, tmp_path):
+    path, model, tokenizer = written
+    (tmp_path / "TINY.GGUF").symlink_to(path)
+    for source in (path, path.parent, tmp_path):
+        weights = load_model(source, device="cpu").state_dict()
+        assert weights.keys() == model.state_dict().keys()
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     config = read_config(path)
     for name in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings", "vocab_size"):
         assert getattr(config, name) == getattr(model.config, name)
-    assert load_model(path, dtype="bfloat16", device="cpu").dtype == torch.bfloat16
-
-
-def test_the_tokenizer_is_that_of_the_model(written):
-    path, _, tokenizer = written
-    policy, read = load_policy(path, device="cpu")
-    assert isinstance(policy, Policy)
+    policy, read = load_policy(path, dtype="bfloat16", device="cpu")
+    assert policy.dtype == torch.bfloat16
     text, messages = "a b\n ünï 7 + 5", [{"role": "user", "content": "What is 7 + 5?"}]
     assert read(text).input_ids == tokenizer(text).input_ids and read.decode(read(text).input_ids) == text
     assert (read.eos_token, read.pad_token, read.bos_token) == ("<eos>", "<pad>", "<pad>")
@@ -53,26 +45,18 @@ def test_a_run_on_a_gguf_file_saves_ordinary_checkpoints(written, tmp_path):
     path, model, _ = written
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1+1?", "answer": "#### 2"}) + "\n")
-    run = tmp_path / "run"
     argv = (
-        f"--task gsm8k --dataset_name {rows} --model_name_or_path {path} --output_dir {run} --max_steps 1 --device cpu"
-    )
-    argv += " --prompts_per_step 1 --num_generations 2 --max_completion_length 4 --learning_rate 1e-9"
-    assert main(argv.split()) == 0
-    saved = run / "checkpoint-1"
+        f"--task gsm8k --dataset_name {rows} --model_name_or_path {path} --output_dir {tmp_path / 'run'} --device cpu "
+        "--prompts_per_step 1 --num_generations 2 --max_completion_length 4 --learning_rate 1e-9 --max_steps"
+    ).split()
+    assert main([*argv, "1"]) == 0
+    saved = tmp_path / "run" / "checkpoint-1"
     assert find_gguf(saved) is None and "quantization_config" not in json.loads((saved / "config.json").read_text())
     after = load_model(saved, device="cpu").state_dict()
     assert all(torch.allclose(value, after[name], atol=1e-6) for name, value in model.state_dict().items())
     tokenizer = load_tokenizer(saved)
     assert tokenizer.eos_token == "<eos>" and tokenizer.chat_template == tiny.CHAT_TEMPLATE
-    assert main([*argv.split(), "--resume_from_checkpoint", "auto", "--max_steps", "2"]) == 0
-
-
-def test_chat_and_doctor_take_the_file(written, capsys):
-    path = str(written[0])
-    assert chat.main([path, "--prompt", "a", "-n", "1", "--device", "cpu"]) == 0
-    assert doctor.main(["--model", path]) == 0
-    assert f"memory of {path}" in capsys.readouterr().out
+    assert main([*argv, "2", "--resume_from_checkpoint", "auto"]) == 0
 
 
 def test_only_a_folder_without_a_config_stands_for_the_file_in_it(written, tmp_path):
@@ -81,13 +65,5 @@ def test_only_a_folder_without_a_config_stands_for_the_file_in_it(written, tmp_p
     assert find_gguf("org/name") is None and find_gguf(tmp_path) is None
     (tmp_path / "x.gguf").write_bytes(b"")
     assert find_gguf(tmp_path) == tmp_path / "x.gguf"
-    (tmp_path / "x.gguf").rename(tmp_path / "X.GGUF")
-    assert find_gguf(tmp_path) == find_gguf(tmp_path / "X.GGUF") == tmp_path / "X.GGUF"
     (tmp_path / "config.json").write_text("{}")
     assert find_gguf(tmp_path) is None
-
-
-def test_a_name_in_upper_case_is_read_too(written, tmp_path):
-    (tmp_path / "TINY.GGUF").symlink_to(written[0])
-    assert same(written[1].state_dict(), load_model(tmp_path, device="cpu").state_dict())
-    assert load_tokenizer(tmp_path).eos_token == "<eos>"

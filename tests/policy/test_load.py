@@ -1,106 +1,221 @@
-"""Loading a policy: what ends a completion, what is taken over, and what does not fit is named."""
+"""Loading a policy: its files, its device and dtype, what ends a completion, prompts that fit, what is refused."""
+
+import json
 
 import pytest
 import tiny
 import torch
 
 from fastgrpo.config.settings import GRPOConfig
+from fastgrpo.data.records import Prompt
+from fastgrpo.policy.characters import character_model
+from fastgrpo.policy.device import cast, choose_device, choose_dtype, package_obstacle
+from fastgrpo.policy.fit import check_rows, prompts_of
 from fastgrpo.policy.load import (
     check_vocabulary,
     load_policy,
+    loading,
     policy_and_tokenizer,
     prepare,
+    read_config,
+    read_json,
     read_weights,
     stop_token_ids,
 )
 from fastgrpo.policy.model import Policy
 
 
-@pytest.mark.parametrize("configured, ids", [(None, (1,)), (1, (1,)), (7, (1, 7)), ([9, 1, 4], (1, 4, 9))])
+@pytest.mark.parametrize(
+    "configured, ids", [(None, (1,)), (1, (1,)), (7, (1, 7)), ([9, 1, 4], (1, 4, 9)), (50256, (1,))]
+)
 def test_a_completion_ends_at_the_tokenizers_token_and_at_the_configs(configured, ids):
-    policy = Policy.of(tiny.model())
-    policy.module.generation_config.eos_token_id = configured
-    assert stop_token_ids(policy, tiny.tokenizer()) == ids
-
-
-def test_without_an_end_token_no_completion_could_end():
+    """50256 is the default of a GPT-2 config, whatever its vocabulary: no token of this model has it."""
     policy, tokenizer = Policy.of(tiny.model()), tiny.tokenizer()
-    policy.module.generation_config.eos_token_id = tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="the tokenizer has no end token"):
-        stop_token_ids(policy, tokenizer)
+    policy.module.generation_config.eos_token_id = configured
+    assert stop_token_ids(policy, tokenizer) == ids
+    if configured in (None, 50256):
+        tokenizer.eos_token = None
+        with pytest.raises(ValueError, match="no completion could end"):
+            stop_token_ids(policy, tokenizer)
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused():
-    with pytest.raises(ValueError, match="the tokenizer has 258 tokens, the model's embedding only 64"):
+    with pytest.raises(ValueError, match="258 tokens"):
         check_vocabulary(Policy.of(tiny.model(vocab_size=64)), tiny.tokenizer())
     check_vocabulary(Policy.of(tiny.model(vocab_size=258)), tiny.tokenizer())
 
 
-def test_a_folder_gives_the_policy_and_its_tokenizer(tmp_path):
-    policy, tokenizer = load_policy(tiny.save(tmp_path / "model"), device="cpu")
-    assert isinstance(policy, Policy) and policy.dtype == torch.float32
-    assert tokenizer.decode(tokenizer("ab")["input_ids"]) == "ab"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("load") / "model")
+
+
+def test_a_folder_gives_the_policy_and_its_tokenizer(saved):
+    policy, tokenizer = load_policy(saved, dtype="bfloat16", device="cpu", gradient_checkpointing=True)
+    assert policy.dtype == torch.bfloat16 and policy.module.is_gradient_checkpointing
+    assert tokenizer.decode(tokenizer("ab 1")["input_ids"]) == "ab 1"
     with pytest.raises(ValueError, match=r"no such model folder: .*nowhere"):
-        load_policy(tmp_path / "nowhere")
+        load_policy(saved / "nowhere")
 
 
-def test_whatever_loads_a_policy_gives_it_the_layers_that_are_wanted(tmp_path, monkeypatch):
-    """`apply_liger` decides by the device and the package; here it is only seen to be asked."""
-    asked, path = [], tiny.save(tmp_path / "model")
-    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda *asks: asked.append(asks))
-    policies = [load_policy(path, device="cpu")[0]]
-    for wanted in (True, False, None):
-        config = GRPOConfig(device="cpu", use_liger_kernel=wanted)
-        policies += [policy_and_tokenizer(path, None, config)[0]]
-        policies += [policy_and_tokenizer(tiny.model(vocab_size=258), tiny.tokenizer(), config)[0]]
-    wants = [None, True, True, False, False, None, None]
-    assert asked == [(policy.module, wanted) for policy, wanted in zip(policies, wants, strict=True)]
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_whatever_loads_a_policy_asks_for_the_layers_that_are_wanted(saved, monkeypatch, wanted):
+    asked, config = [], GRPOConfig(device="cpu", use_liger_kernel=wanted)
+    monkeypatch.setattr("fastgrpo.policy.load.apply_liger", lambda model, wanted: asked.append(wanted))
+    load_policy(saved, device="cpu", use_liger_kernel=wanted)
+    policy_and_tokenizer(saved, None, config)
+    policy_and_tokenizer(tiny.model(vocab_size=258), tiny.tokenizer(), config)
+    assert asked == [wanted] * 3
 
 
-def test_weights_of_another_model_are_no_checkpoint_of_the_policy(tmp_path):
-    policy = Policy.of(tiny.model())
-    tiny.model(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="lacks 12 of its weights"):
-        read_weights(policy, tmp_path)
-    tiny.model(num_hidden_layers=3).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has 12 weights of layers beyond those that config.json counts"):
-        read_weights(policy, tmp_path)
-    tiny.model(intermediate_size=32).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has 6 weights of other shapes"):
-        read_weights(policy, tmp_path)
+@pytest.mark.parametrize(
+    "change, message",
+    [({"num_hidden_layers": 1}, "lacks 12 "), ({"num_hidden_layers": 3}, "has 12 weights of layers beyond"),
+     ({"intermediate_size": 32}, "has 6 weights of other shapes")],
+)  # fmt: skip
+def test_rejects_weights_of_another_model(tmp_path, change, message):
+    tiny.model(**change).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_weights(Policy.of(tiny.model()), tmp_path)
 
 
-def test_a_model_of_peft_is_refused_with_the_remedy():
+def test_a_model_of_peft_is_refused_and_its_merged_model_taken():
     peft = pytest.importorskip("peft", reason="peft is not installed (extra: lora)")
     model = peft.get_peft_model(tiny.model(vocab_size=258), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"a PeftModel: pass model.merge_and_unload\(\) .* with use_peft=True"):
+    with pytest.raises(ValueError, match=r"merge_and_unload\(\)"):
         policy_and_tokenizer(model, tiny.tokenizer(), GRPOConfig(device="cpu"))
     merged, _ = policy_and_tokenizer(model.merge_and_unload(), tiny.tokenizer(), GRPOConfig(device="cpu"))
     assert isinstance(merged, Policy)
 
 
-@pytest.mark.parametrize("model, kind", [(None, "NoneType"), (torch.nn.Linear(1, 1), "Linear"), (7, "int")])
-def test_what_is_no_model_is_refused_by_its_type(model, kind):
-    with pytest.raises(
-        ValueError, match=f"model is of type {kind}; pass a folder, a hub id, a GGUF file or a transformers causal LM"
-    ):
-        policy_and_tokenizer(model, None, GRPOConfig(device="cpu"))
-
-
-def test_a_model_without_a_head_or_with_quantized_weights_is_refused():
+def test_rejects_what_is_no_causal_model():
+    for model in (None, torch.nn.Linear(1, 1), 7):
+        with pytest.raises(ValueError, match=f"model is of type {type(model).__name__}"):
+            policy_and_tokenizer(model, None, GRPOConfig(device="cpu"))
     model = tiny.model()
-    with pytest.raises(ValueError, match="Qwen2Model is no causal LM; load the model with AutoModelForCausalLM"):
+    with pytest.raises(ValueError, match="Qwen2Model"):
         prepare(model.base_model)
     model.is_quantized = True
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM has quantized weights, and training needs plain ones"):
+    with pytest.raises(ValueError, match="quantized"):
+        prepare(model)
+    model = tiny.model()
+    model.config.logits_scaling = 2.0
+    with pytest.raises(ValueError, match="logits_scaling"):
         prepare(model)
 
 
-def test_an_end_token_beyond_the_vocabulary_is_left_out_unless_it_is_the_only_one(caplog):
-    policy, tokenizer = Policy.of(tiny.model()), tiny.tokenizer()
-    policy.module.generation_config.eos_token_id = 50256  # the default of a GPT-2 config, whatever its vocabulary
-    assert stop_token_ids(policy, tokenizer) == (1,)
-    assert "names end tokens [50256], but the model has only 64 tokens: completions end at [1]" in caplog.text
-    tokenizer.eos_token = None
-    with pytest.raises(ValueError, match=r"name end tokens \[50256\], .* 64 .*so no completion could end; set"):
-        stop_token_ids(policy, tokenizer)
+@pytest.fixture
+def folder(tmp_path):
+    """Writes the config of a tiny model with some fields changed, and returns its folder."""
+
+    def write(**fields):
+        tiny.config().save_pretrained(tmp_path)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("fields", [{}, {"dtype": "bfloat16"}, {"dtype": None}, {"quantization_config": None}])
+def test_configs_are_read_also_those_of_adapters_base(folder, tmp_path_factory, fields):
+    adapters, base = tmp_path_factory.mktemp("adapters"), folder(**fields)
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    assert read_config(base).num_hidden_layers == read_config(adapters).num_hidden_layers == 2
+    assert read_json(base, "generation_config.json") == {}  # there is none
+
+
+def test_configs_choose_no_code(tmp_path):
+    """A kernel of the hub would be downloaded and run."""
+    kernel = {name: "any/kernel" for name in ("attn_implementation", "_attn_implementation", "_experts_implementation")}
+    inner = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "head_dim": 8, **kernel}
+    config = {"model_type": "gemma3", "text_config": inner, "vision_config": inner, **kernel}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = read_config(tmp_path)
+    for part in (config, config.text_config, config.vision_config):
+        assert part._attn_implementation is None and part._experts_implementation is None
+    with pytest.raises(ValueError, match="--trust_remote_code"), loading("org/name", "x"):
+        raise ValueError("pass trust_remote_code=True")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"quantization_config": {"quant_method": "fp8"}}, {"rms_norm_eps": "x"}, {"model_type": None}]
+)
+def test_a_field_that_cannot_be_used_is_named_with_its_file(folder, fields):
+    name = r"config\.json.*" + next(iter(fields)).replace("model_type", "loaded")
+    with pytest.raises(ValueError, match=name):
+        read_config(folder(**fields))
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("x"), AttributeError("x"), KeyError("x"), EOFError(), OSError("x"), MemoryError(),
+              PermissionError(13, "no"), RuntimeError("Cannot allocate memory")],
+)  # fmt: skip
+def test_whatever_a_library_raises_names_the_folder_unless_the_files_are_not_at_fault(tmp_path, error):
+    passes = isinstance(error, (MemoryError, PermissionError, RuntimeError))
+    match = None if passes else rf"the model of '{tmp_path}' cannot be loaded"
+    with pytest.raises(type(error) if passes else ValueError, match=match), loading(tmp_path, "model"):
+        raise error
+
+
+@pytest.mark.parametrize("count, name, device", [(0, "auto", "cpu"), (0, "cpu", "cpu"), (2, "auto", "cuda"),
+                                                 (2, "cuda:1", "cuda:1"), (2, "cpu", "cpu"), (0, "cuda", None),
+                                                 (2, "cuda:2", None), (2, "gpu", None)])  # fmt: skip
+def test_auto_is_the_gpu_where_there_is_one(monkeypatch, count, name, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if device is None:
+        with pytest.raises(ValueError, match="device"):
+            choose_device(name)
+    else:
+        assert choose_device(name) == torch.device(device)
+
+
+def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu_and_the_rotary_frequencies_stay_exact():
+    assert choose_dtype("auto", torch.device("cuda")) == choose_dtype("bfloat16", torch.device("cpu")) == torch.bfloat16
+    assert choose_dtype("auto", torch.device("cpu")) == torch.float32
+    model = tiny.model()
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    cast(model, torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+
+
+@pytest.mark.parametrize("error", [None, "ImportError", "OSError"])
+def test_a_package_that_does_not_load_is_named_with_the_reason(tmp_path, monkeypatch, error):
+    monkeypatch.syspath_prepend(tmp_path)
+    package_obstacle.cache_clear()
+    name = f"package_{error}".lower()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / name / "inside.py").write_text(f"raise {error}('undefined symbol')" if error else "")
+    obstacle = package_obstacle(f"{name}.inside")
+    assert obstacle is None if error is None else name in obstacle and f"{error}: undefined symbol" in obstacle
+    assert package_obstacle("some_package.inside") == "needs the package: pip install some-package"
+    package_obstacle.cache_clear()
+
+
+def test_prompts_that_do_not_fit_name_their_row():
+    policy, tokenizer = Policy(tiny.model(vocab_size=258)), tiny.tokenizer(chat=True)  # a context of 256
+    good = {"prompt": "ab", "n": 1}
+    (prompt,) = prompts_of([good], tokenizer, policy, 6)
+    assert prompt == Prompt(tokenizer("ab")["input_ids"], "ab", {"n": 1})
+    for row, match in (
+        ({"prompt": "c" * 60}, "'cc.*max_completion_length=200 it exceeds"), ({"question": "?"}, "'prompt'"),
+        ({"prompt": ""}, "no tokens"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"data row 1: .*{match}"):
+            check_rows([good, row], tokenizer, policy, 200)
+
+
+def test_character_models_follow_their_seed_and_refuse_unknown_characters():
+    (first, tokenizer), (again, _), (other, _) = (
+        character_model("ab=", seed, hidden_size=32, layers=2, heads=2, positions=20) for seed in (3, 3, 4)
+    )
+    assert tokenizer("b=a")["input_ids"] == [2, 3, 1] and tokenizer.decode([2, 3, 1]) == "b=a"
+    assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (4, 0, 0)
+    assert all(map(torch.equal, first.parameters(), again.parameters()))
+    assert not all(map(torch.equal, first.parameters(), other.parameters()))
+    check_rows([{"prompt": "ab="}, {"prompt": "a<eos>b"}], tokenizer, Policy.of(first), 8)
+    with pytest.raises(ValueError, match=r"data row 1: .*'!z'"):
+        check_rows([{"prompt": "ab="}, {"prompt": "ab!z="}], tokenizer, Policy.of(first), 8)

@@ -1,28 +1,26 @@
 """Packed attention against plain softmax over one sequence at a time, forward and backward, and the merge of parts."""
 
-import logging
+import random
 import sys
-from itertools import pairwise
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastgrpo.policy import varlen
+from fastgrpo.policy.attention import PackedAttention
 from fastgrpo.policy.varlen import FlashAttn, PaddedAttention, Segments, TorchFlash, VarlenAttention, kernel_for
 
 SCALE = 0.3
 CPU_KERNELS = [PaddedAttention("cpu"), PaddedAttention("math")]
-RAGGED = [5, 1, 12, 3, 3, 7]
 
 
 def inputs(queries, heads=4, kv_heads=2, width=8, keys=None, dtype=torch.float64, device="cpu"):
     shapes = [(queries, heads), *[(keys or queries, kv_heads)] * 2]
     return [torch.randn(*shape, width, dtype=dtype, device=device, requires_grad=True) for shape in shapes]
-
-
-def bounds(lengths):
-    return list(pairwise(torch.tensor([0, *lengths]).cumsum(0).tolist()))
 
 
 def softmax_attention(query, key, value, visible):
@@ -42,77 +40,71 @@ def rectangles(queries, keys):
     return torch.block_diag(*[torch.ones(q, k) for q, k in zip(queries, keys, strict=True)]).bool()
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("spare", [0, 2**17])
-def test_a_part_against_softmax(kernel, heads, kv_heads, causal, spare, monkeypatch):
-    monkeypatch.setattr(varlen, "SPARE", spare)
-    queries, keys = (RAGGED, RAGGED) if causal else (RAGGED, [2, 9, 4, 4, 1, 6])
-    query, key, value = inputs(sum(queries), heads, kv_heads, keys=sum(keys))
+def check(found, expected, tolerance=1e-11):
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def of_softmax(tensors, visible):
+    """The output of plain softmax attention, a random gradient of it, and the gradients of query, key and value."""
+    expected, lse = softmax_attention(*tensors, visible)
+    grad = torch.randn_like(expected)
+    return expected, lse, grad, torch.autograd.grad(expected, tensors, grad)
+
+
+LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=7)
+KERNEL = pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda kernel: kernel.name)
+
+
+@KERNEL
+@settings(max_examples=30)
+@given(LENGTHS, LENGTHS, st.booleans(), st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+       st.sampled_from([0, 2**17]), st.sampled_from([240, 2**26]))  # fmt: skip
+def test_a_part_against_softmax(kernel, queries, keys, causal, heads, spare, scores_at_once):
+    """Sequences of any lengths, in buckets of their own and in one, and all queries at once or a few."""
+    queries, keys = (queries, queries) if causal else zip(*zip(queries, keys, strict=False), strict=True)
+    tensors = inputs(sum(queries), *heads, keys=sum(keys))
     visible = causal_mask(queries) if causal else rectangles(queries, keys)
-    expected, expected_lse = softmax_attention(query, key, value, visible)
-    grad = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, (query, key, value), grad)
-    part = Segments(queries, keys, "cpu", causal=causal)
-    with torch.no_grad():
-        out, lse = kernel.forward(query, key, value, part, SCALE)
-        mine = kernel.backward(grad, query, key, value, out, lse, part, SCALE)
-    assert (len(part.buckets.buckets) > 1) == (spare == 0)
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
-    torch.testing.assert_close(lse, expected_lse, atol=1e-12, rtol=1e-12)
-    for ours, theirs in zip(mine, gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
+    expected, expected_lse, grad, gradients = of_softmax(tensors, visible)
+    part = Segments(list(queries), list(keys), "cpu", causal=causal)
+    with (
+        torch.no_grad(),
+        mock.patch.object(varlen, "SPARE", spare),
+        mock.patch.object(varlen, "SCORES_AT_ONCE", scores_at_once),
+    ):
+        out, lse = kernel.forward(*tensors, part, SCALE)
+        check((out, lse), (expected, expected_lse), 1e-12)
+        check(kernel.backward(grad, *tensors, out, lse, part, SCALE), gradients)
 
 
-def prompts_and_branches():
-    """The parts of two shared prompts (4 and 6 tokens, 3 and 2 branches) and one more sequence, and their mask."""
-    lengths, prompts, of_each = [4, 6, 3, 1, 5, 2, 2, 7], [4, 6], [9, 4]
-    parts = [
-        Segments(lengths, lengths, "cpu", causal=True),
-        Segments(of_each, prompts, "cpu", causal=False, query_span=slice(10, 23), key_span=slice(0, 10)),
-    ]
-    visible = causal_mask(lengths)
-    visible[10:23, :10] = rectangles(of_each, prompts)
-    return parts, visible
+def prompts_and_branches(prompts=(4, 6), branches=((3, 1, 5), (2, 2)), rest=(7,)):
+    """The parts of shared prompts with their branches and of other sequences, and which keys each token sees."""
+    own = [length for of_prompt in branches for length in of_prompt]
+    lengths = [*prompts, *own, *rest]
+    visible, start = causal_mask(lengths), sum(prompts)
+    visible[start : start + sum(own), :start] = rectangles(map(sum, branches), prompts)
+    return PackedAttention(lengths, "cpu", branches).parts, visible
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=lambda kernel: kernel.name)
-def test_merged_parts_are_one_softmax(kernel, monkeypatch):
+@KERNEL
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 6), min_size=2, max_size=4)), min_size=1,
+                max_size=3), st.lists(st.integers(1, 9), max_size=3))  # fmt: skip
+def test_merged_parts_are_one_softmax(kernel, shared, rest):
     """The backward of each part takes the merged output and log-sum-exp, in the function that also runs on CUDA."""
-    monkeypatch.setattr(varlen, "kernel_for", lambda query: kernel)
-    parts, visible = prompts_and_branches()
+    parts, visible = prompts_and_branches(*zip(*shared, strict=True), rest)
     tensors = inputs(len(visible))
-    expected, _ = softmax_attention(*tensors, visible)
-    grad = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, tensors, grad)
-    out = VarlenAttention.apply(*tensors, parts, SCALE)
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
-    for ours, theirs in zip(torch.autograd.grad(out, tensors, grad), gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
-
-
-def test_the_backward_of_a_part_needs_the_merged_softmax():
-    """What the test above would miss if merging did not matter: a part's own log-sum-exp gives other gradients."""
-    parts, _ = prompts_and_branches()
-    query, key, value = (tensor.detach() for tensor in inputs(31))
-    kernel = CPU_KERNELS[0]
-    out, lse = kernel.forward(query, key, value, parts[0], SCALE)
-    grad = torch.randn_like(out)
-    alone = kernel.backward(grad, query, key, value, out, lse, parts[0], SCALE)
-    more, more_lse = kernel.forward(*varlen.part_of(parts[1], query, key, value), parts[1], SCALE)
-    varlen.merge_(out[parts[1].query_span], lse[:, parts[1].query_span], more, more_lse)
-    merged = kernel.backward(grad, query, key, value, out, lse, parts[0], SCALE)
-    assert (alone[0] - merged[0]).abs().max() > 0.01
+    expected, _, grad, gradients = of_softmax(tensors, visible)
+    with mock.patch.object(varlen, "kernel_for", lambda query: kernel):
+        out = VarlenAttention.apply(*tensors, parts, SCALE)
+    check((out, *torch.autograd.grad(out, tensors, grad)), (expected, *gradients))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
 def test_lower_precision(dtype, tolerance):
     parts, visible = prompts_and_branches()
     tensors = inputs(len(visible))
-    expected, _ = softmax_attention(*tensors, visible)
-    grad = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, tensors, grad)
+    expected, _, grad, gradients = of_softmax(tensors, visible)
     low = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
     out = VarlenAttention.apply(*low, parts, SCALE)
     mine = (out, *torch.autograd.grad(out, low, grad.to(dtype)))
@@ -121,33 +113,33 @@ def test_lower_precision(dtype, tolerance):
         assert (ours - theirs).norm() < tolerance * theirs.norm()
 
 
+@KERNEL
+def test_16_bit_attention_is_that_of_its_inputs_in_fp32_rounded_once(kernel):
+    part = Segments([5, 1, 7], [5, 1, 7], "cpu", causal=True)
+    low = [tensor.detach() for tensor in inputs(13, dtype=torch.bfloat16)]
+    out, lse = kernel.forward(*low, part, SCALE)
+    wide, wide_lse = kernel.forward(*(tensor.float() for tensor in low), part, SCALE)
+    assert torch.equal(out, wide.bfloat16()) and torch.equal(lse, wide_lse)
+    low = out, *low, out
+    gradients = kernel.backward(*low, lse, part, SCALE)
+    expected = kernel.backward(*(tensor.float() for tensor in low), lse, part, SCALE)
+    assert all(map(torch.equal, gradients, (gradient.bfloat16() for gradient in expected)))
+
+
+def test_padding_is_bounded_for_a_long_tail():
+    generator = random.Random(0)
+    lengths = [min(2048, int(generator.expovariate(1 / 150)) + 1) for _ in range(200)] + [2048]
+    buckets = varlen.Buckets(lengths, lengths, "cpu", causal=True)
+    places = sum(len(bucket.queries) for bucket in buckets.buckets)
+    assert places < 1.5 * sum(lengths) < 0.2 * len(lengths) * max(lengths)
+    assert len(buckets.buckets) < 20
+
+
 def test_second_derivatives_are_refused():
     tensors = inputs(23)
     out = VarlenAttention.apply(*tensors, [Segments([12, 11], [12, 11], "cpu", causal=True)], SCALE)
     with pytest.raises(RuntimeError, match="packed attention has no second derivatives"):
         torch.autograd.grad(out.sum(), tensors, create_graph=True)
-
-
-def test_plain_products_by_blocks_of_queries(monkeypatch):
-    monkeypatch.setattr(varlen, "SCORES_AT_ONCE", 2 * 4 * 12 * 5)
-    segments = Segments([12, 11], [12, 11], "cpu", causal=True)
-    query, key, value = (tensor.detach() for tensor in inputs(23))
-    whole, blocks = CPU_KERNELS
-    out, lse = whole.forward(query, key, value, segments, SCALE)
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(blocks.forward(query, key, value, segments, SCALE), (out, lse))
-    expected = whole.backward(grad, query, key, value, out, lse, segments, SCALE)
-    torch.testing.assert_close(blocks.backward(grad, query, key, value, out, lse, segments, SCALE), expected)
-
-
-def test_the_choice_is_logged_once(caplog):
-    varlen._choose.cache_clear()
-    with caplog.at_level(logging.INFO, "fastgrpo.policy.varlen"):
-        for _ in range(2):
-            assert kernel_for(torch.zeros(3, 4, 8)).name == "cpu"
-    assert [record.message for record in caplog.records] == [
-        "packed attention: cpu for torch.float32 on cpu, head width 8"
-    ]
 
 
 def cuda_case(dtype):
@@ -244,9 +236,5 @@ def stand_in(monkeypatch):
 def test_the_call_of_flash_attn(stand_in, monkeypatch):
     parts, visible = prompts_and_branches()
     tensors = inputs(len(visible))
-    expected, _ = softmax_attention(*tensors, visible)
-    grad = torch.randn_like(expected)
-    gradients = torch.autograd.grad(expected, tensors, grad)
-    mine = gradients_of(FlashAttn, parts, tensors, grad, monkeypatch, SCALE)
-    for ours, theirs in zip(mine, (expected, *gradients), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
+    expected, _, grad, gradients = of_softmax(tensors, visible)
+    check(gradients_of(FlashAttn, parts, tensors, grad, monkeypatch, SCALE), (expected, *gradients))

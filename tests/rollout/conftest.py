@@ -6,6 +6,8 @@ from drawing import engine_of
 from fastgrpo.rollout.hf import HFBackend
 
 
-@pytest.fixture(params=[engine_of("sdpa"), engine_of("products"), HFBackend], ids=["sdpa", "products", "hf"])
+@pytest.fixture(
+    scope="session", params=[engine_of("sdpa"), engine_of("products"), HFBackend], ids=["sdpa", "products", "hf"]
+)
 def backend(request):
     return request.param

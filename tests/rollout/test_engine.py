@@ -1,9 +1,15 @@
 """Generation: greedy tokens against transformers' own generate, log-probs against a teacher-forced forward, draws."""
 
+import dataclasses
+from functools import cache
+from unittest import mock
+
 import pytest
 import tiny
 import torch
 from drawing import PROMPTS, greedy_of_transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastgrpo.data.records import Sample
 from fastgrpo.policy.model import Policy
@@ -11,54 +17,129 @@ from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.rollout import engine as engine_module
 from fastgrpo.rollout.attention import GroupDecode
 from fastgrpo.rollout.engine import RolloutEngine
-from fastgrpo.rollout.sampling import SamplingParams, filter_logps
+from fastgrpo.rollout.sampling import SamplingParams, filter_logps, penalize
+
+LONGEST = 20
+POOL = [*PROMPTS, [18, 19, 20, 21, 22], [23] * 11]
+# Requests: a prompt of the pool, and the limits of its completions.
+REQUESTS = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(1, LONGEST), min_size=1, max_size=6)),
+                    min_size=1, max_size=6)  # fmt: skip
+
+model_of = cache(tiny.model)
 
 
-class Untrusted(GroupDecode):
-    """The kernel's provider where its self-check fails: the plain parts take over."""
+@cache
+def greedy(architecture, number, penalty):
+    return greedy_of_transformers(model_of(architecture), POOL[number], LONGEST, (), penalty)
 
-    def _trusted(self, query, cache, scale):
-        return False
+
+def cut(ids, limit, stops):
+    """What is left of a completion with this limit and these stop tokens, and why it ends."""
+    end = next((i + 1 for i, token in enumerate(ids[:limit]) if token in stops), None)
+    return ids[: end or limit], "stop" if end else "length"
+
+
+def finish(rollouts):
+    outputs = {}
+    while rollouts.has_unfinished_requests():
+        outputs |= rollouts.step()
+    return outputs
 
 
 @pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-@pytest.mark.parametrize("group_size", [1, 3, 16])
-def test_greedy_equals_generate(backend, architecture, group_size):
-    model = tiny.model(architecture)
-    stop = (1, 20, 33)
-    sampling = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=stop)
-    rollouts = backend(model).generate(PROMPTS, group_size, sampling)
-    reasons = set()
-    for i, prompt in enumerate(PROMPTS):
-        expected = greedy_of_transformers(model, prompt, 24, stop)
-        for rollout in rollouts[i * group_size : (i + 1) * group_size]:
-            assert rollout.ids == expected
-            assert rollout.finish_reason == ("stop" if expected[-1] in stop else "length")
-            reasons.add(rollout.finish_reason)
-    assert len(rollouts) == len(PROMPTS) * group_size
+@settings(max_examples=5)
+@given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.sampled_from([1.0, 1.3, 0.8]))
+def test_greedy_equals_generate(backend, architecture, requests, spare, stops, penalty):
+    """Whatever the group sizes, limits, stop tokens, lanes and penalty."""
+    sampling = SamplingParams(temperature=0, stop_token_ids=tuple(stops), repetition_penalty=penalty)
+    sampling = dataclasses.replace(sampling, max_tokens=LONGEST)
+    rollouts = backend(model_of(architecture), max_num_seqs=max(len(limits) for _, limits in requests) + spare)
+    for i, (number, limits) in enumerate(requests):
+        rollouts.add_request(POOL[number], len(limits), sampling, request_id=i, max_tokens=limits)
+    found = finish(rollouts)
+    for i, (number, limits) in enumerate(requests):
+        for rollout, limit in zip(found[i], limits, strict=True):
+            expected = cut(greedy(architecture, number, penalty), limit, stops)
+            assert (rollout.ids, rollout.finish_reason) == expected
 
 
-def test_both_finish_reasons(backend):
-    model = tiny.model()
-    first = greedy_of_transformers(model, PROMPTS[0], 40, ())
-    stop = (first[7],)
-    rollouts = backend(model).generate(PROMPTS, 2, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=stop))
-    assert rollouts[0].ids == first[: first.index(stop[0]) + 1]
-    assert rollouts[0].finish_reason == "stop"
-    by_length = [rollout for rollout in rollouts if rollout.finish_reason == "length"]
-    assert by_length and all(len(rollout.ids) == 40 and stop[0] not in rollout.ids for rollout in by_length)
+HOW = {
+    "plain": {"temperature": 1.0},
+    "filtered": {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    "penalized": {"temperature": 1.5, "repetition_penalty": 1.4, "min_p": 0.01},
+}
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
-def test_sampled_logps_equal_a_teacher_forced_forward(backend, temperature):
-    model = tiny.model("llama")
-    sampling = SamplingParams(temperature=temperature, max_tokens=30, stop_token_ids=(1, 2, 3, 4, 5), seed=7)
-    rollouts = backend(model, max_num_seqs=13).generate(PROMPTS, 6, sampling)
-    assert len({len(rollout.ids) for rollout in rollouts}) > 3  # rows left at different times
-    samples = [Sample(PROMPTS[i // 6], rollout.ids, 1.0) for i, rollout in enumerate(rollouts)]
-    for logps, rollout in zip(score(Policy.of(model), samples, Scoring(temperature, 100)), rollouts, strict=True):
+def how_to_draw(how):
+    return SamplingParams(max_tokens=LONGEST, seed=4, **HOW[how])
+
+
+@cache
+def drawn_alone(how, number, count, request_id):
+    """The completions of a request with which nothing else was in flight."""
+    engine = RolloutEngine(model_of("qwen3"))
+    return engine.generate([POOL[number]], count, how_to_draw(how), request_ids=[request_id])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "products"])
+@pytest.mark.parametrize("how", HOW)
+@settings(max_examples=8)
+@given(REQUESTS, st.integers(0, 12), st.sets(st.integers(0, 63), max_size=9), st.data())
+def test_draws_do_not_depend_on_the_batch(attention, how, requests, spare, stops, data):
+    """Nor on the lanes, limits, stop tokens, parts of the prefill, and requests that come and are aborted."""
+    sampling = dataclasses.replace(how_to_draw(how), stop_token_ids=tuple(stops))
+    most, outputs = max(len(limits) for _, limits in requests) + spare, {}
+    engine = RolloutEngine(model_of("qwen3"), max_num_seqs=most, attention=attention)
+    at_first, aborted = data.draw(st.integers(1, len(requests))), data.draw(st.sets(st.integers(0, 5), max_size=1))
+    with mock.patch.object(engine_module, "PREFILL_TOKENS", data.draw(st.sampled_from([8, 16384]))):
+        for i, (number, limits) in enumerate(requests):
+            if i >= at_first:
+                outputs |= engine.step()
+            engine.add_request(POOL[number], len(limits), sampling, request_id=i, max_tokens=limits)
+        outputs |= engine.step()
+        for i in aborted - outputs.keys():
+            engine.abort_request(i)
+        outputs |= finish(engine)
+    assert max(engine.live_lanes) <= most and engine.work_left() == 0
+    for i, (number, limits) in enumerate(requests):
+        assert i in outputs or i in aborted
+        expected = drawn_alone(how, number, len(limits), i)
+        for rollout, limit, alone in zip(outputs.get(i, ()), limits, expected, strict=i not in aborted):
+            ids, reason = cut(alone.ids, limit, stops)
+            assert (rollout.ids, rollout.finish_reason) == (ids, reason)
+            torch.testing.assert_close(rollout.logps, alone.logps[: len(ids)], atol=1e-5, rtol=0)
+            torch.testing.assert_close(rollout.sampler_logps, alone.sampler_logps[: len(ids)], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.9}, {"repetition_penalty": 1.5},
+                {"repetition_penalty": 1.5, "top_k": 9, "top_p": 0.9}], ids=str,
+)  # fmt: skip
+def test_log_probs_are_the_policys_and_the_samplers_those_of_its_filters(backend, filters):
+    rollouts = backend(model_of("llama"), max_num_seqs=7)
+    rollouts.generate(PROMPTS, 3, SamplingParams(max_tokens=4, seed=1))  # lanes that kept no record of the filters
+    sampling = SamplingParams(temperature=1.3, max_tokens=12, stop_token_ids=[1, 2, 3], seed=1, **filters)
+    penalty = sampling.repetition_penalty
+    filters = {name: value for name, value in filters.items() if name != "repetition_penalty"}
+    for i, rollout in enumerate(rollouts.generate(PROMPTS, 3, sampling)):
+        prompt, at = PROMPTS[i // 3], range(len(rollout.ids))
+        with torch.no_grad():
+            logits = model_of("llama")(torch.tensor([prompt + rollout.ids])).logits[0, len(prompt) - 1 : -1]
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for t in at:
+            seen[t, prompt + rollout.ids[:t]] = True
+        policy = (logits / 1.3).log_softmax(-1)[at, rollout.ids]
+        drawn_from = filter_logps((penalize(logits, seen, penalty) / 1.3).log_softmax(-1), **filters).log_softmax(-1)
         assert rollout.logps.dtype == torch.float32
-        torch.testing.assert_close(logps, rollout.logps, atol=1e-5, rtol=0)
+        torch.testing.assert_close(rollout.logps, policy, atol=1e-5, rtol=0)
+        torch.testing.assert_close(rollout.sampler_logps, drawn_from[at, rollout.ids], atol=1e-4, rtol=0)
+    if not filters:
+        (rollout,) = rollouts.generate(PROMPTS[:1], 1, SamplingParams(temperature=0, max_tokens=4))
+        assert rollout.sampler_logps is rollout.logps
+
+
+def ids_of(rollouts):
+    return [rollout.ids for rollout in rollouts]
 
 
 def test_the_models_own_generation_settings_change_no_draw(backend):
@@ -71,99 +152,54 @@ def test_the_models_own_generation_settings_change_no_draw(backend):
     for temperature in (0.0, 1.0):
         sampling = SamplingParams(temperature=temperature, max_tokens=12, seed=3)
         expected, seen = (backend(each).generate(PROMPTS, 2, sampling) for each in (plain, model))
-        assert [rollout.ids for rollout in seen] == [rollout.ids for rollout in expected]
+        assert ids_of(seen) == ids_of(expected)
         assert all(torch.equal(a.logps, b.logps) for a, b in zip(seen, expected, strict=True))
     assert model.generation_config.repetition_penalty == 1.9
 
 
-def test_the_seed_decides(backend):
-    rollouts = backend(tiny.model())
+def test_a_seed_of_any_size_decides_and_without_one_torchs_global_one(backend):
+    def drawn(seed):
+        return ids_of(backend(model_of("qwen2")).generate(PROMPTS, 4, SamplingParams(max_tokens=12, seed=seed)))
 
-    def ids(seed):
-        sampling = SamplingParams(max_tokens=12, stop_token_ids=(1,), seed=seed)
-        return [rollout.ids for rollout in rollouts.generate(PROMPTS, 4, sampling)]
-
-    assert ids(1) == ids(1)
-    assert ids(1) != ids(2)
-
-
-def test_without_a_seed_torchs_global_one_decides(backend):
-    rollouts = backend(tiny.model())
-
-    def ids():
-        return [rollout.ids for rollout in rollouts.generate(PROMPTS, 2, SamplingParams(max_tokens=12))]
-
+    assert drawn(1) == drawn(1) != drawn(2)
+    for seed in (-1, 2**64 + 5):
+        assert drawn(seed) == drawn(seed % 2**64)
     torch.manual_seed(5)
-    first = ids()
-    assert ids() != first
+    first, second = drawn(None), drawn(None)
     torch.manual_seed(5)
-    assert ids() == first
-
-
-@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.9}], ids=str)
-def test_the_mass_that_filters_kept(backend, filters):
-    model = tiny.model("llama")
-    rollouts = backend(model, max_num_seqs=7)
-    rollouts.generate(PROMPTS, 3, SamplingParams(max_tokens=4, seed=1))  # lanes that kept no such record
-    sampling = SamplingParams(temperature=1.3, max_tokens=12, stop_token_ids=[1, 2, 3], seed=1, **filters)
-    for i, rollout in enumerate(rollouts.generate(PROMPTS, 3, sampling)):
-        prompt = PROMPTS[i // 3]
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt + rollout.ids])).logits[0, len(prompt) - 1 : -1]
-        kept = filter_logps(torch.log_softmax(logits / 1.3, -1), **filters).exp()
-        mass = (rollout.logps - rollout.sampler_logps).exp()
-        torch.testing.assert_close(mass, kept.sum(-1), atol=1e-5, rtol=0)
-        assert (kept[range(len(rollout.ids)), rollout.ids] > 0).all()
-    greedy = SamplingParams(temperature=0, max_tokens=4)
-    assert all(rollout.sampler_logps is rollout.logps for rollout in rollouts.generate(PROMPTS, 1, greedy))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "products"])
-def test_draws_do_not_depend_on_the_batch(attention):
-    model, sampling = tiny.model("qwen3"), SamplingParams(max_tokens=20, stop_token_ids=(1, 2, 3), seed=4)
-    together = RolloutEngine(model, attention=attention).generate(PROMPTS, 3, sampling)
-    few = RolloutEngine(model, max_num_seqs=4, attention=attention)
-    for i in reversed(range(4)):
-        few.add_request(PROMPTS[i], 3, sampling, request_id=i)
-    outputs = {}
-    while few.has_unfinished_requests():
-        outputs |= few.step()
-    for i in range(4):
-        assert [rollout.ids for rollout in outputs[i]] == [rollout.ids for rollout in together[3 * i : 3 * i + 3]]
+    assert drawn(None) == first != second
 
 
 def test_auto_changes_the_layout_from_rollout_to_rollout(monkeypatch):
     monkeypatch.setattr("fastgrpo.rollout.attention.FEW_COPIES", 2 * sum(map(len, PROMPTS)))
-    model, sampling = tiny.model("llama"), SamplingParams(max_tokens=20, seed=4)
+    model, sampling = model_of("llama"), SamplingParams(max_tokens=20, seed=4)
     engine, layouts = RolloutEngine(model), []
     for group in (4, 1, 3, 4):
-        drawn = engine.generate(PROMPTS, group, sampling)
         fresh = RolloutEngine(model, attention="sdpa").generate(PROMPTS, group, sampling)
-        assert [rollout.ids for rollout in drawn] == [rollout.ids for rollout in fresh]
+        assert ids_of(engine.generate(PROMPTS, group, sampling)) == ids_of(fresh)
         layouts.append(engine.geometry.flat)
     assert layouts == [False, True, True, False]
 
 
-def test_a_shorter_limit_changes_no_draw():
-    model = tiny.model()
-    longer, shorter = (
-        RolloutEngine(model).generate(PROMPTS, 3, SamplingParams(max_tokens=length, seed=4)) for length in (20, 7)
-    )
-    assert [rollout.ids[:7] for rollout in longer] == [rollout.ids for rollout in shorter]
-
-
 def test_head_gives_fp32_logits_of_a_bf16_model():
-    model = tiny.model().bfloat16()
+    policy = Policy.of(tiny.model().bfloat16())
     states = torch.randn(5, 32, dtype=torch.bfloat16)
-    logits = Policy.of(model).logits(states)
+    logits = policy.logits(states)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, states.float() @ Policy.of(model).head.weight.float().T)
+    torch.testing.assert_close(logits, states.float() @ policy.head.weight.float().T)
+
+
+class Untrusted(GroupDecode):
+    """The kernel's provider where its self-check fails: the plain parts take over."""
+
+    def _trusted(self, query, cache, scale):
+        return False
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "products", "triton"])
 @pytest.mark.parametrize("how", [{}, {"top_k": 9, "repetition_penalty": 1.3}], ids=str)
 def test_tokens_appended_at_once_equal_tokens_appended_one_at_a_time(monkeypatch, attention, how):
-    model, sampling = tiny.model("qwen3"), SamplingParams(max_tokens=20, seed=6, **how)
+    model, sampling = model_of("qwen3"), SamplingParams(max_tokens=20, seed=6, **how)
     answers = {1: [5, 9, 9, 4, 31], 4: [8], 2: [17, 2]}  # by lane
     if attention == "triton":
         monkeypatch.setattr(engine_module, "make_provider", lambda *_: Untrusted())
@@ -174,18 +210,15 @@ def test_tokens_appended_at_once_equal_tokens_appended_one_at_a_time(monkeypatch
             engine.add_request(prompt, 2, sampling, request_id=i)
         for _ in range(3):
             engine.step()
-        for given in [answers] if at_once else [{lane: [token]} for lane, ids in answers.items() for token in ids]:
-            engine.append(given)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= engine.step()
-        rollouts.append([each for i in sorted(outputs) for each in outputs[i]])
+        for given_tokens in [answers] if at_once else [{lane: [t]} for lane, ids in answers.items() for t in ids]:
+            engine.append(given_tokens)
+        rollouts.append([rollout for _, group in sorted(finish(engine).items()) for rollout in group])
     for lane, (together, single) in enumerate(zip(*rollouts, strict=True)):
-        given = answers.get(lane, [])
-        assert together.ids == single.ids and len(together.ids) == 20 and together.ids[4 : 4 + len(given)] == given
+        answer = answers.get(lane, [])
+        assert together.ids == single.ids and len(together.ids) == 20 and together.ids[4 : 4 + len(answer)] == answer
         torch.testing.assert_close(together.logps, single.logps, atol=1e-5, rtol=0)
-        own = [t for t in range(20) if not 4 <= t < 4 + len(given)]
+        own = [t for t in range(20) if not 4 <= t < 4 + len(answer)]
         samples = [Sample(PROMPTS[lane // 2], together.ids, 1.0)]
         (forced,) = score(Policy.of(model), samples, Scoring(1.0, 100))
         torch.testing.assert_close(together.logps[own], forced[own], atol=1e-5, rtol=0)
-        assert not together.logps[4 : 4 + len(given)].any()
+        assert not together.logps[4 : 4 + len(answer)].any()

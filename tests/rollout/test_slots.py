@@ -1,13 +1,146 @@
-"""Slots: their shapes and order in memory, which lanes belong to which prompt, and lanes that move."""
+"""Slots: how many fit into what is free, their order in memory, which lanes belong to which prompt, and moves."""
+
+import dataclasses
 
 import pytest
+import tiny
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fastgrpo.rollout.slots import Cache, Geometry, Slots
+from fastgrpo.rollout.engine import RolloutEngine
+from fastgrpo.rollout.sampling import SamplingParams
+from fastgrpo.rollout.slots import (
+    AMPLE,
+    Geometry,
+    Slots,
+    copied_tokens,
+    fit,
+    kv_token_bytes,
+    memory_left,
+    settled,
+)
 
 CPU = torch.device("cpu")
-ORDERS = [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
+ORDERS = pytest.mark.parametrize("memory_order", [(0, 1, 2), (0, 2, 1), (2, 0, 1)])
+REQUESTS = [(100, [50] * 4)] * 8
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.lists(st.integers(1, 90), min_size=1, max_size=9)), min_size=1,
+             max_size=20), st.integers(9, 64), st.integers(1, 30_000), st.booleans(),
+)  # fmt: skip
+def test_as_many_lanes_as_requests_limits_and_memory_allow(requests, max_num_seqs, budget, flat):
+    completions, group = sum(len(limits) for _, limits in requests), max(len(limits) for _, limits in requests)
+    try:
+        geometry = fit(requests, max_num_seqs, 1, budget, flat)
+    except ValueError:
+        assert fit(requests, group, 1, 10**9, flat).tokens > budget  # not even one group fits
+        return
+    assert group <= geometry.lanes <= min(max_num_seqs, completions) and geometry.tokens <= budget
+    assert all(geometry.holds(length, limits) for length, limits in requests)
+    if geometry.lanes < min(max_num_seqs, completions):
+        assert fit(requests, geometry.lanes + 1, 1, 10**9, flat).tokens > budget
+
+
+def test_prompts_with_one_completion_need_no_more_slots_than_lanes():
+    assert fit([(100, [50])] * 1319, 256, 10, 2**30, flat=False) == Geometry(256, 50, 256, 112, 1, False)
+    assert fit(REQUESTS, 12, 10, 2**30, flat=False) == Geometry(12, 50, 6, 112, 4, False)
+
+
+@pytest.mark.parametrize("left, remedy", [(2**30, "raise rollout_memory_utilization"), (2**28, "let the model")])
+def test_a_group_that_does_not_fit_names_the_remedy(left, remedy):
+    match = f"8 completions of up to 4096 tokens .*0.38 GiB .*0.25 GiB .*num_generations .*or {remedy}"
+    with pytest.raises(ValueError, match=match):
+        fit([(512, [4096] * 8)], 256, 12_288, 2**28, flat=False, left=left)
+
+
+def test_bytes_of_a_token():
+    """Qwen2.5-0.5B and Qwen3-0.6B in bf16, whose heads are wider than hidden / heads."""
+    assert kv_token_bytes(tiny.config("qwen2", hidden_size=896, num_attention_heads=14, num_hidden_layers=24),
+                          torch.bfloat16) == 12_288  # fmt: skip
+    assert kv_token_bytes(tiny.config("qwen3", hidden_size=1024, num_attention_heads=16, num_key_value_heads=8,
+                                      num_hidden_layers=28, head_dim=128), torch.bfloat16) == 114_688  # fmt: skip
+
+
+def test_what_is_reserved_is_not_left():
+    free = memory_left(CPU)
+    assert free > 2**28 and 0 <= memory_left(CPU, free // 2) < 0.6 * free and memory_left(CPU, 2 * free) == 0
+
+
+def geometry(lanes, capacity, prompts=2, group=4, flat=True):
+    return Geometry(lanes, capacity, prompts, 16, group, flat)
+
+
+def test_a_phase_keeps_its_geometry_or_grows():
+    requests, old = [(10, [8] * 4)], geometry(8, 16)
+
+    def after(new, requests=requests, budget=10**6):
+        return settled({(4, True): old}, new, requests, 1, budget)
+
+    assert after(geometry(6, 8)) == old
+    assert after(geometry(100, 8, 9)) == geometry(100, 16, 9)
+    # A budget that holds 10 lanes of the shorter requests, and 8 of the longer ones before.
+    assert after(geometry(10, 8), budget=old.tokens) == old
+    assert after(geometry(20, 8), budget=old.tokens) == geometry(20, 8)
+    assert after(geometry(8, 17), [(10, [17] * 4)], old.tokens) == geometry(8, 17)
+    shared = geometry(8, 16, flat=False)
+    assert after(shared) == shared
+
+
+@pytest.mark.parametrize("ample", [True, False])
+def test_phases_share_a_geometry_only_where_memory_is_ample(ample):
+    """And the smaller batches of a phase, such as refills of a step, do not make it go back and forth."""
+    phases, training, evaluation = {}, geometry(64, 100, 16, 8, False), geometry(256, 100, 256, 1, False)
+    both, refill = geometry(256, 100, 256, 8, False), geometry(8, 100, 1, 8, False)
+    budget = int(both.tokens / AMPLE) + 1 if ample else both.tokens
+    order = (training, evaluation, refill, training, evaluation)
+    chosen = [settled(phases, new, [], 1, budget) for new in order]
+    assert chosen == ([training] + [both] * 4 if ample else [training, evaluation, training, training, evaluation])
+
+
+def test_tokens_that_flat_slots_copy():
+    assert copied_tokens(REQUESTS, 256) == 8 * 3 * 100
+    assert copied_tokens(REQUESTS, 8) == 2 * 3 * 100  # two groups are in flight together
+    assert copied_tokens([(1000, [50])] * 20, 256) == 0
+    assert copied_tokens([(10, [5]), (30, [5, 5])], 256) == 30
+
+
+def test_a_tight_budget_changes_nothing_but_the_order():
+    model, prompts = tiny.model(), [[5, 6, 7], [8], [9, 10, 11, 12], [16, 17]] * 3
+    sampling = SamplingParams(max_tokens=10, stop_token_ids=(1, 2, 3), seed=1)
+    expected = RolloutEngine(model, attention="products").generate(prompts, 3, sampling)
+    engine = RolloutEngine(model, attention="products")
+    engine.budget = Geometry(6, 10, 4, 16, 3, False).tokens * kv_token_bytes(model.config, model.dtype)
+    assert [r.ids for r in engine.generate(prompts, 3, sampling)] == [r.ids for r in expected]
+    assert engine.geometry.lanes == 6
+    penalized = RolloutEngine(model, attention="products")
+    penalized.budget = engine.budget
+    penalized.generate(prompts, 3, dataclasses.replace(sampling, repetition_penalty=1.2))
+    assert penalized.geometry.lanes < 6  # a penalty notes the tokens of each lane
+    engine = RolloutEngine(model, attention="products")
+    engine.budget = 1000
+    with pytest.raises(ValueError, match="one group of 3"):
+        engine.generate(prompts, 3, sampling)
+    assert not engine.has_unfinished_requests()
+
+
+def test_the_longest_prompt_and_the_largest_group_need_not_fit_together():
+    model = tiny.model()
+    engine = RolloutEngine(model, attention="products")
+    engine.budget = Geometry(2, 5, 1, 192, 2, False).tokens * kv_token_bytes(model.config, model.dtype)
+    engine.add_request([5] * 190, 1, SamplingParams(max_tokens=5, seed=0))
+    engine.add_request([6] * 3, 20, SamplingParams(max_tokens=5, seed=0))
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= engine.step()
+    assert [len(rollouts) for rollouts in outputs.values()] == [1, 20]
+
+
+@pytest.mark.parametrize("share", [0, 1.5])
+def test_rejects_a_share_of_memory_out_of_its_interval(share):
+    with pytest.raises(ValueError, match="memory_utilization"):
+        RolloutEngine(tiny.model(), memory_utilization=share)
 
 
 def make_slots(memory_order=(0, 1, 2), flat=False):
@@ -16,7 +149,7 @@ def make_slots(memory_order=(0, 1, 2), flat=False):
     return slots, slots.cache(0, torch.empty(2, 1, 8), torch.empty(2, 1, 6, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("memory_order", ORDERS)
+@ORDERS
 @pytest.mark.parametrize("flat", [False, True])
 def test_shapes_and_order_in_memory(memory_order, flat):
     slots, cache = make_slots(memory_order, flat)
@@ -25,19 +158,6 @@ def test_shapes_and_order_in_memory(memory_order, flat):
     assert cache.values.shape == (*cache.keys.shape[:3], 6) and cache.values.dtype == torch.bfloat16
     for tensor in cache:
         assert tensor.permute(*memory_order, 3).is_contiguous() and not tensor.any()
-
-
-def test_each_prompt_knows_its_lanes():
-    """On a CPU there is a row for each prompt up to the last one in use, and a column for each lane that one has."""
-    slots, _ = make_slots()
-    address = slots.members.data_ptr()
-    slots.arrange([1, 3, -1, 1, 3, 1], group=3)
-    assert slots.members.tolist() == [[-1] * 3, [0, 3, 5], [-1] * 3, [1, 4, -1]]
-    slots.arrange([-1, 0], group=3)
-    assert slots.members.tolist() == [[1]]
-    assert slots.members.data_ptr() == address and slots.members.is_contiguous()
-    slots.arrange([], group=0)
-    assert slots.members.shape == (0, 0)
 
 
 def test_shapes_that_a_graph_may_record():
@@ -54,7 +174,7 @@ def test_shapes_that_a_graph_may_record():
     assert tuple(slots.members.shape) == (4, 8)
 
 
-@pytest.mark.parametrize("memory_order", ORDERS)
+@ORDERS
 def test_lanes_move_with_their_keys(memory_order):
     slots, cache = make_slots(memory_order)
     for tensor in (cache.keys, cache.values):
@@ -63,60 +183,3 @@ def test_lanes_move_with_their_keys(memory_order):
     for tensor in (cache.keys, cache.values):
         assert (tensor[:, :, :3] == torch.tensor([6, 1, 5, 3, 4, 5, 6])[:, None, None, None]).all()
         assert (tensor[:, :, 3:] == torch.arange(7)[:, None, None, None]).all()  # tokens that no lane holds stay
-
-
-class Puts(TorchDispatchMode):
-    """Keeps the arguments of every `index_put_`."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.overloadpacket in (torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
-            self.seen.append(args)
-        return operator(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("memory_order", ORDERS)
-@pytest.mark.parametrize("name", Cache._fields)
-def test_tokens_are_written_without_a_copy_of_all_slots(memory_order, name):
-    """In deterministic mode torch copies what is not contiguous, or is indexed elsewhere than side by side."""
-    slots, cache = make_slots(memory_order)
-    held = getattr(cache, name)
-    lanes, tokens = torch.tensor([2, 0, 3, 3]), torch.tensor([4, 1, 0, 2])
-    new = torch.randn(4, *held.shape[1::2]).to(held.dtype)
-    with torch.no_grad(), Puts() as puts:
-        slots.write(held, lanes, tokens, new)
-    ((written, indices, *_),) = puts.seen
-    assert written.is_contiguous() and all(index is not None for index in indices)
-    expected = torch.zeros_like(held)
-    for slot, token, value in zip(lanes.tolist(), tokens.tolist(), new, strict=True):
-        expected[slot, :, token] = value
-    assert torch.equal(held, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("memory_order", ORDERS)
-def test_a_deterministic_write_takes_no_memory_of_the_size_of_the_slots(memory_order):
-    slots = Slots(Geometry(64, 512, 4, 12, 16, False), torch.device("cuda"), memory_order)
-    held = slots.cache(0, *[torch.empty(4, 1, 64, device="cuda")] * 2).keys
-    lanes, new = torch.arange(64, device="cuda"), torch.randn(64, 4, 64, device="cuda")
-    torch.use_deterministic_algorithms(True)
-    try:
-        slots.write(held, lanes, lanes * 3, new)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        slots.write(held, lanes, lanes * 3, new)
-        assert torch.cuda.max_memory_allocated() - before < held.nbytes / 8
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(held[lanes, :, lanes * 3], new)
-
-
-def test_keys_and_values_are_reset_in_place():
-    slots, cache = make_slots()
-    for tensor in cache:
-        tensor.fill_(torch.nan)
-    slots.zero()
-    assert slots.caches[0] is cache and not any(tensor.any() for tensor in cache)

@@ -12,14 +12,8 @@ def engine_of(attention):
     return lambda model, max_num_seqs=256: RolloutEngine(model, max_num_seqs=max_num_seqs, attention=attention)
 
 
-def greedy_of_transformers(model, prompt, max_tokens, stop):
+def greedy_of_transformers(model, prompt, max_tokens, stop, penalty=1.0):
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=max_tokens,
-        eos_token_id=list(stop) or None,
-        pad_token_id=0,
-    )
+    how = {"do_sample": False, "max_new_tokens": max_tokens, "eos_token_id": list(stop) or None, "pad_token_id": 0}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **how)
     return out[0, len(prompt) :].tolist()

@@ -36,41 +36,24 @@ def computed(policy, packed):
         return states, policy.logits(states, product)
 
 
+def with_biases_and_adapters():
+    model = add_lora(tiny.model("qwen2"), r=2, target_modules=["q_proj", "up_proj"])  # its projections have biases
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(name)), std=0.3)
+    return model
+
+
 @needs_packing
-@pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
-def test_packed_weights_give_the_same_states_and_logits(architecture):
-    policy = Policy.of(tiny.model(architecture))
+@pytest.mark.parametrize("name", [*tiny.ARCHITECTURES, "adapters"])
+def test_packed_weights_give_the_same_states_and_logits(name):
+    policy = Policy.of(with_biases_and_adapters() if name == "adapters" else tiny.model(name))
     packed = PackedWeights(policy)
     plain = computed(policy, packed)
     packed.pack()
     assert len(packed.forwards) >= 2 * policy.shape.num_hidden_layers
-    for found, expected in zip(computed(policy, packed), plain, strict=True):
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-@needs_packing
-def test_the_layers_and_the_head_compute_with_the_copies():
-    """What is written to the weights after the copy does not show, as long as it is in use."""
-    policy = Policy.of(tiny.model("llama"))
-    packed = PackedWeights(policy)
-    packed.pack()
-    before = computed(policy, packed)
-    with torch.no_grad():
-        for layer in linear_layers(policy.module):
-            layer.weight.zero_()
-    assert all(torch.equal(*pair) for pair in zip(computed(policy, packed), before, strict=True))
-    packed.free()
-    assert not computed(policy, packed)[1].any()
-
-
-@needs_packing
-def test_a_layer_of_another_dtype_keeps_its_product():
-    policy = Policy.of(tiny.model("llama"))
-    policy.module.model.layers[0].mlp.down_proj.double()
-    packed = PackedWeights(policy)
-    packed.pack()
-    assert len(packed.forwards) == len(linear_layers(policy.module)) - 2  # nor is the head among them
+    torch.testing.assert_close(computed(policy, packed), plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU has no bf16 products of oneDNN")
@@ -87,28 +70,18 @@ def test_the_head_of_a_bf16_policy_multiplies_in_fp32():
 
 
 @needs_packing
-def test_biases_and_adapters_are_added():
-    model = add_lora(tiny.model("qwen2"), r=2, target_modules=["q_proj", "up_proj"])  # its projections have biases
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "bias" in name or "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    policy = Policy.of(model)
-    packed = PackedWeights(policy)
-    plain = computed(policy, packed)
-    packed.pack()
-    torch.testing.assert_close(computed(policy, packed), plain, atol=1e-4, rtol=1e-4)
-
-
-@needs_packing
 def test_a_rollout_packs_the_weights_as_they_are_and_frees_them():
+    """Whoever calls the model meanwhile gets torch's own products, with gradients."""
     model = tiny.model("llama")
     engine = RolloutEngine(model)
     for _ in range(2):
+        before = model(torch.tensor([PROMPTS[0]])).logits
         engine.add_request(PROMPTS[0], 2, LONG)
         engine.step()
         held = engine.weights.packed
         assert len(held.forwards) == len(linear_layers(model)) - 1 and held.head is not None  # the head is apart
+        after = model(torch.tensor([PROMPTS[0]])).logits
+        assert torch.equal(after, before) and after.requires_grad
         while engine.has_unfinished_requests():
             engine.step()
         assert not held.forwards and held.head is None
@@ -129,19 +102,6 @@ def test_a_rollout_of_one_completion_at_a_time_packs_once(monkeypatch):
 
 
 @needs_packing
-def test_packed_weights_serve_the_passes_of_the_engine_alone():
-    """Whoever calls the model while requests are in flight gets torch's own products, with gradients."""
-    model = tiny.model("llama")
-    before = model(torch.tensor([PROMPTS[0]])).logits
-    engine = RolloutEngine(model)
-    engine.add_request(PROMPTS[0], 2, LONG)
-    engine.step()
-    assert engine.weights.packed.forwards
-    after = model(torch.tensor([PROMPTS[0]])).logits
-    assert torch.equal(after, before) and after.requires_grad
-
-
-@needs_packing
 def test_a_pass_that_fails_leaves_the_layers_as_they_were(monkeypatch):
     model = tiny.model("llama")
     engine = RolloutEngine(model)
@@ -158,21 +118,21 @@ def test_a_pass_that_fails_leaves_the_layers_as_they_were(monkeypatch):
 
 
 @needs_packing
-def test_a_layer_whose_forward_function_was_replaced_keeps_it():
-    model = tiny.model("llama")
-    layer, calls = model.model.layers[0].mlp.down_proj, []
+def test_layers_of_another_dtype_or_with_another_forward_function_are_not_packed():
+    model, calls = tiny.model("llama"), []
+    policy, layer = Policy.of(model), model.model.layers[0].mlp.down_proj
     plain = layer.forward
     layer.forward = lambda states: (calls.append(1), plain(states))[1]
     RolloutEngine(model).generate(PROMPTS, 2, LONG)
     assert len(calls) >= PACKED_FROM and "forward" in vars(layer)
+    model.model.layers[1].mlp.down_proj.double()
+    packed = PackedWeights(policy)
+    packed.pack()
+    assert len(packed.forwards) == len(linear_layers(model)) - 3  # nor is the head among them
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_are_not_packed(dtype):
-    assert not can_pack(dtype)
-
-
-def test_nothing_is_packed_without_onednn_or_for_short_completions():
+def test_nothing_is_packed_without_onednn_in_other_dtypes_or_for_short_completions():
+    assert not can_pack(torch.float64) and not can_pack(torch.float16)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not can_pack()
     engine = RolloutEngine(tiny.model("llama"))
