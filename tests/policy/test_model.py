@@ -51,6 +51,7 @@ def test_bf16_log_probs_are_off_by_the_rounding_of_the_layers_alone():
     assert states.dtype == torch.bfloat16
     weight, found = exact.head.weight, policy.logps_of(states, batch.targets)
     assert found.dtype == torch.float32
+    torch.testing.assert_close(policy.logits(states), states.float() @ weight.T)  # fp32 too
     torch.testing.assert_close(found, exact.logps_of(states.float(), batch.targets), rtol=0, atol=1e-6)
     moved = 2**-8 * (14 * exact.shape.num_hidden_layers + 2) ** 0.5 * wide.norm(dim=-1)
     assert ((states - wide).norm(dim=-1) <= moved).all()

@@ -181,14 +181,6 @@ def test_auto_changes_the_layout_from_rollout_to_rollout(monkeypatch):
     assert layouts == [False, True, True, False]
 
 
-def test_head_gives_fp32_logits_of_a_bf16_model():
-    policy = Policy.of(tiny.model().bfloat16())
-    states = torch.randn(5, 32, dtype=torch.bfloat16)
-    logits = policy.logits(states)
-    assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits, states.float() @ policy.head.weight.float().T)
-
-
 class Untrusted(GroupDecode):
     """The kernel's provider where its self-check fails: the plain parts take over."""
 

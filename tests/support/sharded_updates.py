@@ -2,18 +2,16 @@
 
 import math
 import warnings
-from collections import Counter
 
 import tiny
 import torch
 from ranked import check
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.lora import ADAPTER, adapters_off, add_lora
 from fastgrpo.policy.model import Policy
-from fastgrpo.policy.shard import local, shard
+from fastgrpo.policy.shard import shard
 from fastgrpo.trainer.optim import MasterAdamW
 
 
@@ -176,32 +174,6 @@ def three_steps_of_adapters(ranks):
         assert abs(sharded.within(lambda: loss_of(sharded, MICRO_BATCHES[1])) / expected - 1) < 1e-6
 
 
-class Exchanges(TorchDispatchMode):
-    """Counts what this rank sends, by the name of the operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.namespace == "c10d":
-            self.counts[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
-
-
-@check
-def what_a_pass_sends(ranks):
-    """Two all-gathers and a reduce-scatter of each layer, or one where it stays whole; of the rest, one of each."""
-    for keep in (False, True):
-        _, sharded = policies(ranks, how={"reshard_after_forward": not keep})
-        layers = sharded.shape.num_hidden_layers
-        with Exchanges() as sent:
-            passes(sharded, ranks, MICRO_BATCHES[:1])
-        gathers = layers + 1 if keep else 2 * layers + 1
-        expected = {"_allgather_base_": gathers, "_reduce_scatter_base_": layers + 1} if ranks.size > 1 else {}
-        assert sent.counts == expected, sent.counts
-
-
 @check
 def an_update_that_is_not_finite_on_one_rank(ranks):
     _, sharded, optimizer = same_steps(ranks, steps=1, limit=0.0)
@@ -230,20 +202,6 @@ def gradients_of_whole_masters(ranks):
     weights = [parameter.detach() for parameter in trained(mine)]
     ranks.sum(others := [weight.clone() for weight in weights], "weights")
     assert all(map(torch.equal, others, (ranks.size * weight for weight in weights)))
-
-
-@check
-def bytes_that_are_still_to_come(ranks):
-    _, sharded = policies(ranks)
-    optimizer = MasterAdamW(sharded.module, learning_rate=1e-3)
-    mine = sum(local(parameter.detach()).nbytes for parameter in trained(sharded))
-    assert optimizer.bytes_to_come(torch.device("cpu")) == 3 * mine
-    passes(sharded, ranks, MICRO_BATCHES)
-    assert optimizer.bytes_to_come(torch.device("cpu")) == 2 * mine
-    optimizer.step()
-    assert optimizer.bytes_to_come(torch.device("cpu")) == mine
-    total = sum(ranks.gather(mine, "bytes"))
-    assert total == sum(parameter.numel() * 4 for parameter in trained(sharded))
 
 
 @check
