@@ -12,9 +12,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 
 from fastgrpo.data.records import Batch, Sample
 from fastgrpo.policy.attention import PackedAttention
-from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.device import cast
 from fastgrpo.policy.load import prepare
+from fastgrpo.policy.micro_batches import micro_batches
 from fastgrpo.policy.model import Policy
 from fastgrpo.policy.ref_model import Scoring, score
 from fastgrpo.policy.varlen import PaddedAttention
